@@ -1,0 +1,1 @@
+"""Devices: what an engine asks of the hardware it runs on."""

@@ -1,0 +1,1 @@
+"""One catalog per engine: which function plays which role, and how to read its attributes."""

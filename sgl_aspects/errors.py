@@ -1,0 +1,58 @@
+"""Every exception that sgl-aspects raises on purpose.
+
+    AspectsError
+    ├── TargetError (ValueError)            a target that cannot be read
+    ├── HookError (TypeError)               a hook that cannot work on its target
+    ├── MissingTargetError (LookupError)    the module is there, the attribute is not
+    ├── ConfigError (ValueError)            a setting, file or environment variable that is wrong
+    ├── PlatformError (RuntimeError)        no platform, several, or one that fails
+    └── EngineError (RuntimeError)          the embedded engine cannot serve
+        ├── ModelLoadError                  a model folder or file that is missing or broken
+        ├── InvalidRequestError (ValueError)  a request that can never be served as it is
+        └── SchedulerDiedError (ConnectionError)  the scheduler process is gone
+
+Each doubles a standard type, so that callers who do not know this package catch what they expect.
+A message names the offender, the alternatives, and the next step.
+"""
+
+from __future__ import annotations
+
+
+class AspectsError(Exception):
+    """Base of all of them."""
+
+
+class TargetError(AspectsError, ValueError):
+    """Raised when a target string has no valid reading, at the moment it is given."""
+
+
+class HookError(AspectsError, TypeError):
+    """Raised when a hook cannot work on its target: not callable, wrong type, a class where none may be."""
+
+
+class MissingTargetError(AspectsError, LookupError):
+    """Raised when a required hook finds the module of its target but not the attribute."""
+
+
+class ConfigError(AspectsError, ValueError):
+    """Raised when an environment variable, flag or configuration file has a value that is not allowed."""
+
+
+class PlatformError(AspectsError, RuntimeError):
+    """Raised when no platform can be chosen, or the chosen one does not work."""
+
+
+class EngineError(AspectsError, RuntimeError):
+    """Raised when the embedded engine cannot serve; the subclasses say why."""
+
+
+class ModelLoadError(EngineError):
+    """Raised when a model folder or file is missing, incomplete, damaged, or of an unknown architecture."""
+
+
+class InvalidRequestError(EngineError, ValueError):
+    """Raised when a request can never be served: too long a prompt, a sampling value out of range."""
+
+
+class SchedulerDiedError(EngineError, ConnectionError):
+    """Raised to every waiting caller when the scheduler process has ended, with its exit code or error."""
