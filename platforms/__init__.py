@@ -1,1 +1,65 @@
-"""Devices: what an engine asks of the hardware it runs on."""
+"""Devices: what an engine asks of the hardware it runs on.
+
+An engine never branches on a device's name; it asks :data:`current_platform`, and the platform answers.
+
+    identity.py      names and plain data: PlatformEnum, CpuArchEnum, DeviceCapability, PlatformCapabilities
+    device_mixin.py  DeviceMixin: identity queries and device operations
+    srt_platform.py  SRTPlatform: what a text engine asks beyond that
+    events.py        moments on a device's timeline, for device times in traces
+    cpu.py, cuda.py  the built-in devices; builtins.py is their table
+    discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection
+    current.py       current_platform, chosen at its first use
+
+Importing this package detects nothing and does not load torch.
+"""
+
+from sgl_aspects.platforms.current import (
+    current_platform,
+    current_platform_choice,
+    is_cpu,
+    is_cuda,
+    is_cuda_alike,
+    is_hpu,
+    is_mps,
+    is_musa,
+    is_npu,
+    is_out_of_tree,
+    is_rocm,
+    is_tpu,
+    is_xpu,
+    set_current_platform,
+)
+from sgl_aspects.platforms.device_mixin import DeviceMixin
+from sgl_aspects.platforms.discovery import Candidate, PlatformChoice, choose_platform, resolve_qualified_name
+from sgl_aspects.platforms.events import ClockEvent, DeviceEvent
+from sgl_aspects.platforms.identity import CpuArchEnum, DeviceCapability, PlatformCapabilities, PlatformEnum
+from sgl_aspects.platforms.srt_platform import SRTPlatform
+
+__all__ = [
+    "Candidate",
+    "ClockEvent",
+    "CpuArchEnum",
+    "DeviceCapability",
+    "DeviceEvent",
+    "DeviceMixin",
+    "PlatformCapabilities",
+    "PlatformChoice",
+    "PlatformEnum",
+    "SRTPlatform",
+    "choose_platform",
+    "current_platform",
+    "current_platform_choice",
+    "is_cpu",
+    "is_cuda",
+    "is_cuda_alike",
+    "is_hpu",
+    "is_mps",
+    "is_musa",
+    "is_npu",
+    "is_out_of_tree",
+    "is_rocm",
+    "is_tpu",
+    "is_xpu",
+    "resolve_qualified_name",
+    "set_current_platform",
+]

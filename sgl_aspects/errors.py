@@ -6,6 +6,7 @@
     ├── MissingTargetError (LookupError)    the module is there, the attribute is not
     ├── ConfigError (ValueError)            a setting, file or environment variable that is wrong
     ├── PlatformError (RuntimeError)        no platform, several, or one that fails
+    │   └── PlatformTypeError (TypeError)   what a platform plugin names is no platform class
     └── EngineError (RuntimeError)          the embedded engine cannot serve
         ├── ModelLoadError                  a model folder or file that is missing or broken
         ├── InvalidRequestError (ValueError)  a request that can never be served as it is
@@ -40,6 +41,10 @@ class ConfigError(AspectsError, ValueError):
 
 class PlatformError(AspectsError, RuntimeError):
     """Raised when no platform can be chosen, or the chosen one does not work."""
+
+
+class PlatformTypeError(PlatformError, TypeError):
+    """Raised when a platform plugin or SGLANG_PLATFORM names something that is not an SRTPlatform class."""
 
 
 class EngineError(AspectsError, RuntimeError):

@@ -1,0 +1,89 @@
+"""The CPU: always there, and the last that is chosen."""
+
+from __future__ import annotations
+
+import platform as host
+import uuid
+from typing import TYPE_CHECKING, ClassVar
+
+from sgl_aspects.platforms import host_memory
+from sgl_aspects.platforms.device_mixin import DeviceMixin
+from sgl_aspects.platforms.events import ClockEvent, DeviceEvent
+from sgl_aspects.platforms.identity import PlatformEnum
+from sgl_aspects.platforms.srt_platform import SRTPlatform
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CpuDeviceMixin(DeviceMixin):
+    """The host's processors as one device. Work is done when a call returns, so nothing ever waits."""
+
+    _enum: ClassVar[PlatformEnum] = PlatformEnum.CPU
+    device_name: ClassVar[str] = "cpu"
+    device_type: ClassVar[str] = "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device(self, local_rank: int) -> torch.device:  # noqa: ARG002 - every worker shares the processors
+        import torch
+
+        return torch.device("cpu")
+
+    def set_device(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"set_device({device}): the CPU platform has only torch.device('cpu')")
+
+    def get_device_name(self, device_id: int = 0) -> str:  # noqa: ARG002
+        return _processor_name() or host.machine()
+
+    def get_device_uuid(self, device_id: int = 0) -> str:  # noqa: ARG002
+        """The host's: derived from its network address, as :func:`uuid.getnode` tells it."""
+        return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{uuid.getnode():012x}"))
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:  # noqa: ARG002
+        return host_memory.available_and_total()[1]
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:  # noqa: ARG002
+        """(free, total) bytes of the host, or of the cgroup where that is less."""
+        return host_memory.available_and_total()
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:  # noqa: ARG002
+        """The most bytes that this process has had resident."""
+        return float(host_memory.peak_resident())
+
+    def empty_cache(self) -> None:
+        """Nothing to do: torch keeps no cache of CPU memory."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def create_event(self) -> DeviceEvent:
+        return ClockEvent()
+
+    def current_stream(self) -> None:
+        return None
+
+    def get_torch_distributed_backend_str(self) -> str:
+        return "gloo"
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """The embedded runtime on the CPU."""
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+
+def _processor_name() -> str:
+    """The model name from /proc/cpuinfo on Linux, what the standard library knows elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    return value.strip()
+    except OSError:  # not Linux
+        return host.processor()
+    return host.processor()

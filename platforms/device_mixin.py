@@ -1,0 +1,185 @@
+"""DeviceMixin: what a device is, and the operations that an engine needs of it.
+
+A vendor writes one ``MyDeviceMixin(DeviceMixin)`` and mixes it into each of its platform classes. Nothing
+is assumed of a device: an operation that is not written raises NotImplementedError that names the class,
+the device and the method.
+"""
+
+from __future__ import annotations
+
+import platform as host
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from sgl_aspects.platforms.identity import CpuArchEnum, DeviceCapability, PlatformEnum
+
+if TYPE_CHECKING:
+    import torch
+
+    from sgl_aspects.platforms.events import DeviceEvent
+
+
+class DeviceMixin:
+    """Identity and operations of one kind of device. All are instance methods."""
+
+    _enum: ClassVar[PlatformEnum] = PlatformEnum.UNSPECIFIED
+    #: What people read: in logs, traces and reports.
+    device_name: ClassVar[str] = "unspecified"
+    #: What torch reads: ``torch.device(device_type, index)``.
+    device_type: ClassVar[str] = "unspecified"
+
+    def _not_implemented(self, method: str) -> NoReturn:
+        cls = type(self)
+        raise NotImplementedError(
+            f"{cls.__module__}.{cls.__qualname__} (device {self.device_name!r}) does not implement "
+            f"{method}(). Write {method} in its device mixin or platform class."
+        )
+
+    # -- identity ------------------------------------------------------------------------------------
+
+    def is_cuda(self) -> bool:
+        return self._enum is PlatformEnum.CUDA
+
+    def is_rocm(self) -> bool:
+        return self._enum is PlatformEnum.ROCM
+
+    def is_cpu(self) -> bool:
+        return self._enum is PlatformEnum.CPU
+
+    def is_xpu(self) -> bool:
+        return self._enum is PlatformEnum.XPU
+
+    def is_musa(self) -> bool:
+        return self._enum is PlatformEnum.MUSA
+
+    def is_npu(self) -> bool:
+        return self._enum is PlatformEnum.NPU
+
+    def is_tpu(self) -> bool:
+        return self._enum is PlatformEnum.TPU
+
+    def is_mps(self) -> bool:
+        return self._enum is PlatformEnum.MPS
+
+    def is_hpu(self) -> bool:
+        return self._enum is PlatformEnum.HPU
+
+    def is_cuda_alike(self) -> bool:
+        """CUDA, ROCm or MUSA: their torch modules answer as ``torch.cuda`` does."""
+        return self._enum in (PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.MUSA)
+
+    def is_out_of_tree(self) -> bool:
+        """True for a vendor's plugin. For logs only: an engine asks a ``get_…`` method instead of this."""
+        return self._enum is PlatformEnum.OOT
+
+    # -- devices -------------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        """How many devices this process may use."""
+        self._not_implemented("device_count")
+
+    def get_device(self, local_rank: int) -> torch.device:  # noqa: ARG002
+        """The torch device of the worker with this rank on this host."""
+        self._not_implemented("get_device")
+
+    def set_device(self, device: torch.device) -> None:  # noqa: ARG002
+        """Make ``device`` the current one of this thread."""
+        self._not_implemented("set_device")
+
+    def get_device_name(self, device_id: int = 0) -> str:  # noqa: ARG002
+        """The product name, as the driver tells it."""
+        self._not_implemented("get_device_name")
+
+    def get_device_uuid(self, device_id: int = 0) -> str:  # noqa: ARG002
+        """An identifier of this very device, the same after a restart."""
+        self._not_implemented("get_device_uuid")
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:  # noqa: ARG002
+        """The compute capability; None for devices that have no such number."""
+        return None
+
+    def get_cpu_architecture(self) -> CpuArchEnum:
+        """The architecture of the host's processor."""
+        return CpuArchEnum.from_machine(host.machine())
+
+    # -- memory, in bytes ----------------------------------------------------------------------------
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:  # noqa: ARG002
+        """All memory of the device."""
+        self._not_implemented("get_device_total_memory")
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:  # noqa: ARG002
+        """(free, total): what could be allocated now, and all there is."""
+        self._not_implemented("get_available_memory")
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:  # noqa: ARG002
+        """The most that this process has had allocated at one time."""
+        self._not_implemented("get_current_memory_usage")
+
+    def empty_cache(self) -> None:
+        """Give cached memory that holds nothing back to the device."""
+        self._not_implemented("empty_cache")
+
+    def is_pin_memory_available(self) -> bool:
+        """True where page-locked host memory makes copies to the device faster."""
+        return False
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until the current device has done all work given to it."""
+        self._not_implemented("synchronize")
+
+    def create_event(self) -> DeviceEvent:
+        """A new, unrecorded :class:`~sgl_aspects.platforms.events.DeviceEvent` that can be timed."""
+        self._not_implemented("create_event")
+
+    def current_stream(self) -> Any:
+        """The stream that work goes to now; None for devices without streams."""
+        self._not_implemented("current_stream")
+
+    def is_capturing(self) -> bool:
+        """True while a graph is being captured: nothing may synchronise, and no event may be timed."""
+        return False
+
+    def inference_mode(self) -> AbstractContextManager[Any]:
+        """A context in which autograd records nothing."""
+        import torch
+
+        return torch.inference_mode()
+
+    def seed_everything(self, seed: int) -> None:
+        """Seed Python's, numpy's (where it is loaded) and torch's generators, on all devices."""
+        import random
+        import sys
+
+        import torch
+
+        random.seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def verify_quantization(self, quant: str) -> None:
+        """Raise ValueError where this device cannot run the quantization method ``quant``."""
+        raise ValueError(
+            f"{type(self).__qualname__} (device {self.device_name!r}) declares no quantization method, "
+            f"and {quant!r} was asked for. Load an unquantized checkpoint, or write verify_quantization."
+        )
+
+    # -- several devices -----------------------------------------------------------------------------
+
+    def get_torch_distributed_backend_str(self) -> str:
+        """The name for ``torch.distributed.init_process_group(backend=…)``."""
+        self._not_implemented("get_torch_distributed_backend_str")
+
+    def get_communicator_class(self) -> type | str:
+        """The class, or its qualified name, whose collectives this device uses."""
+        self._not_implemented("get_communicator_class")
+
+    def get_profiler_activities(self) -> list[Any]:
+        """The ``torch.profiler.ProfilerActivity`` values that see this device's work."""
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU]

@@ -1,0 +1,257 @@
+"""Which platform runs here: plugins first, then the built-ins by what hardware is found.
+
+A plugin is an entry point of group ``sgl_aspects.platforms``. Its callable returns the qualified name of an
+SRTPlatform subclass (``"pkg.mod:Cls"``), or None where its hardware is absent.
+
+    SGLANG_PLATFORM unset               every plugin is asked: one answers, it is chosen; several, an error;
+                                        none, the built-in of highest priority whose hardware is found
+    SGLANG_PLATFORM=name                only this plugin, or this built-in, is imported and asked
+    SGLANG_PLATFORM=name=pkg.mod:Cls    this class, without any packaging (for development)
+
+Nothing falls back to other hardware in silence: a plugin that raises, a name that is unknown, and hardware
+that was asked for and is absent are each a PlatformError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_aspects import env
+from sgl_aspects.errors import PlatformError, PlatformTypeError
+from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS, BuiltinPlatform
+from sgl_aspects.platforms.srt_platform import SRTPlatform
+
+ENTRY_POINT_GROUP = "sgl_aspects.platforms"
+PLATFORM_VARIABLE = "SGLANG_PLATFORM"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One platform that was found, and what became of it."""
+
+    name: str
+    #: "built-in", or the distribution that provides it, or the variable that names it.
+    source: str
+    chosen: bool
+    #: Why it was chosen, or why not.
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlatformChoice:
+    """The platform that runs, and every candidate with its reason."""
+
+    name: str
+    platform: SRTPlatform
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class PlatformPlugin:
+    """An installed platform plugin. Looking at it imports nothing."""
+
+    name: str
+    distribution: str
+    entry_point: importlib.metadata.EntryPoint
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of {self.distribution}"
+
+    def activate(self) -> str | None:
+        """Import the plugin and ask it: its class's qualified name, or None where the hardware is absent."""
+        try:
+            answer = self.entry_point.load()()
+        except Exception as error:
+            raise PlatformError(
+                f"Platform plugin {self} failed while it was activated ({self.entry_point.value}): "
+                f"{type(error).__name__}: {error}. Repair or uninstall {self.distribution}, or set "
+                f"{PLATFORM_VARIABLE} to another platform."
+            ) from error
+        if answer is None or isinstance(answer, str):
+            return answer
+        raise PlatformTypeError(
+            f"Platform plugin {self} returned {answer!r} ({type(answer).__qualname__}) from "
+            f'{self.entry_point.value}: it returns a qualified class name, "pkg.mod:Cls", or None.'
+        )
+
+
+def find_plugins() -> tuple[PlatformPlugin, ...]:
+    """The installed platform plugins, by name. Nothing is imported."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    plugins = [PlatformPlugin(point.name, _distribution_of(point), point) for point in found]
+    return tuple(sorted(plugins, key=lambda plugin: (plugin.name, plugin.distribution)))
+
+
+def choose_platform() -> PlatformChoice:
+    """Choose by the rules above. Raises PlatformError, whose message names the packages and the variable."""
+    wanted = env.text(PLATFORM_VARIABLE)
+    plugins = find_plugins()
+    if wanted is None:
+        return _choose_by_asking(plugins)
+    name, separator, class_name = wanted.partition("=")
+    if separator:
+        return _choose_class(name.strip(), class_name.strip(), plugins)
+    return _choose_by_name(wanted, plugins)
+
+
+def resolve_qualified_name(name: str | type) -> type:
+    """The class that ``"pkg.mod:Cls"`` names; a class is returned as it is.
+
+    Raises PlatformError where the module or the attribute is missing, PlatformTypeError where it is no class.
+    """
+    if isinstance(name, type):
+        return name
+    module_name, separator, attribute = name.partition(":")
+    if not (separator and module_name and attribute):
+        raise PlatformError(f'{name!r} is no qualified class name: write "pkg.mod:Cls".')
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise PlatformError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(found, type):
+        raise PlatformTypeError(f"{name!r} is a {type(found).__qualname__}, and a class is needed.")
+    return found
+
+
+def _choose_by_asking(plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
+    answers = [(plugin, plugin.activate()) for plugin in plugins]
+    active = [(plugin, class_name) for plugin, class_name in answers if class_name is not None]
+    if len(active) > 1:
+        listed = ", ".join(str(plugin) for plugin, _ in active)
+        raise PlatformError(
+            f"Several platform plugins found their hardware: {listed}. Set {PLATFORM_VARIABLE} to the "
+            f"name of the one to use, for example {PLATFORM_VARIABLE}={active[0][0].name}."
+        )
+    absent = [
+        Candidate(plugin.name, plugin.distribution, False, "its plugin found no hardware")
+        for plugin, class_name in answers
+        if class_name is None
+    ]
+    if active:
+        plugin, class_name = active[0]
+        chosen = Candidate(plugin.name, plugin.distribution, True, "the only plugin that found its hardware")
+        not_asked = [
+            Candidate(row.name, "built-in", False, "not asked: a plugin comes first")
+            for row in BUILTIN_PLATFORMS
+        ]
+        platform = _create(class_name, f"plugin {plugin}")
+        return PlatformChoice(plugin.name, platform, (chosen, *absent, *not_asked))
+    return _choose_builtin(absent)
+
+
+def _choose_builtin(plugins_without_hardware: Sequence[Candidate]) -> PlatformChoice:
+    candidates = list(plugins_without_hardware)
+    choice: BuiltinPlatform | None = None
+    for row in sorted(BUILTIN_PLATFORMS, key=lambda row: -row.priority):
+        if choice is not None:
+            candidates.append(Candidate(row.name, "built-in", False, f"not asked: {choice.name} comes first"))
+            continue
+        absent = _detect(row)
+        if absent is not None:
+            candidates.append(Candidate(row.name, "built-in", False, absent))
+            continue
+        choice = row
+        candidates.append(
+            Candidate(row.name, "built-in", True, "the highest built-in whose hardware was found")
+        )
+    if choice is None:  # the CPU is always found: only a changed table comes here
+        raise PlatformError(f"No platform: {'; '.join(f'{c.name}: {c.reason}' for c in candidates)}")
+    return PlatformChoice(
+        choice.name, _create(choice.class_name, f"built-in {choice.name!r}"), tuple(candidates)
+    )
+
+
+def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
+    named = [plugin for plugin in plugins if plugin.name == wanted]
+    if len(named) > 1:
+        raise PlatformError(
+            f"{PLATFORM_VARIABLE}={wanted}: several distributions provide a platform of this name: "
+            f"{', '.join(plugin.distribution for plugin in named)}. Uninstall all but one."
+        )
+    reason = f"{PLATFORM_VARIABLE}={wanted}"
+    others = _not_asked(plugins, except_for=wanted, because=f"not asked: {reason}")
+    if named:
+        plugin = named[0]
+        class_name = plugin.activate()
+        if class_name is None:
+            raise PlatformError(
+                f"{reason}: hardware not available: plugin {plugin} found none of its devices. "
+                f"Check the driver, or unset {PLATFORM_VARIABLE}."
+            )
+        chosen = Candidate(plugin.name, plugin.distribution, True, reason)
+        return PlatformChoice(plugin.name, _create(class_name, f"plugin {plugin}"), (chosen, *others))
+    for row in BUILTIN_PLATFORMS:
+        if row.name == wanted:
+            absent = _detect(row)
+            if absent is not None:
+                raise PlatformError(
+                    f"{reason}: hardware not available: {absent}. "
+                    f"Check the driver, or unset {PLATFORM_VARIABLE}."
+                )
+            chosen = Candidate(row.name, "built-in", True, reason)
+            return PlatformChoice(
+                row.name, _create(row.class_name, f"built-in {row.name!r}"), (chosen, *others)
+            )
+    installed = ", ".join(str(plugin) for plugin in plugins) or "none"
+    builtin = ", ".join(row.name for row in BUILTIN_PLATFORMS)
+    raise PlatformError(
+        f"{reason}: no platform has this name. Installed plugins: {installed}. Built-in: {builtin}. "
+        f"Install the package that provides {wanted!r}, or write {PLATFORM_VARIABLE}={wanted}=pkg.mod:Cls "
+        f"to use a class that is not packaged."
+    )
+
+
+def _choose_class(name: str, class_name: str, plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
+    reason = f"{PLATFORM_VARIABLE}={name}={class_name}"
+    if not name or not class_name:
+        raise PlatformError(f"{reason}: write {PLATFORM_VARIABLE}=name=pkg.mod:Cls, or a name alone.")
+    chosen = Candidate(name, PLATFORM_VARIABLE, True, reason)
+    others = _not_asked(plugins, except_for=None, because=f"not asked: {reason}")
+    return PlatformChoice(name, _create(class_name, reason), (chosen, *others))
+
+
+def _not_asked(plugins: Sequence[PlatformPlugin], *, except_for: str | None, because: str) -> list[Candidate]:
+    found = [(plugin.name, plugin.distribution) for plugin in plugins]
+    found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
+    return [Candidate(name, source, False, because) for name, source in found if name != except_for]
+
+
+def _detect(row: BuiltinPlatform) -> str | None:
+    try:
+        return row.detect()
+    except Exception as error:
+        raise PlatformError(
+            f"Built-in platform {row.name!r} failed while its hardware was detected: {type(error).__name__}: "
+            f'{error}. Check the driver and PyTorch (pip install "sgl-aspects[runtime]"), or set '
+            f"{PLATFORM_VARIABLE} to another platform."
+        ) from error
+
+
+def _create(class_name: str, provider: str) -> SRTPlatform:
+    """The platform object, or an error that says who asked for the class."""
+    try:
+        cls = resolve_qualified_name(class_name)
+    except PlatformError as error:
+        raise type(error)(f"{error} Asked for by {provider}.") from error
+    if not issubclass(cls, SRTPlatform):
+        bases = ", ".join(base.__qualname__ for base in cls.__mro__[1:])
+        raise PlatformTypeError(
+            f"{class_name} of {provider} is no sgl_aspects.platforms.SRTPlatform: it is a class with the "
+            f"bases {bases}. Derive it from SRTPlatform."
+        )
+    try:
+        return cls()
+    except Exception as error:
+        raise PlatformError(
+            f"{class_name} of {provider} failed while it was created: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _distribution_of(point: importlib.metadata.EntryPoint) -> str:
+    dist = point.dist
+    return f"{dist.name} {dist.version}" if dist is not None else "an unknown distribution"

@@ -1,0 +1,58 @@
+"""Moments on a device's own timeline, so that traces carry device time without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+
+class DeviceEvent(ABC):
+    """One moment: recorded into the device's work queue, reached when the work before it is done."""
+
+    @abstractmethod
+    def record(self, stream: Any = None) -> None:
+        """Mark the present point of ``stream`` (None: the current one). Recording again moves the mark."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """True once the device has passed the mark. Never waits. False before ``record``."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has passed the mark."""
+
+    @abstractmethod
+    def elapsed_ms(self, end: DeviceEvent) -> float:
+        """Milliseconds on the device from this mark to ``end``, an event of the same kind.
+
+        Raises RuntimeError where either one is not recorded yet, or not reached yet.
+        """
+
+
+class ClockEvent(DeviceEvent):
+    """For devices that work while the caller waits, like the CPU: the moment is a reading of the clock."""
+
+    __slots__ = ("_time_ns",)
+
+    def __init__(self) -> None:
+        self._time_ns: int | None = None
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002 - a CPU has no streams
+        self._time_ns = time.perf_counter_ns()
+
+    def query(self) -> bool:
+        return self._time_ns is not None
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: a recorded moment has passed."""
+
+    def elapsed_ms(self, end: DeviceEvent) -> float:
+        if not isinstance(end, ClockEvent):
+            raise TypeError(f"elapsed_ms takes another ClockEvent, not {type(end).__qualname__}")
+        if self._time_ns is None or end._time_ns is None:
+            which = "first" if self._time_ns is None else "end"
+            raise RuntimeError(
+                f"The {which} event was never recorded: call record() on both before elapsed_ms()."
+            )
+        return (end._time_ns - self._time_ns) / 1e6

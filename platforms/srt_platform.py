@@ -1,0 +1,102 @@
+"""SRTPlatform: what a text engine asks of the platform it runs on, beyond the device itself.
+
+Factories may return a class or its qualified name, ``"pkg.mod:Cls"``: a name costs no import before it is
+needed (:func:`sgl_aspects.platforms.resolve_qualified_name` turns either into the class).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sgl_aspects.platforms.device_mixin import DeviceMixin
+from sgl_aspects.platforms.identity import PlatformCapabilities
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SRTPlatform(DeviceMixin):
+    """The base of every platform that serves text. Conservative: no capability unless it is declared."""
+
+    capabilities: ClassVar[PlatformCapabilities] = PlatformCapabilities()
+
+    # -- configuration and lifecycle -----------------------------------------------------------------
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Fill in what the user left open in ``server_args``, before the engine reads it. Default: nothing."""
+
+    def init_backend(self) -> None:
+        """Called once in each worker process, before the first tensor is made. Nothing by default."""
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Called once the weights are on the device, for repacking and the like. Nothing by default."""
+
+    # -- attention -----------------------------------------------------------------------------------
+
+    def get_default_attention_backend(self) -> str:
+        """The attention backend used where the user chose none."""
+        self._not_implemented("get_default_attention_backend")
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        """Attention backends that this platform adds, by name."""
+        return {}
+
+    # -- key-value cache -----------------------------------------------------------------------------
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | str:
+        """The pool for caches of ``kind``: "mha" (rows per head), "mla" or "dsa" (one compressed row)."""
+        if kind == "mha":
+            return self.get_mha_kv_pool_cls()
+        if kind == "mla":
+            return self.get_mla_kv_pool_cls()
+        if kind in ("dsa", "nsa"):
+            return self.get_nsa_kv_pool_cls()
+        raise ValueError(f'kind={kind!r}: a KV pool is of kind "mha", "mla" or "dsa"')
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return "sgl_aspects.runtime.kv_cache:MHATokenPool"
+
+    def get_mla_kv_pool_cls(self) -> type | str:
+        self._not_implemented("get_mla_kv_pool_cls")
+
+    def get_nsa_kv_pool_cls(self) -> type | str:
+        self._not_implemented("get_nsa_kv_pool_cls")
+
+    def get_paged_allocator_cls(self) -> type | str:
+        return "sgl_aspects.runtime.kv_cache:PagedAllocator"
+
+    # -- graphs and compilation ----------------------------------------------------------------------
+
+    def support_cuda_graph(self) -> bool:
+        """True where whole decode steps can be captured and replayed."""
+        return self.capabilities.graph_capture
+
+    def support_piecewise_cuda_graph(self) -> bool:
+        """True where a step can be captured in pieces."""
+        return self.capabilities.piecewise_graph
+
+    def get_graph_runner_cls(self) -> type | str:
+        """The class that captures and replays; asked only where ``support_cuda_graph()``."""
+        self._not_implemented("get_graph_runner_cls")
+
+    def get_compile_backend(self, mode: str | None = None) -> str:  # noqa: ARG002
+        """The backend's name for ``torch.compile(backend=…)``."""
+        self._not_implemented("get_compile_backend")
+
+    def get_piecewise_backend_cls(self) -> type | str:
+        self._not_implemented("get_piecewise_backend_cls")
+
+    # -- operators -----------------------------------------------------------------------------------
+
+    def get_dispatch_key_name(self) -> str:
+        """Operators look up ``forward_<key>`` and fall back to ``forward_native``, the reference."""
+        return "native"
+
+    def supports_fp8(self) -> bool:
+        return self.capabilities.supports_fp8
+
+    # -- several devices -----------------------------------------------------------------------------
+
+    def get_group_coordinator_device(self, local_rank: int) -> torch.device:
+        """The device on which the collectives of this rank run."""
+        return self.get_device(local_rank)
