@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform as host
 import uuid
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_aspects.platforms import host_memory
 from sgl_aspects.platforms.device_mixin import DeviceMixin
@@ -62,7 +62,7 @@ class CpuDeviceMixin(DeviceMixin):
     def create_event(self) -> DeviceEvent:
         return ClockEvent()
 
-    def current_stream(self) -> None:
+    def current_stream(self) -> Any:
         return None
 
     def get_torch_distributed_backend_str(self) -> str:

@@ -45,8 +45,8 @@ def set_current_platform(platform: SRTPlatform | None) -> None:
 class _CurrentPlatform:
     """Stands for the platform. The first ordinary attribute that is asked for makes the choice.
 
-    Special attributes (``__class__``, ``__wrapped__``) are its own, so that debuggers, inspectors and whatever
-    walks over modules never start a detection. Pickled, it stands for the platform of the receiving process.
+    Special attributes (``__class__``, ``__wrapped__``) are its own, so that debuggers and whatever walks over
+    modules never start a detection. Pickled, it stands for the platform of the receiving process.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -23,7 +23,7 @@ class SRTPlatform(DeviceMixin):
     # -- configuration and lifecycle -----------------------------------------------------------------
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fill in what the user left open in ``server_args``, before the engine reads it. Default: nothing."""
+        """Fill in what the user left open in ``server_args``, before the engine reads it."""
 
     def init_backend(self) -> None:
         """Called once in each worker process, before the first tensor is made. Nothing by default."""

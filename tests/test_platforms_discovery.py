@@ -1,0 +1,263 @@
+"""Discovery of platforms, on real entry points of packages that are really installed.
+
+Each package is a folder with its module and a ``dist-info`` with ``entry_points.txt`` on ``sys.path``: what
+pip leaves behind. Each choice is made in a process of its own. Importing a plugin's module writes a file, so
+that a test can tell which were imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = """
+from sgl_aspects.platforms.cpu import CpuDeviceMixin
+from sgl_aspects.platforms import PlatformEnum, SRTPlatform
+class Device(CpuDeviceMixin):
+    _enum = PlatformEnum.OOT
+    device_name = "{name}"
+class Platform(Device, SRTPlatform):
+    def get_default_attention_backend(self): return "torch_native"
+"""
+
+
+class Site:
+    """A folder of installed packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def install(self, name: str, activate: str, *, module: str = GOOD, platform: str | None = None) -> None:
+        """A distribution ``<name>-dist`` 1.2, whose plugin is ``activate`` (a function's body)."""
+        platform = platform or name
+        package = f"{name}_pkg"
+        (self.folder / package).mkdir()
+        marker = self.folder / f"{name}.imported"
+        (self.folder / package / "__init__.py").write_text(
+            f"import pathlib\npathlib.Path({str(marker)!r}).touch()\ndef activate():\n    {activate}\n"
+        )
+        (self.folder / package / "platform.py").write_text(module.format(name=name))
+        info = self.folder / f"{name}_dist-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-dist\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[sgl_aspects.platforms]\n{platform} = {package}:activate\n")
+
+    def imported(self) -> set[str]:
+        return {file.stem for file in self.folder.glob("*.imported")}
+
+    def choose(self, platform: str | None = None) -> dict[str, object]:
+        """Use current_platform in a new process; what it answers, or the error."""
+        code = """
+import json
+from sgl_aspects.platforms import current_platform, current_platform_choice
+try:
+    answer = {"device": current_platform.device_name, "same": current_platform_choice() is current_platform_choice()}
+    choice = current_platform_choice()
+    answer["name"] = choice.name
+    answer["candidates"] = {c.name: [c.source, c.chosen, c.reason] for c in choice.candidates}
+except Exception as error:
+    answer = {"error": str(error), "types": [cls.__name__ for cls in type(error).__mro__]}
+print(json.dumps(answer))
+"""
+        env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"}
+        env["PYTHONPATH"] = os.pathsep.join([str(self.folder), *filter(None, [env.get("PYTHONPATH")])])
+        env["CUDA_VISIBLE_DEVICES"] = ""  # the answers below are those of a machine without a GPU
+        if platform is not None:
+            env["SGLANG_PLATFORM"] = platform
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert isinstance(answer, dict)
+        return answer
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def error_of(answer: dict[str, object], *types: str) -> str:
+    assert "error" in answer, answer
+    for name in types:
+        assert name in answer["types"], answer  # type: ignore[operator]
+    return str(answer["error"])
+
+
+HERE = 'return "{0}_pkg.platform:Platform"'
+ABSENT = "return None"
+
+
+def test_no_plugin_the_cpu_is_chosen(site: Site) -> None:
+    answer = site.choose()
+    assert answer["device"] == "cpu"
+    assert answer["same"]
+    assert answer["candidates"] == {
+        "cuda": ["built-in", False, "torch.cuda.is_available() is False"],
+        "cpu": ["built-in", True, "the highest built-in whose hardware was found"],
+    }
+
+
+def test_one_plugin_comes_before_every_builtin(site: Site) -> None:
+    site.install("acme", HERE.format("acme"))
+    answer = site.choose()
+    assert answer["device"] == "acme"
+    assert answer["candidates"] == {
+        "acme": ["acme-dist 1.2", True, "the only plugin that found its hardware"],
+        "cuda": ["built-in", False, "not asked: a plugin comes first"],
+        "cpu": ["built-in", False, "not asked: a plugin comes first"],
+    }
+
+
+def test_plugins_without_hardware_leave_the_choice_to_the_others(site: Site) -> None:
+    site.install("acme", ABSENT)
+    site.install("bolt", HERE.format("bolt"))
+    answer = site.choose()
+    assert answer["device"] == "bolt"
+    assert answer["candidates"]["acme"] == ["acme-dist 1.2", False, "its plugin found no hardware"]  # type: ignore[index]
+
+
+def test_all_plugins_without_hardware_a_builtin_is_chosen(site: Site) -> None:
+    site.install("acme", ABSENT)
+    answer = site.choose()
+    assert answer["device"] == "cpu"
+    assert answer["candidates"]["acme"] == ["acme-dist 1.2", False, "its plugin found no hardware"]  # type: ignore[index]
+
+
+def test_several_plugins_are_an_error_that_names_them_and_the_variable(site: Site) -> None:
+    for name in ("acme", "bolt", "core"):
+        site.install(name, HERE.format(name))
+    error = error_of(site.choose(), "PlatformError", "RuntimeError")
+    for part in (
+        "'acme' of acme-dist 1.2",
+        "'bolt' of bolt-dist 1.2",
+        "'core' of core-dist 1.2",
+        "SGLANG_PLATFORM",
+    ):
+        assert part in error
+
+
+def test_the_variable_chooses_and_the_others_are_never_imported(site: Site) -> None:
+    for name in ("acme", "bolt", "core"):
+        site.install(name, HERE.format(name))
+    answer = site.choose("bolt")
+    assert answer["device"] == "bolt"
+    assert site.imported() == {"bolt"}
+    assert answer["candidates"]["acme"] == ["acme-dist 1.2", False, "not asked: SGLANG_PLATFORM=bolt"]  # type: ignore[index]
+
+
+def test_the_variable_chooses_a_builtin_too(site: Site) -> None:
+    site.install("acme", HERE.format("acme"))
+    assert site.choose("cpu")["device"] == "cpu"
+    assert site.imported() == set()
+
+
+def test_a_builtin_without_its_hardware_is_an_error(site: Site) -> None:
+    error = error_of(site.choose("cuda"), "PlatformError")
+    assert "SGLANG_PLATFORM=cuda" in error
+    assert "hardware not available" in error
+
+
+def test_an_unknown_name_lists_what_there_is(site: Site) -> None:
+    site.install("acme", HERE.format("acme"))
+    error = error_of(site.choose("amce"), "PlatformError")
+    for part in ("SGLANG_PLATFORM=amce", "'acme' of acme-dist 1.2", "cuda, cpu"):
+        assert part in error
+    assert site.imported() == set()
+
+
+def test_the_chosen_plugin_that_finds_no_hardware_is_an_error(site: Site) -> None:
+    site.install("acme", ABSENT)
+    error = error_of(site.choose("acme"), "PlatformError")
+    for part in ("hardware not available", "'acme' of acme-dist 1.2", "SGLANG_PLATFORM"):
+        assert part in error
+
+
+def test_two_distributions_with_one_name_are_an_error(site: Site) -> None:
+    site.install("acme", HERE.format("acme"), platform="npu7")
+    site.install("bolt", HERE.format("bolt"), platform="npu7")
+    error = error_of(site.choose("npu7"), "PlatformError")
+    assert "acme-dist 1.2, bolt-dist 1.2" in error
+    assert site.imported() == set()
+
+
+def test_a_class_without_packaging(site: Site) -> None:
+    site.install("acme", HERE.format("acme"))
+    (site.folder / "mine.py").write_text(GOOD.format(name="mine"))
+    answer = site.choose("mine=mine:Platform")
+    assert answer["device"] == answer["name"] == "mine"
+    assert site.imported() == set()
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("mine=", "name=pkg.mod:Cls"),
+        ("mine=no_such_module:Platform", "No module named 'no_such_module'"),
+        ("mine=json:Platform", "'json:Platform' cannot be loaded"),
+        ("mine=json.Platform", 'write "pkg.mod:Cls"'),
+    ],
+)
+def test_a_class_that_cannot_be_loaded(site: Site, value: str, part: str) -> None:
+    error = error_of(site.choose(value), "PlatformError")
+    assert part in error
+    assert f"SGLANG_PLATFORM={value}" in error
+
+
+def test_a_class_that_is_no_platform_is_a_type_error(site: Site) -> None:
+    site.install("acme", 'return "decimal:Decimal"')
+    error = error_of(site.choose(), "PlatformError", "TypeError")
+    for part in ("decimal:Decimal", "'acme' of acme-dist 1.2", "SRTPlatform"):
+        assert part in error
+    assert "SRTPlatform" in error_of(site.choose("x=decimal:Decimal"), "TypeError")
+
+
+def test_something_that_is_no_class_is_a_type_error(site: Site) -> None:
+    site.install("acme", 'return "json:dumps"')
+    assert "function" in error_of(site.choose(), "PlatformError", "TypeError")
+
+
+def test_a_plugin_that_returns_no_name_is_a_type_error(site: Site) -> None:
+    site.install("acme", "return 42")
+    error = error_of(site.choose(), "PlatformError", "TypeError")
+    assert "returned 42" in error
+    assert "acme-dist 1.2" in error
+
+
+@pytest.mark.parametrize("platform", [None, "acme"])
+def test_a_plugin_that_raises_is_never_a_silent_fall_back(site: Site, platform: str | None) -> None:
+    site.install("acme", 'raise OSError("libacme.so: cannot open shared object file")')
+    error = error_of(site.choose(platform), "PlatformError")
+    for part in ("'acme' of acme-dist 1.2", "OSError", "libacme.so", "SGLANG_PLATFORM"):
+        assert part in error
+
+
+def test_a_plugin_that_raises_does_not_disturb_another_choice(site: Site) -> None:
+    site.install("acme", 'raise OSError("broken")')
+    site.install("bolt", HERE.format("bolt"))
+    assert site.choose("bolt")["device"] == "bolt"
+    assert "'acme' of acme-dist 1.2" in error_of(site.choose(), "PlatformError")
+
+
+def test_a_constructor_that_raises_names_the_class_and_its_package(site: Site) -> None:
+    site.install(
+        "acme",
+        HERE.format("acme"),
+        module=GOOD + '    def __init__(self): raise MemoryError("no device memory")\n',
+    )
+    error = error_of(site.choose(), "PlatformError")
+    for part in ("acme_pkg.platform:Platform", "acme-dist 1.2", "no device memory"):
+        assert part in error
+
+
+def test_a_plugin_that_asks_for_the_platform_while_it_is_chosen(site: Site) -> None:
+    site.install("acme", "from sgl_aspects.platforms import current_platform as c; return c.device_name")
+    error = error_of(site.choose(), "PlatformError")
+    assert "while the platform was being chosen" in error
+    assert "acme-dist 1.2" in error
