@@ -56,9 +56,9 @@ class Site:
 import json
 from sgl_aspects.platforms import current_platform, current_platform_choice
 try:
-    answer = {"device": current_platform.device_name, "same": current_platform_choice() is current_platform_choice()}
+    device = current_platform.device_name
     choice = current_platform_choice()
-    answer["name"] = choice.name
+    answer = {"device": device, "name": choice.name, "same": choice is current_platform_choice()}
     answer["candidates"] = {c.name: [c.source, c.chosen, c.reason] for c in choice.candidates}
 except Exception as error:
     answer = {"error": str(error), "types": [cls.__name__ for cls in type(error).__mro__]}

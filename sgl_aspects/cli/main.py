@@ -1,0 +1,88 @@
+"""The command ``sgl-aspects``: one table of subcommands, each in a module of its own, imported when it runs.
+
+A subcommand's module has two functions:
+
+    add_arguments(parser)    describes its flags
+    run(arguments) -> int    does the work and returns the exit status
+
+Exit statuses: 0 all well; 2 an error that the user can do something about, told in one line; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_aspects.errors import AspectsError
+
+PROGRAM = "sgl-aspects"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the table."""
+
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("demo", "Serve eight prompts of a small real model, traced.", "sgl_aspects.cli.demo"),
+    Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
+    Command(
+        "version", "Show the versions of sgl-aspects and of what it stands on.", "sgl_aspects.cli.version"
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that ``argv`` (``sys.argv[1:]`` where None) names; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = _parse(words)
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except AspectsError as error:
+        return _complain(" ".join(str(error).split()))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "sgl_aspects":
+            raise  # a fault of ours
+        return _complain(
+            f"the Python package {error.name!r} is not installed. "
+            f'Install the engine and the exporters: pip install "sgl-aspects[runtime,otlp]"'
+        )
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone (as in "| head"). What is still buffered has nowhere to go, and
+        # the interpreter's last flush must not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _complain(message: str) -> int:
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Attach, trace, replace: any function of an LLM inference engine."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # Only the module of the subcommand that was asked for is imported: nobody needs the others' flags now.
+    asked = next((word for word in words if not word.startswith("-")), None)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == asked:
+            module = importlib.import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser.parse_args(words)

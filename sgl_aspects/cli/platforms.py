@@ -1,0 +1,59 @@
+"""``sgl-aspects platforms``: which platforms were found, which one runs, and why not the others."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from sgl_aspects.errors import PlatformError
+from sgl_aspects.platforms import PlatformChoice, current_platform_choice
+from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
+from sgl_aspects.platforms.discovery import find_plugins
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No flags: SGLANG_PLATFORM chooses, here as everywhere."""
+    parser.epilog = (
+        "SGLANG_PLATFORM=NAME chooses one by name; SGLANG_PLATFORM=NAME=pkg.mod:Cls one that is not packaged."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table. A choice that fails shows what was found before the error is told."""
+    del arguments
+    try:
+        choice = current_platform_choice()
+    except PlatformError:
+        found = [(plugin.name, plugin.distribution) for plugin in find_plugins()]
+        found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
+        print(_table([("PLATFORM", "FROM"), *found]))
+        raise
+    rows = [(c.name, c.source, "chosen" if c.chosen else "not chosen", c.reason) for c in choice.candidates]
+    print(_table([("PLATFORM", "FROM", "STATUS", "WHY"), *rows]))
+    print()
+    print(_details(choice))
+    return 0
+
+
+def _details(choice: PlatformChoice) -> str:
+    platform = choice.platform
+    free, total = platform.get_available_memory()
+    capability = platform.get_device_capability()
+    facts = [
+        ("class", f"{type(platform).__module__}:{type(platform).__qualname__}"),
+        ("devices", f"{platform.device_count()} × {platform.get_device_name()}"),
+        ("capability", capability.as_version_str() if capability else "not numbered"),
+        ("memory", f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"),
+        ("host", platform.get_cpu_architecture().value),
+        ("attention", platform.get_default_attention_backend()),
+        ("graphs", "yes" if platform.support_cuda_graph() else "no"),
+    ]
+    return _table(facts)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be, two spaces apart."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
