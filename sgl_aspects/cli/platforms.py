@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sgl_aspects.errors import PlatformError
-from sgl_aspects.platforms import PlatformChoice, current_platform_choice
+from sgl_aspects.platforms import PlatformChoice, SRTPlatform, current_platform_choice
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 from sgl_aspects.platforms.discovery import find_plugins
 
@@ -37,18 +37,33 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _details(choice: PlatformChoice) -> str:
     platform = choice.platform
-    free, total = platform.get_available_memory()
+    facts: dict[str, Callable[[], str]] = {
+        "class": lambda: f"{type(platform).__module__}:{type(platform).__qualname__}",
+        "devices": lambda: f"{platform.device_count()} × {platform.get_device_name()}",
+        "capability": lambda: _capability(platform),
+        "memory": lambda: _memory(platform),
+        "host": lambda: platform.get_cpu_architecture().value,
+        "attention": platform.get_default_attention_backend,
+        "graphs": lambda: "yes" if platform.support_cuda_graph() else "no",
+    }
+    return _table([(name, _answer(ask)) for name, ask in facts.items()])
+
+
+def _answer(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except NotImplementedError as error:  # a vendor's class in the making is shown as far as it goes
+        return f"not implemented: {error}"
+
+
+def _capability(platform: SRTPlatform) -> str:
     capability = platform.get_device_capability()
-    facts = [
-        ("class", f"{type(platform).__module__}:{type(platform).__qualname__}"),
-        ("devices", f"{platform.device_count()} × {platform.get_device_name()}"),
-        ("capability", capability.as_version_str() if capability else "not numbered"),
-        ("memory", f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"),
-        ("host", platform.get_cpu_architecture().value),
-        ("attention", platform.get_default_attention_backend()),
-        ("graphs", "yes" if platform.support_cuda_graph() else "no"),
-    ]
-    return _table(facts)
+    return capability.as_version_str() if capability else "not numbered"
+
+
+def _memory(platform: SRTPlatform) -> str:
+    free, total = platform.get_available_memory()
+    return f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

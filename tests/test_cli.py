@@ -1,0 +1,166 @@
+"""The command line: its table, its errors in one line, and the small subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import sgl_aspects
+from sgl_aspects.cli import main as cli
+from sgl_aspects.cli.arguments import positive_integer
+from sgl_aspects.cli.main import COMMANDS, Command, main
+from sgl_aspects.errors import AspectsError
+from sgl_aspects.platforms import set_current_platform
+
+
+def command_line(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "sgl_aspects", *words], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A subcommand ``stand-in`` in a module of its own, whose ``run`` a test replaces."""
+    module = types.ModuleType("stand_in_command")
+    module.__dict__["add_arguments"] = lambda parser: parser.add_argument("--count", type=positive_integer)
+    module.__dict__["run"] = lambda arguments: arguments.count
+    monkeypatch.setitem(sys.modules, "stand_in_command", module)
+    monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, Command("stand-in", "", "stand_in_command")))
+    return module
+
+
+def test_every_command_of_the_table_is_listed() -> None:
+    done = command_line("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert command.name in done.stdout
+        assert command.help in " ".join(done.stdout.split())
+
+
+def test_help_and_version_load_neither_torch_nor_opentelemetry() -> None:
+    code = """
+import sys
+from sgl_aspects.cli.main import main
+assert main(["version"]) == 0
+assert not {"torch", "opentelemetry.sdk", "rich"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"sgl-aspects {sgl_aspects.__version__}\npython 3.")
+    assert "\ntorch 2." in done.stdout
+
+
+def test_no_command_and_an_unknown_one_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["nonesuch"])
+    assert caught.value.code == 2
+    assert "nonesuch" in capsys.readouterr().err
+
+
+def test_the_status_of_a_command_is_the_programs(stand_in: types.ModuleType) -> None:
+    assert stand_in
+    assert main(["stand-in", "--count", "7"]) == 7
+
+
+def test_our_errors_are_one_line_and_status_2(
+    stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_arguments: argparse.Namespace) -> int:
+        raise AspectsError("first line\n   second line")
+
+    stand_in.__dict__["run"] = run
+    assert main(["stand-in"]) == 2
+    assert capsys.readouterr().err == "sgl-aspects: error: first line second line\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback(stand_in: types.ModuleType) -> None:
+    def run(_arguments: argparse.Namespace) -> int:
+        raise ZeroDivisionError
+
+    stand_in.__dict__["run"] = run
+    with pytest.raises(ZeroDivisionError):
+        main(["stand-in"])
+
+
+def test_an_interrupt_is_status_130(stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    stand_in.__dict__["run"] = run
+    assert main(["stand-in"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_one_line_that_says_how_to_install_it(
+    stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_arguments: argparse.Namespace) -> int:
+        import torch_that_is_not_there  # type: ignore[import-not-found] # noqa: F401
+
+        return 0
+
+    stand_in.__dict__["run"] = run
+    assert main(["stand-in"]) == 2
+    error = capsys.readouterr().err
+    assert "'torch_that_is_not_there' is not installed" in error
+    assert 'pip install "sgl-aspects[runtime,otlp]"' in error
+    assert error.count("\n") == 1
+
+
+def test_output_into_a_pipe_that_nobody_reads_is_no_traceback() -> None:
+    script = f"{sys.executable} -m sgl_aspects version | true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_platforms_shows_what_was_chosen_and_why() -> None:
+    done = command_line("platforms", SGLANG_PLATFORM="cpu")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["cpu", "built-in", "chosen", "SGLANG_PLATFORM=cpu"] in lines
+    assert ["cuda", "built-in", "not", "chosen", "not", "asked:", "SGLANG_PLATFORM=cpu"] in lines
+    assert "sgl_aspects.platforms.cpu:CpuPlatform" in done.stdout
+    assert "GiB free of" in done.stdout
+
+
+def test_platforms_shows_what_was_found_when_none_can_be_chosen() -> None:
+    done = command_line("platforms", SGLANG_PLATFORM="nonesuch")
+    assert done.returncode == 2
+    assert "cuda" in done.stdout
+    assert done.stderr.startswith("sgl-aspects: error: SGLANG_PLATFORM=nonesuch: no platform has this name.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_platforms_shows_a_vendors_class_that_declares_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vendor_of_test.py").write_text(
+        "from sgl_aspects.platforms import SRTPlatform\nclass Bare(SRTPlatform):\n    device_name = 'bare'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SGLANG_PLATFORM", "bare=vendor_of_test:Bare")
+    set_current_platform(None)
+    try:
+        assert main(["platforms"]) == 0
+    finally:
+        set_current_platform(None)
+    output = capsys.readouterr().out
+    assert "bare" in output
+    assert "not implemented" in output
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_positive_integer_says_what_to_write(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number from 1"):
+        positive_integer(text)
