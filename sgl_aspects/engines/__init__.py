@@ -1,1 +1,9 @@
 """One catalog per engine: which function plays which role, and how to read its attributes."""
+
+from sgl_aspects.engines.catalog import Catalog, Role
+from sgl_aspects.engines.embedded import EMBEDDED
+
+#: Every engine that the built-in aspects know.
+CATALOGS: tuple[Catalog, ...] = (EMBEDDED,)
+
+__all__ = ["CATALOGS", "EMBEDDED", "Catalog", "Role"]

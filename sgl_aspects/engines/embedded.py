@@ -1,0 +1,82 @@
+"""The embedded runtime: which of its functions plays which role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog, Role
+
+_MANAGER = "sgl_aspects.runtime.request_manager:RequestManager"
+_SCHEDULER = "sgl_aspects.runtime.scheduler:Scheduler"
+_RUNNER = "sgl_aspects.runtime.model_runner:ModelRunner"
+
+
+def _kv_usage(scheduler: Any) -> float | None:
+    """The share of the KV cache that is in use, from 0 to 1."""
+    allocator = scheduler.kv_allocator
+    total = allocator.total_size
+    return 1.0 - allocator.available_size() / total if total else None
+
+
+EMBEDDED = Catalog(
+    engine="embedded",
+    provider_name="sgl_aspects",
+    roles={
+        # In the process of the caller.
+        "receive_request": Role((f"{_MANAGER}.receive_request",), ("manager:self", "request")),
+        "tokenize_request": Role((f"{_MANAGER}.tokenize_request",), ("manager:self", "state")),
+        "send_request": Role((f"{_MANAGER}.send_request",), ("manager:self", "state")),
+        "detokenize": Role((f"{_MANAGER}.detokenize",), ("manager:self", "state", "token_ids")),
+        "finish_request": Role(
+            (f"{_MANAGER}.finish_request",), ("manager:self", "state", "finish_reason", "error")
+        ),
+        # In the scheduler's process.
+        "add_request": Role((f"{_SCHEDULER}.add_request",), ("scheduler:self", "message")),
+        "end_scheduled_request": Role(
+            (f"{_SCHEDULER}.finish_request",), ("scheduler:self", "req", "finish_reason")
+        ),
+        "step": Role((f"{_SCHEDULER}.step",), ("scheduler:self",)),
+        "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",)),
+        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
+        "process_batch_result": Role(
+            (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
+        ),
+        "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch")),
+        "sample": Role((f"{_RUNNER}.sample",), ("model_runner:self", "logits", "batch")),
+    },
+    attributes={
+        "request.rid": "rid",
+        "request.headers": "headers",
+        "request.operation": "operation",
+        "request.stream": "stream",
+        "request.max_tokens": "sampling_params.max_new_tokens",
+        "request.temperature": "sampling_params.temperature",
+        "request.top_p": "sampling_params.top_p",
+        "request.top_k": "sampling_params.top_k",
+        "request.seed": "sampling_params.seed",
+        "request.stop_sequences": "sampling_params.stop",
+        "manager.model": "model",
+        "state.rid": "rid",
+        "state.model": "model",
+        "state.prompt_tokens": "prompt_tokens",
+        "state.cached_tokens": "cached_tokens",
+        "state.output_tokens": lambda state: len(state.output_ids),
+        "state.first_token_time_ns": "first_token_time_ns",
+        "message.rid": "rid",
+        "req.rid": "rid",
+        "req.output_tokens": lambda req: len(req.output_ids),
+        "req.prefill_tokens_left": lambda req: (
+            0 if req.is_prefill_done else len(req.input_ids) - req.computed_tokens
+        ),
+        "batch.step_id": "step_id",
+        "batch.mode": "forward_mode.value",
+        "batch.reqs": "reqs",
+        "batch.batch_size": "batch_size",
+        "batch.num_tokens": "num_tokens",
+        "batch.num_new_tokens": "num_new_tokens",
+        "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
+        "scheduler.running": lambda scheduler: len(scheduler.running),
+        "scheduler.kv_usage": _kv_usage,
+        "model_runner.platform": "platform",
+    },
+)

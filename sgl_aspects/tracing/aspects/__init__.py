@@ -1,0 +1,44 @@
+"""The aspects that trace an engine, each written against roles that a catalog fills.
+
+An aspect is a set of observers: for a role, a pair ``enter(args, kwargs) -> token`` and
+``exit(token, result, error)``. They look and record; they cannot change what the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sgl_aspects as aspects
+from sgl_aspects.engines import CATALOGS
+from sgl_aspects.tracing.aspects.forward import ForwardAspect
+from sgl_aspects.tracing.aspects.observer import Observation
+from sgl_aspects.tracing.aspects.request import RequestAspect
+from sgl_aspects.tracing.aspects.scheduled import ScheduledRequestAspect, SchedulerState
+from sgl_aspects.tracing.aspects.step import StepAspect
+from sgl_aspects.tracing.recorder import Recorder
+
+
+def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
+    """Weaves the aspects of a level for every engine that has a catalog, importing none of it.
+
+    What it returns undoes it: call them last to first.
+    """
+    undo: list[Callable[[], None]] = []
+    for catalog in CATALOGS:
+        state = SchedulerState()
+        found: list[Observation] = []
+        if level >= 1:
+            found += RequestAspect(recorder, catalog).observations()
+            found += ScheduledRequestAspect(recorder, catalog, state).observations()
+        if level >= 2:
+            found += StepAspect(recorder, catalog, state).observations()
+        if level >= 3:
+            forward = ForwardAspect(recorder, catalog, state)
+            undo.append(forward.flush)
+            found += forward.observations()
+        for observation in found:
+            role = catalog.roles.get(observation.role)
+            if role is not None:
+                advice = aspects.observe(*role.targets, enter=observation.enter, exit=observation.exit)
+                undo.append(aspects.weave(advice).remove)
+    return undo

@@ -1,0 +1,131 @@
+"""Level 3: the model's forward pass, with the time that the device itself took for it."""
+
+from __future__ import annotations
+
+import collections
+from time import time_ns
+from typing import Any, NamedTuple
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import SpanType
+
+FORWARD = SpanType(
+    "forward",
+    (
+        "sgl_aspects.forward.mode",
+        "sgl_aspects.batch.size",
+        "sgl_aspects.batch.tokens",
+        "sgl_aspects.forward.device_time",
+    ),
+)
+# So many forward passes may wait for the device; beyond, the oldest is recorded without its device time.
+_PENDING = 64
+
+
+class _Pending(NamedTuple):
+    """A forward pass whose events the device has yet to reach."""
+
+    span_id: int
+    step_id: int
+    parent_id: int
+    start_ns: int
+    end_ns: int
+    values: list[Any]
+    error: str
+    events: tuple[Any, ...]
+
+
+class ForwardAspect:
+    """Spans ``forward``. The device's events are read at a later pass or step, never waited for."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._spare: list[tuple[Any, Any]] = []
+        role, reader = catalog.roles["forward"], catalog.reader
+        self._runner = role.argument("model_runner")
+        self._batch = role.argument("batch")
+        self._platform = reader("model_runner.platform")
+        self._batch_readers = [reader(f"batch.{name}") for name in ("mode", "batch_size", "num_tokens")]
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("forward", self._enter, self._exit),
+            Observation("step", _nothing_enter, self._step_exit),
+        ]
+
+    def flush(self) -> None:
+        """Records what still waits for the device, without its time there: nobody will ask again."""
+        self._read_events()
+        while self._pending:
+            self._record(self._pending.popleft(), None)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = self._batch(args, kwargs)
+        events = self._events(self._platform(self._runner(args, kwargs)))
+        start_ns = time_ns()
+        if events is not None:
+            events[0].record()
+        return start_ns, batch, events
+
+    def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        start_ns, batch, events = token
+        state = self._state
+        if events is not None:
+            events[1].record()
+        end_ns = time_ns()
+        if not state.step_id:
+            return  # a warm-up outside any step
+        values = [read(batch) for read in self._batch_readers]
+        span_id = self._recorder.new_id()
+        parent_id = state.run_id or state.step_id
+        waiting = _Pending(
+            span_id, state.step_id, parent_id, start_ns, end_ns, values, error_type(error), events or ()
+        )
+        if events is None:
+            self._record(waiting, None)
+            return
+        self._pending.append(waiting)
+        self._read_events()
+
+    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        self._read_events()
+
+    def _events(self, platform: Any) -> tuple[Any, Any] | None:
+        """A pair of events of the platform; None where it has none, or a graph is being captured."""
+        if platform is None or platform.is_capturing():
+            return None
+        if self._spare:
+            return self._spare.pop()
+        return platform.create_event(), platform.create_event()
+
+    def _read_events(self) -> None:
+        pending = self._pending
+        while pending and (pending[0].events[1].query() or len(pending) > _PENDING):
+            waiting = pending.popleft()
+            begin, end = waiting.events
+            if end.query():
+                self._record(waiting, begin.elapsed_ms(end) / 1e3)
+                self._spare.append(waiting.events)
+            else:
+                self._record(waiting, None)
+
+    def _record(self, waiting: _Pending, device_seconds: float | None) -> None:
+        self._recorder.span(
+            waiting.span_id,
+            waiting.step_id,
+            waiting.parent_id,
+            FORWARD,
+            waiting.start_ns,
+            waiting.end_ns,
+            [*waiting.values, device_seconds],
+            waiting.error,
+        )
+
+
+def _nothing_enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The work is at the step's end."""

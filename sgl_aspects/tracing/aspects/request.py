@@ -1,0 +1,206 @@
+"""Level 1, the caller's side: one span for each request, with tokenize and detokenize below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing import context
+from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import AttributeValue, SpanType
+
+TOKENIZE = SpanType("tokenize", ("gen_ai.usage.input_tokens",))
+DETOKENIZE = SpanType("detokenize", ("sgl_aspects.detokenize.calls", "sgl_aspects.detokenize.busy_time"))
+REQUEST = SpanType(
+    "request",
+    (
+        "gen_ai.response.id",
+        "gen_ai.response.model",
+        "gen_ai.response.finish_reasons",
+        "gen_ai.response.time_to_first_chunk",
+        "gen_ai.usage.input_tokens",
+        "gen_ai.usage.output_tokens",
+        "gen_ai.usage.cache_read.input_tokens",
+        "gen_ai.latency.time_to_first_token",
+        "gen_ai.latency.e2e",
+    ),
+)
+
+# Attributes known when the request comes in, read from the request.
+_REQUEST_ATTRIBUTES = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stream",
+    "frequency_penalty",
+    "presence_penalty",
+    "stop_sequences",
+)
+
+
+@dataclass
+class _Live:
+    """A request between its beginning and its end. Times in nanoseconds."""
+
+    span_id: int
+    start_ns: int
+    model: str
+    detokenize_start: int = 0
+    detokenize_end: int = 0
+    detokenize_busy: int = 0
+    detokenize_calls: int = 0
+
+
+class RequestAspect:
+    """Spans ``chat {model}`` or ``text_completion {model}``, from its receipt to its finish."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+        self._recorder = recorder
+        self._provider = catalog.provider_name
+        self._live: dict[str, _Live] = {}
+        roles, reader = catalog.roles, catalog.reader
+        self._received = roles["receive_request"].argument("request")
+        self._tokenized = roles["tokenize_request"].argument("state")
+        self._sent = roles["send_request"].argument("state")
+        self._detokenized = roles["detokenize"].argument("state")
+        finish = roles["finish_request"]
+        self._finished = finish.argument("state")
+        self._finish_reason = finish.argument("finish_reason")
+        self._finish_error = finish.argument("error")
+        self._headers = reader("request.headers")
+        self._operation = reader("request.operation")
+        self._request_rid = reader("request.rid")
+        self._attributes = [
+            (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in _REQUEST_ATTRIBUTES
+        ]
+        self._choice_count = reader("request.choice_count")
+        self._rid = reader("state.rid")
+        self._model = reader("state.model")
+        self._engine_model = reader("manager.model")
+        self._prompt_tokens = reader("state.prompt_tokens")
+        self._cached_tokens = reader("state.cached_tokens")
+        self._output_tokens = reader("state.output_tokens")
+        self._first_token_ns = reader("state.first_token_time_ns")
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("receive_request", self._receive_enter, self._receive_exit),
+            Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
+            Observation("send_request", self._send_enter, _nothing),
+            Observation("detokenize", self._detokenize_enter, self._detokenize_exit),
+            Observation("finish_request", self._finish_enter, self._finish_exit),
+        ]
+
+    def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return time_ns(), args[0], self._received(args, kwargs)
+
+    def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        start_ns, manager, request = token
+        recorder = self._recorder
+        span_id = recorder.new_id()
+        model = str(self._model(result) or self._engine_model(manager) or "unknown")
+        rid = str(self._rid(result) or self._request_rid(request) or "")
+        operation = str(self._operation(request) or "text_completion")
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": self._provider,
+            "gen_ai.request.model": model,
+            "gen_ai.request.id": rid,
+        }
+        for name, read in self._attributes:
+            value = read(request)
+            if value is not None and value != ():
+                attributes[name] = value
+        origin = context.of_request(self._headers(request))
+        recorder.request_begin(span_id, rid, start_ns, origin, f"{operation} {model}", attributes)
+        if error is None:
+            self._live[rid] = _Live(span_id, start_ns, model)
+        else:
+            recorder.span(span_id, span_id, 0, REQUEST, start_ns, time_ns(), (), error_type(error))
+
+    def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return time_ns(), self._tokenized(args, kwargs)
+
+    def _tokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        start_ns, state = token
+        live = self._live.get(self._rid(state))
+        if live is not None:
+            count = len(result) if isinstance(result, list) else None
+            recorder = self._recorder
+            recorder.span(
+                recorder.new_id(),
+                live.span_id,
+                live.span_id,
+                TOKENIZE,
+                start_ns,
+                time_ns(),
+                (count,),
+                error_type(error),
+            )
+
+    def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        live = self._live.get(self._rid(self._sent(args, kwargs)))
+        if live is not None:
+            self._recorder.request_sent(live.span_id)
+
+    def _detokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._live.get(self._rid(self._detokenized(args, kwargs))), time_ns()
+
+    def _detokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        live, start_ns = token
+        if live is not None:
+            live.detokenize_end = time_ns()
+            live.detokenize_busy += live.detokenize_end - start_ns
+            live.detokenize_calls += 1
+            live.detokenize_start = live.detokenize_start or start_ns
+
+    def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (
+            self._finished(args, kwargs),
+            self._finish_reason(args, kwargs),
+            self._finish_error(args, kwargs),
+        )
+
+    def _finish_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        state, reason, cause = token
+        live = self._live.pop(self._rid(state), None)
+        if live is None:
+            return
+        recorder = self._recorder
+        if live.detokenize_calls:
+            recorder.span(
+                recorder.new_id(),
+                live.span_id,
+                live.span_id,
+                DETOKENIZE,
+                live.detokenize_start,
+                live.detokenize_end,
+                (live.detokenize_calls, live.detokenize_busy / 1e9),
+            )
+        problem = error_type(cause)
+        if not problem and reason in ("abort", "error"):
+            problem = reason
+        end_ns = time_ns()
+        first_ns = self._first_token_ns(state)
+        to_first = (first_ns - live.start_ns) / 1e9 if first_ns else None
+        values: list[AttributeValue] = [
+            self._rid(state),
+            live.model,
+            [reason] if reason else None,
+            to_first,
+            self._prompt_tokens(state),
+            self._output_tokens(state),
+            self._cached_tokens(state),
+            to_first,
+            (end_ns - live.start_ns) / 1e9,
+        ]
+        recorder.span(live.span_id, live.span_id, 0, REQUEST, live.start_ns, end_ns, values, problem)
+
+
+def _nothing(token: Any, result: Any, error: BaseException | None) -> None:
+    """The exit of an observer that only looks at the call."""

@@ -1,0 +1,126 @@
+"""Level 2: what the scheduler does, step by step."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import SpanType
+
+STEP = SpanType(
+    "scheduler.step",
+    (
+        "sgl_aspects.step.id",
+        "sgl_aspects.forward.mode",
+        "sgl_aspects.batch.size",
+        "sgl_aspects.batch.tokens",
+        "sgl_aspects.queue.waiting",
+        "sgl_aspects.queue.running",
+        "sgl_aspects.kv.usage",
+    ),
+)
+SCHEDULE = SpanType("schedule")
+RUN_BATCH = SpanType("run_batch")
+SAMPLE = SpanType("sample")
+PROCESS_RESULT = SpanType("process_result")
+
+
+class StepAspect:
+    """Spans ``scheduler.step`` (a trace of its own, linked to the requests in its batch) and its children.
+
+    A step that finds nothing to run leaves no span.
+    """
+
+    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._batch: Any = None
+        self._links: list[int] = []
+        roles, reader = catalog.roles, catalog.reader
+        self._stepped = roles["step"].argument("scheduler")
+        self._ran = roles["run_batch"].argument("batch")
+        self._rid = reader("req.rid")
+        self._reqs = reader("batch.reqs")
+        self._batch_readers = [
+            reader(f"batch.{name}") for name in ("step_id", "mode", "batch_size", "num_tokens")
+        ]
+        self._scheduler_readers = [reader(f"scheduler.{name}") for name in ("waiting", "running", "kv_usage")]
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("step", self._step_enter, self._step_exit),
+            Observation("schedule", _start, self._schedule_exit),
+            Observation("run_batch", self._run_enter, self._run_exit),
+            Observation("sample", _start, self._sample_exit),
+            Observation("process_batch_result", _start, self._process_exit),
+        ]
+
+    def _step_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._state
+        state.step_id = self._recorder.new_id()
+        self._batch, self._links = None, []
+        return time_ns(), self._stepped(args, kwargs)
+
+    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        start_ns, scheduler = token
+        step_id, self._state.step_id = self._state.step_id, 0
+        batch, self._batch = self._batch, None
+        if batch is None and error is None:
+            return
+        values = [read(batch) for read in self._batch_readers]
+        values += [read(scheduler) for read in self._scheduler_readers]
+        self._recorder.span(
+            step_id, step_id, 0, STEP, start_ns, time_ns(), values, error_type(error), self._links
+        )
+
+    def _schedule_exit(self, token: int, result: Any, error: BaseException | None) -> None:
+        if error is not None or result is not None:
+            # The step's own record has to come first, and whether there is a step is known only now.
+            step_id = self._state.step_id
+            if step_id:
+                self._recorder.span_begin(step_id, step_id, 0, STEP, token)
+            self._record(SCHEDULE, token, error)
+
+    def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        batch = self._batch = self._ran(args, kwargs)
+        requests = self._state.requests
+        rid = self._rid
+        found = [requests.get(rid(req)) for req in self._reqs(batch)]
+        self._links = [request.key for request in found if request is not None]
+        self._state.run_id = self._recorder.new_id()
+        return time_ns()
+
+    def _run_exit(self, token: int, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        step_id, run_id = self._state.step_id, self._state.run_id
+        self._state.run_id = 0
+        if step_id:
+            self._recorder.span(run_id, step_id, step_id, RUN_BATCH, token, time_ns(), (), error_type(error))
+
+    def _sample_exit(self, token: int, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        self._record(SAMPLE, token, error, self._state.run_id)
+
+    def _process_exit(self, token: int, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+        self._record(PROCESS_RESULT, token, error)
+
+    def _record(self, type: SpanType, start_ns: int, error: BaseException | None, parent_id: int = 0) -> None:
+        step_id = self._state.step_id
+        if step_id:
+            recorder = self._recorder
+            recorder.span(
+                recorder.new_id(),
+                step_id,
+                parent_id or step_id,
+                type,
+                start_ns,
+                time_ns(),
+                (),
+                error_type(error),
+            )
+
+
+def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:  # noqa: ARG001 (an observer's enter)
+    return time_ns()

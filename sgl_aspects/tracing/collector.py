@@ -1,0 +1,140 @@
+"""The collector: follows the records of a run and exports them as OpenTelemetry spans.
+
+    python -m sgl_aspects.tracing.collector RUN_FOLDER [REPORT_FD]
+
+Started by the first process of a run, in a session of its own. It ends when every process of the run is
+gone (or the run is closed), after one bounded flush, writes a summary as JSON to ``REPORT_FD`` (or
+standard output), and removes the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.exporters import Pipeline, close_all, make_exporter, quiet_exporters
+from sgl_aspects.tracing.join import Joiner
+from sgl_aspects.tracing.run_folder import CLOSING, remove_run_folder
+from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.spool import SpoolReader
+from sgl_aspects.tracing.summary import TraceSummary
+
+POLL_SECONDS = 0.05
+# After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.
+_TERM_SECONDS = 5.0
+# After a close, processes that are just ending have so long to write their last records.
+_CLOSING_SECONDS = 0.5
+
+
+class Collector:
+    """Reads a run folder until the run ends."""
+
+    def __init__(self, folder: str, settings: TraceSettings) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._reader = SpoolReader(folder)
+        self._gone: set[str] = set()
+        self._end_by: float | None = None
+        self._pipelines = [Pipeline(name, make_exporter(name, settings)) for name in settings.exporters]
+        resource = Resource.create()
+        if resource.attributes.get("service.name", "").startswith("unknown_service"):  # type: ignore[union-attr]
+            resource = resource.merge(Resource({"service.name": "sgl-aspects"}))
+        self._joiner = Joiner(resource, self._offer)
+
+    def end_soon(self) -> None:
+        """From a signal handler: the run may go on for a few seconds at most."""
+        self._end_by = time.monotonic() + _TERM_SECONDS
+
+    def run(self) -> TraceSummary:
+        """Returns when the run has ended and everything is exported or given up."""
+        while not self._has_ended():
+            self._read()
+            if not self._reader.has_more:
+                time.sleep(POLL_SECONDS)
+        # Whoever was alive a moment ago may have written since.
+        self._read()
+        while self._reader.has_more:
+            self._read()
+        for writer in self._reader.writers.values():
+            self._joiner.writer_gone(writer)
+        self._joiner.finish()
+        close_all(self._pipelines, self._settings.flush_seconds)
+        self._reader.close()
+        joiner = self._joiner
+        return TraceSummary(
+            spans_recorded=joiner.recorded,
+            exported={pipeline.name: pipeline.exported for pipeline in self._pipelines},
+            not_delivered={pipeline.name: pipeline.not_delivered for pipeline in self._pipelines},
+            unfinished=joiner.unfinished,
+            not_sampled=joiner.not_sampled,
+            dropped=joiner.dropped,
+            unjoined=joiner.unjoined,
+            damaged=self._reader.damaged,
+        )
+
+    def _offer(self, span: ReadableSpan) -> None:
+        for pipeline in self._pipelines:
+            pipeline.offer(span)
+
+    def _has_ended(self) -> bool:
+        if self._end_by is not None and time.monotonic() > self._end_by:
+            return True
+        if self._end_by is None and Path(self._folder, CLOSING).exists():
+            self._end_by = time.monotonic() + _CLOSING_SECONDS
+        living = {writer.name for writer in self._reader.living()}
+        for name, writer in self._reader.writers.items():
+            if name not in living and name not in self._gone:
+                self._read()  # to the end of what it wrote
+                if not self._reader.has_more:
+                    self._gone.add(name)
+                    self._joiner.writer_gone(writer)
+        return not living
+
+    def _read(self) -> None:
+        for writer, record in self._reader.poll():
+            self._joiner.add(writer, record)
+        self._joiner.settle()
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not 1 <= len(arguments) <= 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = arguments[0]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet_exporters()
+    settings = TraceSettings.from_environment().checked()
+    try:
+        collector = Collector(folder, settings)
+        signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
+        with contextlib.suppress(OSError):
+            os.nice(5)  # the engine goes first
+        summary = collector.run()
+    except ConfigError as error:
+        summary = TraceSummary(problem=f"the collector could not start: {error}")
+    finally:
+        if not settings.keep_run_folder:
+            remove_run_folder(folder)
+    if summary.problem or any(summary.not_delivered.values()):
+        print(f"sgl-aspects collector: {summary}", file=sys.stderr)
+    report = int(arguments[1]) if len(arguments) == 2 else sys.stdout.fileno()
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, summary.to_json().encode())
+    return 1 if summary.problem else 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An exporter may still hang in a call that nothing can interrupt; its time is over.
+    os._exit(code)

@@ -1,0 +1,75 @@
+"""Where a request's trace comes from: the caller's headers, the caller's open span, or nowhere.
+
+Read without OpenTelemetry, which the engine's processes do not have to load: the W3C trace context
+is one header with fixed fields.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_LONGEST_STATE = 8192
+
+
+class TraceContext(NamedTuple):
+    """The trace that a request belongs to, and the span that called it (``parent_id`` 0: none)."""
+
+    trace_id: int
+    parent_id: int = 0
+    sampled: bool = True
+    state: str = ""
+    remote: bool = False
+
+
+def from_headers(headers: Mapping[str, str] | None) -> TraceContext | None:
+    """The W3C context in ``headers``, whatever the case of their names; None where it is absent or invalid.
+
+    An invalid ``traceparent`` is ignored together with its ``tracestate``, as the standard asks.
+    """
+    if not headers:
+        return None
+    fields = {str(name).lower(): value for name, value in headers.items()}
+    value = fields.get("traceparent")
+    match = _TRACEPARENT.fullmatch(value.strip(" \t")) if isinstance(value, str) else None
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(parent_id, 16):
+        return None
+    state = fields.get("tracestate")
+    if not isinstance(state, str) or len(state) > _LONGEST_STATE:
+        state = ""
+    return TraceContext(int(trace_id, 16), int(parent_id, 16), bool(int(flags, 16) & 1), state, True)
+
+
+def from_current_span() -> TraceContext | None:
+    """The context of the OpenTelemetry span open in this thread; None where nobody uses OpenTelemetry."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return None
+    return TraceContext(
+        context.trace_id,
+        context.span_id,
+        context.trace_flags.sampled,
+        context.trace_state.to_header(),
+        context.is_remote,
+    )
+
+
+def new() -> TraceContext:
+    """A trace of its own, with 128 random bits for its id."""
+    return TraceContext(int.from_bytes(os.urandom(16), "big") or 1)
+
+
+def of_request(headers: Mapping[str, str] | None) -> TraceContext:
+    """The headers' context before the current span's, and a new trace where there is neither."""
+    return from_headers(headers) or from_current_span() or new()

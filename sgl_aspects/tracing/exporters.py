@@ -1,0 +1,172 @@
+"""From finished spans to backends: OpenTelemetry's own batch processors and exporters, counted.
+
+Each exporter has a pipeline of its own, so one that is down costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    ConsoleSpanExporter,
+    SpanExporter,
+    SpanExportResult,
+)
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.settings import TraceSettings
+
+_QUEUE = 8192
+_PATIENCE_SECONDS = 2.0
+
+
+def make_exporter(name: str, settings: TraceSettings) -> SpanExporter:
+    """OpenTelemetry's exporter of that name; endpoint, headers and the rest it reads from the environment."""
+    if name == "console":
+        return ConsoleSpanExporter(out=sys.stdout)
+    if name == "otlp-json-file":
+        from sgl_aspects.tracing.otlp_file import OtlpJsonFileExporter
+
+        try:
+            return OtlpJsonFileExporter(settings.file or "")
+        except OSError as error:
+            raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={settings.file!r}: {error.strerror}") from error
+    if settings.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter()
+
+
+class CountingExporter(SpanExporter):
+    """Passes spans on and counts what became of them."""
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self.inner = inner
+        self.exported = 0
+        self.failed = 0
+        self.last_failed = False
+        self._down = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = SpanExportResult.FAILURE
+        try:
+            result = self.inner.export(spans)
+        finally:  # an exporter that raises has failed; the batch processor logs its exception
+            self.last_failed = result is not SpanExportResult.SUCCESS
+            if self.last_failed:
+                self.failed += len(spans)
+            else:
+                self.exported += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        if not self._down:
+            self._down = True
+            self.inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self.inner.force_flush(timeout_millis)
+
+
+class Pipeline:
+    """One exporter behind its batch processor. ``offered`` = exported + not delivered, always."""
+
+    def __init__(self, name: str, exporter: SpanExporter) -> None:
+        self.name = name
+        self.counting = CountingExporter(exporter)
+        self.capacity = env.integer("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE, minimum=1, maximum=1 << 24)
+        batch = min(512, self.capacity)
+        self.processor = BatchSpanProcessor(
+            self.counting,
+            max_queue_size=self.capacity,
+            max_export_batch_size=env.integer(
+                "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", batch, minimum=1, maximum=self.capacity
+            ),
+        )
+        self.offered = 0
+        self._submitted = 0
+        self._stuck_at = -1
+
+    def offer(self, span: ReadableSpan) -> None:
+        """Hands a span over. Waits a little for a busy exporter; one that fails or hangs loses the span."""
+        self.offered += 1
+        if self._is_full():
+            self._wait_for_room()
+            if self._is_full():
+                return
+        self._submitted += 1
+        self.processor.on_end(span)
+
+    def _done(self) -> int:
+        return self.counting.exported + self.counting.failed
+
+    def _is_full(self) -> bool:
+        return self._submitted - self._done() >= self.capacity
+
+    def _wait_for_room(self) -> None:
+        if self.counting.last_failed or self._stuck_at == self._done():
+            return
+        done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
+        while self._is_full() and not self.counting.last_failed:
+            if self._done() != done:
+                done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
+            elif time.monotonic() > deadline:
+                self._stuck_at = done  # until it moves again
+                return
+            time.sleep(0.002)
+
+    @property
+    def exported(self) -> int:
+        return self.counting.exported
+
+    @property
+    def not_delivered(self) -> int:
+        return self.offered - self.counting.exported
+
+
+def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
+    """Sends what is queued, all pipelines at once; those that need more than ``seconds`` are given up."""
+    deadline = time.monotonic() + seconds
+    threads = []
+    for pipeline in pipelines:
+        thread = threading.Thread(target=pipeline.processor.shutdown, name=pipeline.name, daemon=True)
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for pipeline, thread in zip(pipelines, threads):
+        if thread.is_alive():
+            pipeline.counting.shutdown()  # ends waits between retries
+    for thread in threads:
+        thread.join(0.2)
+
+
+class FirstFailure(logging.Handler):
+    """Says once per exporter, in one line, why it fails; OpenTelemetry would log each attempt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name not in self._said:
+            self._said.add(record.name)
+            text = " ".join(record.getMessage().split())
+            print(f"sgl-aspects collector: {text[:300]} (said once)", file=sys.stderr, flush=True)
+
+
+def quiet_exporters() -> None:
+    """Puts :class:`FirstFailure` in the place of OpenTelemetry's own logging."""
+    logger = logging.getLogger("opentelemetry")
+    logger.addHandler(FirstFailure())
+    logger.propagate = False

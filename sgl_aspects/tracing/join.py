@@ -1,0 +1,358 @@
+"""Joins the records of all processes into OpenTelemetry spans, one trace per request.
+
+What arrives early waits: a scheduler's record may be read before the record that says which trace its
+request belongs to. What arrives is never trusted to come in order across processes, only within one.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from sgl_aspects import __version__
+from sgl_aspects.tracing.records import (
+    AttributeValue,
+    Dropped,
+    Record,
+    RequestBegin,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+from sgl_aspects.tracing.spool import Writer
+
+UNFINISHED = "unfinished"
+_WAITING_RECORDS = 20_000
+_WAITING_SECONDS = 5.0
+_ENDED_ROOTS = 4096
+
+# Time that a request spent in these children is an attribute of the request span, in seconds.
+_LATENCIES = {
+    "queue": "gen_ai.latency.time_in_queue",
+    "prefill": "gen_ai.latency.time_in_model_prefill",
+    "decode": "gen_ai.latency.time_in_model_decode",
+}
+_INFERENCE = "gen_ai.latency.time_in_model_inference"
+
+
+@dataclass(eq=False)
+class _Root:
+    """A span with a trace of its own: a request, or a scheduler's step."""
+
+    context: SpanContext
+    begin: RequestBegin | None = None
+    is_sent: bool = False
+    seen_by: set[str] = field(default_factory=set)
+    ids: list[int] = field(default_factory=list)
+    latencies: dict[str, float] = field(default_factory=dict)
+    last_child_ns: int = 0
+    has_ended: bool = False
+
+
+class Joiner:
+    """Takes records as they are read, gives ``emit`` spans as they become whole.
+
+    ``recorded``: spans given to ``emit``; ``unfinished``: those of them whose process ended first;
+    ``unjoined``: records that belong to no request that was read; ``not_sampled``: spans of requests whose
+    caller did not want them; ``dropped``: records that a writer had no room for.
+    """
+
+    def __init__(self, resource: Resource, emit: Callable[[ReadableSpan], None]) -> None:
+        self._resource = resource
+        self._emit = emit
+        self._scope = InstrumentationScope("sgl_aspects", __version__)
+        self._resources: dict[str, Resource] = {}
+        self._roots: dict[int, _Root] = {}
+        self._requests: dict[str, list[_Root]] = {}
+        self._ended: collections.deque[_Root] = collections.deque()
+        self._open: dict[tuple[str, int], tuple[Writer, SpanBegin | RequestBegin]] = {}
+        self._waiting: collections.deque[tuple[float, Writer, Record]] = collections.deque()
+        self._waiting_ids: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._held: list[tuple[Writer, SpanEnd]] = []
+        self._held_before: list[tuple[Writer, SpanEnd]] = []
+        self._has_news = False
+        self.recorded = self.unfinished = self.unjoined = self.not_sampled = self.dropped = 0
+
+    def add(self, writer: Writer, record: Record) -> None:
+        """One record, in the order in which its writer wrote it."""
+        if self._take(writer, record, is_last_chance=False):
+            return
+        if isinstance(record, RequestSeen):
+            self._waiting_ids[writer.name, record.request_id] += 1
+        self._waiting.append((time.monotonic() + _WAITING_SECONDS, writer, record))
+        if len(self._waiting) > _WAITING_RECORDS:
+            _, writer, record = self._waiting.popleft()
+            self._give_up(writer, record)
+
+    def settle(self) -> None:
+        """After each reading of all files: what waited for another process's records is tried again."""
+        now = time.monotonic()
+        if self._waiting and (self._has_news or self._waiting[0][0] < now):
+            self._has_news = False
+            self._retry(now)
+        # A request's end waits for one more reading, so that its children's times are known.
+        ends, self._held_before, self._held = self._held_before, self._held, []
+        for writer, record in ends:
+            self._end_request(writer, record)
+        while len(self._ended) > _ENDED_ROOTS:
+            self._forget(self._ended.popleft())
+
+    def writer_gone(self, writer: Writer) -> None:
+        """Everything of this writer is read and nothing more comes: its open spans end as unfinished."""
+        for key, (owner, begin) in list(self._open.items()):
+            if owner is writer and isinstance(begin, SpanBegin):
+                del self._open[key]
+                end = max(writer.last_ns, begin.start_ns)
+                self.add(
+                    writer,
+                    SpanEnd(
+                        begin.span_id,
+                        begin.root_id,
+                        begin.parent_id,
+                        begin.type,
+                        begin.start_ns,
+                        end,
+                        UNFINISHED,
+                        [],
+                        [],
+                    ),
+                )
+
+    def finish(self) -> None:
+        """The run has ended: nothing waits any longer, requests without an end get one."""
+        for _ in range(2):
+            self.settle()
+        while self._waiting:
+            _, writer, record = self._waiting.popleft()
+            self._give_up(writer, record)
+        for writer, begin in list(self._open.values()):
+            if isinstance(begin, RequestBegin):
+                root = self._roots[begin.span_id]
+                end = max(writer.last_ns, begin.start_ns, root.last_child_ns)
+                record = SpanEnd(
+                    begin.span_id, begin.span_id, 0, _NO_TYPE, begin.start_ns, end, UNFINISHED, [], []
+                )
+                self._end_request(writer, record)
+        self._open.clear()
+
+    def _take(self, writer: Writer, record: Record, is_last_chance: bool) -> bool:
+        """Uses the record; False where it has to wait for another."""
+        if isinstance(record, SpanEnd):
+            return self._take_span(writer, record, is_last_chance)
+        if isinstance(record, SpanBegin):
+            self._open[writer.name, record.span_id] = (writer, record)
+            if record.parent_id == 0:
+                self._register(record.span_id, _Root(_context_of_step(record.span_id)))
+        elif isinstance(record, RequestBegin):
+            self._begin_request(writer, record)
+        elif isinstance(record, RequestSent):
+            if record.span_id in self._roots:
+                self._roots[record.span_id].is_sent = True
+                self._has_news = True
+        elif isinstance(record, RequestSeen):
+            return self._see_request(writer, record, is_last_chance)
+        elif isinstance(record, Dropped):
+            self.dropped += record.records
+        return True
+
+    def _begin_request(self, writer: Writer, record: RequestBegin) -> None:
+        context = SpanContext(
+            record.trace_id,
+            record.span_id,
+            is_remote=False,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED if record.sampled else TraceFlags.DEFAULT),
+            trace_state=TraceState.from_header([record.trace_state]) if record.trace_state else None,
+        )
+        root = _Root(context, record)
+        self._register(record.span_id, root)
+        self._requests.setdefault(record.request_id, []).append(root)
+        self._open[writer.name, record.span_id] = (writer, record)
+
+    def _see_request(self, writer: Writer, record: RequestSeen, is_last_chance: bool) -> bool:
+        if not is_last_chance and self._waiting_ids.get((writer.name, record.request_id)):
+            return False  # an earlier one with this id comes first
+        for root in self._requests.get(record.request_id, ()):
+            if root.is_sent and writer.name not in root.seen_by:
+                root.seen_by.add(writer.name)
+                self._register(record.key, root)
+                return True
+        return False
+
+    def _take_span(self, writer: Writer, record: SpanEnd, is_last_chance: bool) -> bool:
+        root = self._roots.get(record.root_id)
+        if root is None and record.parent_id == 0:
+            root = _Root(_context_of_step(record.span_id))
+            self._register(record.span_id, root)
+        if root is None:
+            return False
+        if not is_last_chance and any(link not in self._roots for link in record.links):
+            return False
+        self._open.pop((writer.name, record.span_id), None)
+        if record.parent_id == 0:
+            if root.begin is not None:
+                self._held.append((writer, record))
+            else:
+                self._finish_root(root)
+                self._emit_span(writer, record, root, None, SpanKind.INTERNAL, record.type.name, {})
+            return True
+        root.last_child_ns = max(root.last_child_ns, record.end_ns)
+        latency = _LATENCIES.get(record.type.name)
+        if latency and root.begin is not None:
+            root.latencies[latency] = (
+                root.latencies.get(latency, 0.0) + (record.end_ns - record.start_ns) / 1e9
+            )
+        # In another process the request goes by a key: what has the key as parent has the request as parent.
+        parent = root.context.span_id if record.parent_id == record.root_id else record.parent_id
+        parent_context = SpanContext(
+            root.context.trace_id, parent, False, root.context.trace_flags, root.context.trace_state
+        )
+        self._emit_span(writer, record, root, parent_context, SpanKind.INTERNAL, record.type.name, {})
+        return True
+
+    def _end_request(self, writer: Writer, record: SpanEnd) -> None:
+        root = self._roots.get(record.root_id)
+        if root is None or root.begin is None:
+            return
+        begin = root.begin
+        attributes = dict(begin.attributes)
+        attributes.update(root.latencies)
+        if "gen_ai.latency.time_in_model_prefill" in root.latencies:
+            attributes[_INFERENCE] = sum(
+                seconds for name, seconds in root.latencies.items() if "time_in_model" in name
+            )
+        parent = None
+        if begin.parent_id:
+            parent = SpanContext(
+                begin.trace_id,
+                begin.parent_id,
+                begin.remote,
+                root.context.trace_flags,
+                root.context.trace_state,
+            )
+        self._emit_span(writer, record, root, parent, SpanKind.SERVER, begin.name, attributes)
+        self._finish_root(root)
+
+    def _emit_span(
+        self,
+        writer: Writer,
+        record: SpanEnd,
+        root: _Root,
+        parent: SpanContext | None,
+        kind: SpanKind,
+        name: str,
+        attributes: dict[str, AttributeValue],
+    ) -> None:
+        if not root.context.trace_flags.sampled:
+            self.not_sampled += 1
+            return
+        attributes.update(zip(record.type.attributes, record.values))
+        status = Status(StatusCode.UNSET)
+        if record.error:
+            attributes["error.type"] = record.error
+            status = Status(StatusCode.ERROR)
+        if record.error == UNFINISHED:
+            self.unfinished += 1
+            attributes["sgl_aspects.unfinished"] = True
+            status = Status(StatusCode.ERROR, "the process ended before the span did")
+        self.recorded += 1
+        self._emit(
+            ReadableSpan(
+                name=name,
+                context=SpanContext(
+                    root.context.trace_id,
+                    record.span_id,
+                    False,
+                    root.context.trace_flags,
+                    root.context.trace_state,
+                ),
+                parent=parent,
+                resource=self._resource_of(writer),
+                attributes={key: _encodable(value) for key, value in attributes.items() if value is not None},
+                links=list(self._links(record)),
+                kind=kind,
+                status=status,
+                start_time=record.start_ns,
+                end_time=max(record.start_ns, record.end_ns),
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def _links(self, record: SpanEnd) -> Iterator[Link]:
+        for link in record.links:
+            root = self._roots.get(link)
+            if root is not None and root.context.trace_flags.sampled:
+                yield Link(root.context)
+
+    def _resource_of(self, writer: Writer) -> Resource:
+        resource = self._resources.get(writer.name)
+        if resource is None:
+            resource = self._resource.merge(Resource({"process.pid": writer.process_id}))
+            self._resources[writer.name] = resource
+        return resource
+
+    def _register(self, span_id: int, root: _Root) -> None:
+        root.ids.append(span_id)
+        self._roots[span_id] = root
+        self._has_news = True
+
+    def _finish_root(self, root: _Root) -> None:
+        """Kept for a while: later records of other processes may still name it."""
+        if not root.has_ended:
+            root.has_ended = True
+            self._ended.append(root)
+
+    def _forget(self, root: _Root) -> None:
+        for span_id in root.ids:
+            self._roots.pop(span_id, None)
+        if root.begin is not None:
+            same_id = self._requests.get(root.begin.request_id, [])
+            if root in same_id:
+                same_id.remove(root)
+            if not same_id:
+                self._requests.pop(root.begin.request_id, None)
+
+    def _retry(self, now: float) -> None:
+        waiting, self._waiting = self._waiting, collections.deque()
+        self._waiting_ids.clear()
+        for deadline, writer, record in waiting:
+            if self._take(writer, record, is_last_chance=False):
+                continue
+            if deadline < now:
+                self._give_up(writer, record)
+                continue
+            if isinstance(record, RequestSeen):
+                self._waiting_ids[writer.name, record.request_id] += 1
+            self._waiting.append((deadline, writer, record))
+
+    def _give_up(self, writer: Writer, record: Record) -> None:
+        if not self._take(writer, record, is_last_chance=True) and isinstance(record, SpanEnd):
+            self.unjoined += 1
+
+
+_NO_TYPE = SpanType("")
+
+
+def _context_of_step(span_id: int) -> SpanContext:
+    """A root that no request brought along has a trace of its own, whose id follows from the span's."""
+    trace_id = (span_id * 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) % (1 << 128) or 1
+    return SpanContext(trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED))
+
+
+def _encodable(value: AttributeValue) -> AttributeValue:
+    """Text that is valid UTF-8 and numbers that fit 64 bits: one bad value would cost its whole batch."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, int) and not isinstance(value, bool) and not -(1 << 63) <= value < 1 << 63:
+        return str(value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]  # type: ignore[return-value]
+    return value

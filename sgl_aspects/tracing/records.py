@@ -1,0 +1,92 @@
+"""What a traced process writes and the collector reads: five kinds of record.
+
+Ids are 64-bit numbers, unique in the run. A *root* is a span with a trace of its own (a request, a
+scheduler step). In the process that received it, a request's root id is the span id of its span; any
+other process gives the request a key of its own and says so once (``RequestSeen``), so that
+the engine's messages need not carry ours. Times are nanoseconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | list[float] | None"
+
+
+@dataclass(frozen=True, eq=False)
+class SpanType:
+    """What spans of one kind have in common: a name and the names of their attributes, in order."""
+
+    name: str
+    attributes: tuple[str, ...] = ()
+
+
+class RequestBegin(NamedTuple):
+    """A request was received: the beginning of its root span and the trace that it belongs to."""
+
+    span_id: int
+    request_id: str
+    start_ns: int
+    trace_id: int
+    parent_id: int
+    sampled: bool
+    trace_state: str
+    remote: bool
+    name: str
+    attributes: dict[str, AttributeValue]
+
+
+class RequestSent(NamedTuple):
+    """The request is about to be sent to another process."""
+
+    span_id: int
+
+
+class RequestSeen(NamedTuple):
+    """Another process got the request with this id; from here on its records call it ``key``.
+
+    Requests with the same id, one after the other, are told apart by order: the n-th that was sent
+    is the n-th that is seen.
+    """
+
+    key: int
+    request_id: str
+    time_ns: int
+
+
+class SpanBegin(NamedTuple):
+    """A span has begun: written for roots and long spans only, so that unfinished ones can be shown."""
+
+    span_id: int
+    root_id: int
+    parent_id: int
+    type: SpanType
+    start_ns: int
+
+
+class SpanEnd(NamedTuple):
+    """A whole span. ``parent_id`` 0: it is a root. ``error``: what ``error.type`` says, "" where all is well.
+
+    ``values`` stand in the order of ``type.attributes``; None leaves an attribute out.
+    ``links`` are root ids or keys.
+    """
+
+    span_id: int
+    root_id: int
+    parent_id: int
+    type: SpanType
+    start_ns: int
+    end_ns: int
+    error: str
+    values: list[AttributeValue]
+    links: list[int]
+
+
+class Dropped(NamedTuple):
+    """So many records could not be written since the last of these."""
+
+    records: int
+
+
+Record: TypeAlias = "RequestBegin | RequestSent | RequestSeen | SpanBegin | SpanEnd | Dropped"

@@ -1,0 +1,98 @@
+"""A run: the folder in which its processes record, and the collector process that empties it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import sgl_aspects
+from sgl_aspects import env
+from sgl_aspects.tracing.settings import TraceSettings
+
+CLOSING = "closing"
+
+
+def make_run_folder() -> str:
+    """A new folder that only this user may enter: in memory where the system has such a place."""
+    for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR")):
+        if parent and os.access(parent, os.W_OK | os.X_OK):
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix="sgl-aspects-", dir=parent)
+    return tempfile.mkdtemp(prefix="sgl-aspects-")
+
+
+def remove_run_folder(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class CollectorProcess:
+    """The collector of one run, started by the run's first process.
+
+    It outlives that process for as long as others of the run live, and its report comes through a pipe.
+    """
+
+    def __init__(self, folder: str, settings: TraceSettings, environment: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._report, report_writer = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sgl_aspects.tracing.collector", folder, str(report_writer)],
+                env=_collector_environment(settings, environment),
+                pass_fds=(report_writer,),
+                stdin=subprocess.DEVNULL,
+                stdout=None if "console" in settings.exporters else subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the engine
+            )
+        finally:
+            os.close(report_writer)
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask_to_end(self) -> None:
+        """The run ends now, even if some of its processes live on."""
+        with contextlib.suppress(OSError):
+            Path(self._folder, CLOSING).touch(mode=0o600)
+
+    def wait(self, seconds: float) -> str | None:
+        """Its report once it has ended; None where it needs longer or ended without one."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        if self._report < 0:
+            return None
+        with open(self._report, encoding="utf-8") as report:
+            self._report = -1
+            return report.read() or None
+
+    def abandon(self) -> None:
+        """Leaves it to end by itself; this process no longer waits for it."""
+        if self._report >= 0:
+            os.close(self._report)
+            self._report = -1
+        if self._process.poll() is None:
+            # Popen would complain when it is collected; the process is meant to outlive it.
+            self._process.returncode = 0
+
+
+def _collector_environment(settings: TraceSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    values = {**environment, **settings.overrides()}
+    values.pop("SGL_ASPECTS_TRACE_RUN", None)
+    # The collector is not traced itself, and finds this package even where it is not installed.
+    values["SGL_ASPECTS_TRACE"] = "off"
+    root = str(Path(sgl_aspects.__file__).parent.parent)
+    values["PYTHONPATH"] = os.pathsep.join(filter(None, [values.get("PYTHONPATH"), root]))
+    values["PYTHONSAFEPATH"] = "1"
+    return values

@@ -1,0 +1,181 @@
+"""Tracing switched on in a process: hooks, recorder, and in the run's first process the collector."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from multiprocessing.util import Finalize
+from types import TracebackType
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
+from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.spool import SpoolRecorder
+from sgl_aspects.tracing.summary import TraceSummary
+
+logger = logging.getLogger(__name__)
+
+_LEVEL, _RUN = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN"
+# What a collector needs beyond its flush: to start, to read the rest, to end.
+_COLLECTOR_SECONDS = 10.0
+
+_current: TraceSession | None = None
+
+
+class TraceSession:
+    """Tracing of this process and of the processes it starts from now on, until ``close()``.
+
+    A context manager; after the block ``summary`` says what became of the spans. Processes that were
+    started before are not traced.
+    """
+
+    def __init__(self, settings: TraceSettings, environment: dict[str, str]) -> None:
+        self.settings = settings
+        self.summary: TraceSummary | None = None
+        self._process_id = os.getpid()
+        self._collector: CollectorProcess | None = None
+        self._restore: dict[str, str | None] = {}
+        if settings.run_folder is not None:
+            # A child of a traced process: it records from its first span on, others do the rest.
+            self.run_folder = settings.run_folder
+            self._recorder = SpoolRecorder(self.run_folder)
+        else:
+            self.run_folder = make_run_folder()
+            self._recorder = SpoolRecorder(self.run_folder)
+            try:
+                self._recorder.open()
+                self._collector = CollectorProcess(self.run_folder, settings, environment)
+            except BaseException:
+                self._recorder.close()
+                remove_run_folder(self.run_folder)
+                raise
+            self._set_environment({_LEVEL: str(settings.level), _RUN: self.run_folder})
+        self._undo = weave_aspects(self._recorder, settings.level)
+
+    @property
+    def collector_process_id(self) -> int | None:
+        """None in a process that did not start the collector."""
+        return self._collector.process_id if self._collector else None
+
+    def detach(self) -> None:
+        """Takes the hooks off this process's functions: they are the original objects again."""
+        global _current
+        undo, self._undo = self._undo, []
+        for step in reversed(undo):
+            step()
+        if _current is self:
+            _current = None
+
+    def close(self, timeout: float | None = None) -> TraceSummary:
+        """Detaches, ends the run, and waits for its spans to be delivered or given up.
+
+        ``timeout`` in seconds; the default is the flush limit of the settings and what a collector needs
+        to start and end. A second call gives the same summary. In a child of a traced process there
+        is no collector to wait for: the summary is empty.
+        """
+        if self.summary is not None:
+            return self.summary
+        self.detach()
+        self._set_environment(dict(self._restore))
+        self._recorder.close()
+        if self._collector is None:
+            self.summary = TraceSummary()
+            return self.summary
+        self._collector.ask_to_end()
+        if timeout is None:
+            timeout = self.settings.flush_seconds + _COLLECTOR_SECONDS
+        report = self._collector.wait(timeout)
+        if report is not None:
+            self.summary = TraceSummary.from_json(report)
+        elif self._collector.has_ended:
+            self.summary = TraceSummary(problem="the trace collector was killed: its spans are lost")
+            remove_run_folder(self.run_folder)
+        else:
+            self.summary = TraceSummary(
+                problem=f"the trace collector (process {self._collector.process_id}) "
+                f"is still at work after {timeout:g} s"
+            )
+        self._collector.abandon()
+        return self.summary
+
+    def close_at_exit(self) -> None:
+        """Lets the end of this process close the session, after its child processes have ended."""
+        Finalize(self, _close_quietly, args=(self,), exitpriority=-100)
+
+    def __enter__(self) -> TraceSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _set_environment(self, values: dict[str, str | None] | dict[str, str]) -> None:
+        for name, value in values.items():
+            self._restore[name] = os.environ.get(name)
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def attach(
+    level: int = 3,
+    exporters: Sequence[str] | None = None,
+    endpoint: str | None = None,
+    file: str | None = None,
+    service_name: str | None = None,
+) -> TraceSession:
+    """Traces the engines of this process and of the processes it starts.
+
+    ``level``: 1 request, 2 + scheduler, 3 + forward. ``exporters``: of ``"otlp"``, ``"console"``,
+    ``"otlp-json-file"`` (which writes ``file``); left out, a given ``endpoint`` or ``file`` chooses, and else
+    the environment (:mod:`sgl_aspects.tracing.settings` lists the variables). ``endpoint``: the OTLP base
+    URL. Raises ``ConfigError`` for a choice that cannot work, before anything is changed.
+    """
+    if _current is not None:
+        raise ConfigError("tracing is already attached in this process: close that session first")
+    environment = dict(os.environ)
+    if endpoint:
+        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+        environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
+    settings = TraceSettings.from_environment().with_choices(
+        level=level, exporters=exporters, endpoint=endpoint, file=file, service_name=service_name
+    )
+    return _start(settings, environment)
+
+
+def attach_from_environment() -> TraceSession | None:
+    """What the environment asks for; None where it asks for nothing. Called at each process's start."""
+    if _current is not None:
+        return None
+    settings = TraceSettings.from_environment()
+    if settings.level == 0 or (not settings.exporters and settings.run_folder is None):
+        return None
+    session = _start(settings, dict(os.environ))
+    session.close_at_exit()
+    return session
+
+
+def _start(settings: TraceSettings, environment: dict[str, str]) -> TraceSession:
+    global _current
+    _current = TraceSession(settings, environment)
+    return _current
+
+
+def _close_quietly(session: TraceSession) -> None:
+    if session.summary is None and session._process_id == os.getpid():
+        summary = session.close()
+        if summary.problem:
+            logger.warning("%s", summary.problem)
+
+
+def _forget_in_child() -> None:
+    """A forked child keeps hooks and recorder; the collector belongs to its parent."""
+    if _current is not None:
+        _current._collector = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

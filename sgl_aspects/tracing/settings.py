@@ -1,0 +1,149 @@
+"""What tracing is asked to do, read from the environment and checked in one place.
+
+======================================  ==============================================================
+``SGL_ASPECTS_TRACE``                   level: 0 or off, 1 request, 2 + scheduler, 3 or on + forward, 4
+``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
+``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
+``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
+``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
+``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file; or none
+``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` goes first)
+``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters
+``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
+``OTEL_SDK_DISABLED``                   true turns everything off
+======================================  ==============================================================
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+
+EXPORTERS = ("otlp", "console", "otlp-json-file")
+PROTOCOLS = ("http/protobuf", "grpc")
+LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
+
+_INSTALL_OTLP = "pip install 'sgl-aspects[otlp]'"
+_PACKAGES = {
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
+    "otlp-json-file": "opentelemetry.exporter.otlp.proto.common",
+}
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """One run's settings; ``endpoint`` and ``service_name`` are None where OpenTelemetry's defaults hold."""
+
+    level: int = 0
+    exporters: tuple[str, ...] = ("otlp",)
+    protocol: str = "http/protobuf"
+    endpoint: str | None = None
+    file: str | None = None
+    service_name: str | None = None
+    flush_seconds: int = 3
+    keep_run_folder: bool = False
+    run_folder: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> TraceSettings:
+        """Reads every variable of the table above; a value that is not allowed is a ``ConfigError``."""
+        level = LEVELS[env.choice("SGL_ASPECTS_TRACE", tuple(LEVELS), "off")]
+        if env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true":
+            level = 0
+        file = env.text("SGL_ASPECTS_TRACE_FILE")
+        named = env.names("OTEL_TRACES_EXPORTER")
+        settings = cls(
+            level=level,
+            exporters=named if named else (("otlp-json-file",) if file else ("otlp",)),
+            protocol=env.choice("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", PROTOCOLS, "")
+            or env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf"),
+            endpoint=env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+            or env.text("OTEL_EXPORTER_OTLP_ENDPOINT"),
+            file=file,
+            service_name=env.text("OTEL_SERVICE_NAME"),
+            flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
+            keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
+            run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
+        )
+        return settings.checked() if settings.level else settings
+
+    def with_choices(
+        self,
+        *,
+        level: int,
+        exporters: Sequence[str] | None,
+        endpoint: str | None,
+        file: str | None,
+        service_name: str | None,
+    ) -> TraceSettings:
+        """These settings for a run of its own; None leaves what the environment chose."""
+        if not 0 <= level <= 4:
+            raise ConfigError(f"trace level {level}: choose 0 (off), 1 request, 2 scheduler, 3 forward, or 4")
+        if isinstance(exporters, str):
+            exporters = [part.strip() for part in exporters.split(",")]
+        if exporters is None and (file or endpoint):
+            exporters = (["otlp"] if endpoint else []) + (["otlp-json-file"] if file else [])
+        return replace(
+            self,
+            level=level,
+            exporters=self.exporters if exporters is None else tuple(exporters),
+            endpoint=endpoint or self.endpoint,
+            file=file or self.file,
+            service_name=service_name or self.service_name,
+            run_folder=None,
+        ).checked()
+
+    def checked(self) -> TraceSettings:
+        """Self, without ``none``; raises ``ConfigError`` for a choice that cannot work."""
+        exporters = tuple(name for name in self.exporters if name != "none")
+        for name in exporters:
+            if name not in EXPORTERS:
+                raise ConfigError(
+                    f"OTEL_TRACES_EXPORTER names {name!r}: choose from {', '.join(EXPORTERS)}, or none"
+                )
+        if "otlp-json-file" in exporters:
+            if not self.file:
+                raise ConfigError(
+                    "the exporter otlp-json-file needs a file: set SGL_ASPECTS_TRACE_FILE=traces.jsonl"
+                )
+            _require("otlp-json-file", "the exporter otlp-json-file")
+        if "otlp" in exporters:
+            _require(self.protocol, f"OTLP over {self.protocol}")
+            if (
+                self.endpoint
+                and self.protocol != "grpc"
+                and not self.endpoint.startswith(("http://", "https://"))
+            ):
+                raise ConfigError(
+                    f"OTLP endpoint {self.endpoint!r}: write a URL such as http://localhost:4318, "
+                    "or set OTEL_EXPORTER_OTLP_PROTOCOL=grpc"
+                )
+        return replace(self, exporters=exporters)
+
+    def overrides(self) -> dict[str, str]:
+        """The variables that make ``from_environment`` in the collector give these settings."""
+        values = {
+            "SGL_ASPECTS_TRACE_FLUSH_SECONDS": str(self.flush_seconds),
+            "SGL_ASPECTS_TRACE_KEEP": "1" if self.keep_run_folder else "0",
+            "OTEL_TRACES_EXPORTER": ",".join(self.exporters) or "none",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.protocol,
+        }
+        if self.file:
+            values["SGL_ASPECTS_TRACE_FILE"] = self.file
+        if self.service_name:
+            values["OTEL_SERVICE_NAME"] = self.service_name
+        return values
+
+
+def _require(package: str, what: str) -> None:
+    try:
+        found = importlib.util.find_spec(_PACKAGES[package]) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigError(f"{what} needs packages that are not installed: {_INSTALL_OTLP}")

@@ -1,0 +1,47 @@
+"""What became of a run's spans: written by the collector, read by whoever started it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """Counts of one run. For every exporter: ``exported + not_delivered == spans_recorded``.
+
+    ``unfinished``: spans whose process ended first, exported with an error status. ``not_sampled``: spans
+    of requests whose caller's ``traceparent`` asked for none. ``dropped``: records that a process had no
+    room for. ``unjoined``: spans whose request was never read. ``damaged``: lines that could not be read.
+    ``problem``: why the counts are missing, "" where they are complete.
+    """
+
+    spans_recorded: int = 0
+    exported: dict[str, int] = field(default_factory=dict)
+    not_delivered: dict[str, int] = field(default_factory=dict)
+    unfinished: int = 0
+    not_sampled: int = 0
+    dropped: int = 0
+    unjoined: int = 0
+    damaged: int = 0
+    problem: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TraceSummary:
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.problem:
+            return self.problem
+        parts = [f"{self.spans_recorded} spans recorded"]
+        for name, count in self.exported.items():
+            missing = self.not_delivered[name]
+            parts.append(f"{name}: {count} delivered" + (f", {missing} NOT delivered" if missing else ""))
+        lost = self.dropped + self.unjoined + self.damaged
+        if lost:
+            parts.append(f"{lost} records lost")
+        return "; ".join(parts)
