@@ -1,0 +1,79 @@
+"""Plugins: packages that register hooks, found through entry points.
+
+`load_plugins()` is the one entry, called at the start of every process of an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from importlib.metadata import EntryPoint, entry_points
+
+from sgl_aspects import env
+from sgl_aspects.weaving.faces import HookRegistry
+from sgl_aspects.weaving.hooks import HookSource, current_source
+
+logger = logging.getLogger("sgl_aspects")
+
+PLUGINS_GROUP = "sgl_aspects.plugins"
+PLATFORMS_GROUP = "sgl_aspects.platforms"
+
+_lock = threading.Lock()
+_loaded = False
+
+
+def load_plugins() -> None:
+    """Run every allowed plugin once in this process, then apply the hooks that they registered.
+
+    Environment: ``SGLANG_PLUGINS`` (comma-separated names) allows only these, checked before a plugin's
+    module is imported; with ``SGLANG_PLATFORM`` set, plugins of distributions that provide another
+    platform are skipped unimported. A plugin that fails is logged with its name and distribution, and
+    the rest go on.
+
+    :raises SystemExit: a hook that a plugin marked as required cannot be woven.
+    """
+    global _loaded
+    with _lock:
+        if _loaded:
+            return
+        _loaded = True
+        for plugin in _selected():
+            _run(plugin)
+        HookRegistry.apply_hooks()
+
+
+def _selected() -> list[EntryPoint]:
+    allowed = env.names("SGLANG_PLUGINS")
+    excluded = _distributions_of_other_platforms()
+    selected: list[EntryPoint] = []
+    for plugin in entry_points(group=PLUGINS_GROUP):
+        distribution = plugin.dist.name if plugin.dist else None
+        # Our own plugins ask their own variables whether they are wanted.
+        if allowed and plugin.name not in allowed and distribution != "sgl-aspects":
+            logger.info("plugin %s is not in SGLANG_PLUGINS: skipped", plugin.name)
+        elif distribution in excluded:
+            logger.info("plugin %s belongs to another platform than SGLANG_PLATFORM: skipped", plugin.name)
+        elif not any(plugin.name == other.name and plugin.value == other.value for other in selected):
+            selected.append(plugin)
+    return selected
+
+
+def _distributions_of_other_platforms() -> set[str]:
+    platform = env.text("SGLANG_PLATFORM")
+    if platform is None:
+        return set()
+    name = platform.partition("=")[0]
+    providers = entry_points(group=PLATFORMS_GROUP)
+    chosen = {plugin.dist.name for plugin in providers if plugin.dist and plugin.name == name}
+    return {plugin.dist.name for plugin in providers if plugin.dist and plugin.name != name} - chosen
+
+
+def _run(plugin: EntryPoint) -> None:
+    source = HookSource(plugin.name, plugin.dist.name if plugin.dist else None)
+    token = current_source.set(source)
+    try:
+        plugin.load()()
+    except Exception:
+        logger.exception("plugin %s failed; the others go on", source)
+    finally:
+        current_source.reset(token)

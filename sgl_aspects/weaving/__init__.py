@@ -1,0 +1,58 @@
+"""The weaving core: hooks on functions of other people's modules, loaded or not.
+
+targets     what a target text means               places      where it leads in a module
+hooks       hook types and their rules             kinds       descriptors, and what is no function
+chain       hooks to one callable                  codegen     real functions with the exact signature
+joinpoint   one woven place                        classes     one replaced class
+rebind      holders of the old object              references  is there any other holder?
+importing   modules as they load                   weaver      brings it all together
+faces       decorators, handles, SGLang's names    reporting   what every hook did
+"""
+
+from sgl_aspects.weaving.faces import (
+    Aspect,
+    Handle,
+    HookRegistry,
+    after,
+    around,
+    before,
+    explain,
+    native,
+    observe,
+    plugin_hook,
+    replace,
+    report,
+    weave,
+    woven,
+)
+from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, Observer, Result, State
+from sgl_aspects.weaving.rebind import Stale
+from sgl_aspects.weaving.reporting import HookReport, Report
+from sgl_aspects.weaving.targets import Target
+
+__all__ = [
+    "Advice",
+    "Aspect",
+    "Handle",
+    "HookRegistry",
+    "HookReport",
+    "HookSource",
+    "HookType",
+    "Observer",
+    "Report",
+    "Result",
+    "Stale",
+    "State",
+    "Target",
+    "after",
+    "around",
+    "before",
+    "explain",
+    "native",
+    "observe",
+    "plugin_hook",
+    "replace",
+    "report",
+    "weave",
+    "woven",
+]

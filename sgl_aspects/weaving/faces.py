@@ -1,0 +1,282 @@
+"""The two faces of the weaver: decorators with handles, and SGLang's registry."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving import reporting
+from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State
+from sgl_aspects.weaving.targets import Target
+from sgl_aspects.weaving.weaver import Weaver
+
+logger = logging.getLogger("sgl_aspects")
+
+weaver = Weaver()
+"""The weaver of this process."""
+
+_ADVICES = "__sgl_aspects_advices__"
+_F = TypeVar("_F", bound=Callable[..., Any] | type)
+
+
+# -- decorators and handles -----------------------------------------------------------------------------
+
+
+def _decorator(hook_type: HookType, targets: tuple[str, ...], options: dict[str, Any]) -> Callable[[_F], _F]:
+    target = Target.parse(targets)
+
+    def mark(hook: _F) -> _F:
+        made = hook() if hook_type is HookType.OBSERVE and isinstance(hook, type) else hook
+        advice = Advice(target, hook_type, made, **options)
+        if _ADVICES not in vars(hook):
+            setattr(hook, _ADVICES, [])
+        vars(hook)[_ADVICES].append(advice)
+        return hook
+
+    return mark
+
+
+def before(*targets: str, order: int = 0, required: bool = False) -> Callable[[_F], _F]:
+    """Mark a function as a BEFORE hook on ``targets`` (alternates: the first that exists wins)."""
+    return _decorator(HookType.BEFORE, targets, {"order": order, "required": required})
+
+
+def after(*targets: str, order: int = 0, required: bool = False) -> Callable[[_F], _F]:
+    """Mark a function as an AFTER hook."""
+    return _decorator(HookType.AFTER, targets, {"order": order, "required": required})
+
+
+def around(*targets: str, order: int = 0, required: bool = False) -> Callable[[_F], _F]:
+    """Mark a function as an AROUND hook."""
+    return _decorator(HookType.AROUND, targets, {"order": order, "required": required})
+
+
+def replace(*targets: str, order: int = 0, required: bool = False) -> Callable[[_F], _F]:
+    """Mark a function, or a class, as what takes the place of the target."""
+    return _decorator(HookType.REPLACE, targets, {"order": order, "required": required})
+
+
+def native(*targets: str, order: int = 0, required: bool = False) -> Callable[[_F], _F]:
+    """Mark ``fn(proceed, args, kwargs)`` as an around hook of the native contract."""
+    return _decorator(HookType.NATIVE, targets, {"order": order, "required": required})
+
+
+@dataclass
+class _Pair:
+    """An observer made of two functions."""
+
+    enter: Callable[..., Any]
+    exit: Callable[..., Any]
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def observe(
+    *targets: str,
+    enter: Callable[..., Any] | None = None,
+    exit: Callable[..., Any] | None = None,
+    order: int = 0,
+    required: bool = False,
+) -> Any:
+    """An observer on ``targets``: decorates a class or instance with ``enter`` and ``exit``.
+
+    With ``enter=`` or ``exit=`` given as functions, returns the :class:`Advice` at once, ready to weave.
+    A class is instantiated without arguments when it is decorated.
+    """
+    options = {"order": order, "required": required}
+    if enter is None and exit is None:
+        return _decorator(HookType.OBSERVE, targets, options)
+    pair = _Pair(enter or _nothing, exit or _nothing)
+    return Advice(Target.parse(targets), HookType.OBSERVE, pair, **options)  # type: ignore[arg-type]
+
+
+class Aspect:
+    """A group of hooks that are woven together: methods of a subclass that carry the decorators above."""
+
+    def _advices(self) -> list[Advice]:
+        found = []
+        for name in dir(type(self)):
+            for advice in getattr(getattr(type(self), name), _ADVICES, ()):
+                hook = advice.hook if advice.hook_type is HookType.OBSERVE else getattr(self, name)
+                found.append(
+                    Advice(
+                        advice.target,
+                        advice.hook_type,
+                        hook,
+                        advice.order,
+                        advice.source,
+                        advice.required,
+                        sequence=advice.sequence,
+                    )
+                )
+        return sorted(found, key=lambda advice: advice.sequence)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Hooks that were woven together, and the way to take them away again."""
+
+    advices: tuple[Advice, ...] = field(default=())
+
+    def remove(self) -> None:
+        """Take the hooks away; the original objects are back where nobody else's hook is left."""
+        weaver.remove(self.advices)
+
+    def disable(self) -> None:
+        """Switch the hooks off; costs nothing per call while off."""
+        weaver.set_enabled(self.advices, False)
+
+    def enable(self) -> None:
+        """Switch the hooks on again, at their old place in the order."""
+        weaver.set_enabled(self.advices, True)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The state of each hook."""
+        return tuple(advice.state for advice in self.advices)
+
+
+def weave(*hooks: Any) -> Handle:
+    """Attach decorated functions and classes, :class:`Aspect` groups, or :class:`Advice` objects.
+
+    Where a target's module is not loaded, nothing is imported and the hook waits for it.
+
+    :raises HookError: something carries no hooks, or a hook cannot work on what its target names.
+    :raises MissingTargetError: a hook marked ``required`` has no target though its module is loaded.
+    """
+    advices = tuple(advice for hook in hooks for advice in _advices_of(hook))
+    for advice in advices:
+        check_not_woven(advice)
+    weaver.add(advices)
+    return Handle(advices)
+
+
+def check_not_woven(advice: Advice) -> None:
+    """One advice is at one place in one chain: weaving it again needs another one."""
+    if advice.state is not State.REMOVED:
+        raise HookError(f"{advice} is woven already; use its handle, or decorate another function")
+
+
+def _advices_of(hook: Any) -> Iterable[Advice]:
+    if isinstance(hook, Advice):
+        return [hook]
+    if isinstance(hook, Aspect):
+        found: list[Advice] = hook._advices()
+    elif isinstance(hook, type) and issubclass(hook, Aspect):
+        found = hook()._advices()
+    else:
+        found = getattr(hook, _ADVICES, [])
+    if not found:
+        raise HookError(
+            f"{hook!r} carries no hooks; decorate it with before, after, around, replace, native or observe"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def woven(*hooks: Any) -> Iterator[Handle]:
+    """Hooks for the length of a ``with`` block."""
+    handle = weave(*hooks)
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+def report() -> reporting.Report:
+    """Every hook of this process, its state and counts, stale bindings, displaced places."""
+    return reporting.report(weaver)
+
+
+def explain(target: str) -> str:
+    """What happens when ``target`` is called, as text."""
+    return reporting.explain(weaver, target)
+
+
+# -- SGLang's names -------------------------------------------------------------------------------------
+
+
+class HookRegistry:
+    """SGLang's registry: the same names and signatures, lazy, complete, and removable."""
+
+    _advices: list[Advice] = []  # noqa: RUF012  one registry a process, as in SGLang
+
+    @classmethod
+    def register(
+        cls,
+        target: str | Iterable[str],
+        hook: Any,
+        hook_type: HookType = HookType.AFTER,
+        *,
+        source: HookSource | None = None,
+        order: int = 0,
+        required: bool = False,
+    ) -> None:
+        """Register a hook. It takes effect with :meth:`apply_hooks`, or at once on a target that is woven."""
+        advice = Advice(Target.parse(target), hook_type, hook, order, source, required)
+        cls._advices.append(advice)
+        if any(advice.target == other.target and other.state is State.WOVEN for other in cls._advices):
+            weaver.add([advice])
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        """Weave what is registered; safe to call again. A hook that fails is logged, the others go on."""
+        fresh = [advice for advice in cls._advices if advice.state is State.REMOVED]
+        for required in (False, True):
+            for advice in fresh:
+                if advice.required is required:
+                    cls._add(advice)
+        weaver.apply()
+
+    @classmethod
+    def _add(cls, advice: Advice) -> None:
+        try:
+            weaver.add([advice])
+        except HookError:
+            if advice.required:
+                raise
+            logger.exception("%s failed", advice)
+
+    @classmethod
+    def is_hook_applied(cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER) -> bool:
+        """Whether this very hook is woven on ``target``."""
+        return any(advice.state is State.WOVEN for advice in cls._found(target, hook, hook_type))
+
+    @classmethod
+    def unregister(cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER) -> bool:
+        """Take a hook away; False where it is not registered."""
+        found = cls._found(target, hook, hook_type)
+        weaver.remove(found)
+        cls._advices = [advice for advice in cls._advices if advice not in found]
+        return bool(found)
+
+    @classmethod
+    def reset(cls) -> None:
+        """Take every hook away that was registered here."""
+        weaver.remove(cls._advices)
+        cls._advices = []
+
+    @classmethod
+    def _found(cls, target: str, hook: Any, hook_type: HookType) -> list[Advice]:
+        parsed = Target.parse(target)
+        return [
+            advice
+            for advice in cls._advices
+            if advice.target == parsed and advice.hook is hook and advice.hook_type is hook_type
+        ]
+
+
+def plugin_hook(target: str, type: HookType = HookType.AFTER) -> Callable[[_F], _F]:
+    """Register the decorated function or class as a hook, as in SGLang."""
+
+    def register(hook: _F) -> _F:
+        HookRegistry.register(target, hook, type)
+        return hook
+
+    return register

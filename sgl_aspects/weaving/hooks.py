@@ -1,0 +1,177 @@
+"""Hooks: what is attached, and the rules that say which hook may be attached where."""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.targets import Target
+
+logger = logging.getLogger("sgl_aspects")
+
+
+class HookType(enum.Enum):
+    """When a hook runs, and what it may do.
+
+    The first four have SGLang's names and signatures.
+    """
+
+    BEFORE = "before"
+    """``fn(*args, **kwargs) -> None | (args, kwargs)``: may change the arguments."""
+    AFTER = "after"
+    """``fn(result, *args, **kwargs) -> None | new result``: may change the result."""
+    AROUND = "around"
+    """``fn(original_fn, *args, **kwargs) -> result``: may do everything."""
+    REPLACE = "replace"
+    """A function, or a class for a class target, that takes the place of the target."""
+    NATIVE = "native"
+    """``fn(proceed, args, kwargs) -> result`` with ``proceed(args, kwargs)``: AROUND without repacking."""
+    OBSERVE = "observe"
+    """An :class:`Observer`: looks, and can change nothing."""
+
+
+class Observer(Protocol):
+    """What OBSERVE hooks are: a pair of calls around the whole life of the target's call.
+
+    For coroutines and generators that life ends when they do. An exception in either method is counted
+    and logged once; the engine's call goes through all the same.
+    """
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """Called first; what it returns is handed to :meth:`exit`."""
+
+    def exit(self, token: Any, result: Any, error: BaseException | None, /) -> None:
+        """Called last, with the result, or with the exception that the call is about to raise."""
+
+
+class Result(NamedTuple):
+    """An AFTER hook returns ``Result(None)`` to make the result None: None alone leaves it as it is."""
+
+    value: Any
+
+
+class HookSource(NamedTuple):
+    """The plugin that registered a hook: its entry point's name and its distribution."""
+
+    plugin_name: str
+    dist_name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.plugin_name} ({self.dist_name})" if self.dist_name else self.plugin_name
+
+
+current_source: contextvars.ContextVar[HookSource | None] = contextvars.ContextVar(
+    "sgl_aspects_hook_source", default=None
+)
+"""The plugin being loaded; :class:`Advice` takes its source from here."""
+
+
+class State(str, enum.Enum):
+    """What has become of a hook."""
+
+    PENDING = "pending"
+    """Its module is not loaded yet."""
+    WOVEN = "woven"
+    DISABLED = "disabled"
+    MISSING = "missing"
+    """The module is loaded and has no such attribute."""
+    FAILED = "failed"
+    """The attribute is there and cannot take this hook."""
+    REMOVED = "removed"
+
+
+_sequence = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Advice:
+    """One hook and where it goes. Weaving it gives a handle; the same advice can be woven once at a time.
+
+    :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
+    :param required: the process stops, with a message that says why, if the target turns out to be missing.
+    """
+
+    target: Target
+    hook_type: HookType
+    hook: Any
+    order: int = 0
+    source: HookSource | None = None
+    required: bool = False
+    enabled: bool = True
+    errors: int = 0
+    state: State = State.REMOVED
+    detail: str = ""
+    sequence: int = field(default_factory=lambda: next(_sequence))
+
+    def __post_init__(self) -> None:
+        check_hook(self.hook, self.hook_type, str(self.target))
+        if self.source is None:
+            self.source = current_source.get()
+
+    @property
+    def name(self) -> str:
+        """The hook's own name, for messages."""
+        hook = self.hook
+        named = hook if hasattr(hook, "__qualname__") else type(hook)
+        return f"{getattr(named, '__module__', '?')}.{getattr(named, '__qualname__', repr(hook))}"
+
+    def __str__(self) -> str:
+        origin = f" from {self.source}" if self.source else ""
+        return f"{self.hook_type.value} hook {self.name}{origin} on {self.target}"
+
+    @property
+    def is_class_replacement(self) -> bool:
+        return self.hook_type is HookType.REPLACE and isinstance(self.hook, type)
+
+    def record_error(self, error: Exception) -> None:
+        """An observer raised: count it, and say so the first time."""
+        self.errors += 1
+        if self.errors == 1:
+            logger.warning(
+                "%s raised %r; the call went on without it, later errors are only counted",
+                self,
+                error,
+                exc_info=error,
+            )
+
+
+def check_hook(hook: object, hook_type: object, target: str) -> None:
+    """Raise :class:`HookError`, with the fix, where ``hook`` can never work as ``hook_type``."""
+    if not isinstance(hook_type, HookType):
+        choices = ", ".join(kind.name for kind in HookType)
+        raise HookError(f"{target}: {hook_type!r} is no HookType; choose one of {choices}")
+    if hook_type is HookType.OBSERVE:
+        missing = [name for name in ("enter", "exit") if not callable(getattr(hook, name, None))]
+        if missing or isinstance(hook, type):
+            fault = "is a class: pass an instance" if not missing else f"has no {' and no '.join(missing)}()"
+            raise HookError(
+                f"{target}: the observer {hook!r} {fault}; it needs enter(args, kwargs) and exit(...)"
+            )
+    elif isinstance(hook, type):
+        if hook_type is not HookType.REPLACE:
+            raise HookError(
+                f"{target}: class {hook.__name__} can only be a REPLACE hook, not {hook_type.name}; "
+                "use a function to hook a function"
+            )
+    elif not callable(hook):
+        raise HookError(f"{target}: the hook {hook!r} cannot be called")
+
+
+def innermost_first(advices: Iterable[Advice]) -> list[Advice]:
+    """The one order of hooks at a join point.
+
+    REPLACE is innermost; then ``order`` ascending from the inside to the outside; equal orders in
+    registration order with the later one outside.
+    """
+    return sorted(
+        advices, key=lambda advice: (advice.hook_type is not HookType.REPLACE, advice.order, advice.sequence)
+    )
+
+
+Hook = Callable[..., Any]

@@ -1,0 +1,149 @@
+"""Watching modules load: the callback runs right after a module's own code, before any importer sees it.
+
+wrapt's post-import hooks are not used, because they fire at once for a module that is still being
+initialised, forget a module after its first load (so reloading loses every hook), know only plain names,
+and can neither be removed nor leave `sys.meta_path` as it was.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Wanted = Callable[[str], bool]
+Loaded = Callable[[str, Any], None]
+
+
+class ModuleWatcher:
+    """A finder for `sys.meta_path` that finds nothing itself: it lets the others find, and adds a callback.
+
+    :param wanted: asked for every module that is imported, without any lock of ours.
+    :param loaded: called with the name and with what stands in `sys.modules`, in the importing thread,
+        while that module's import lock is held.
+    """
+
+    def __init__(self, wanted: Wanted, loaded: Loaded) -> None:
+        self._wanted = wanted
+        self._loaded = loaded
+        self._finding = threading.local()
+
+    def install(self) -> None:
+        """Watch from now on; does nothing where it is installed."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def uninstall(self) -> None:
+        """Leave `sys.meta_path` as it was."""
+        while self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not self._wanted(fullname):
+            return None
+        finding: set[str] = self._finding.__dict__.setdefault("names", set())
+        if fullname in finding:
+            return None  # another watcher is asking everybody on our behalf
+        finding.add(fullname)
+        try:
+            spec = self._find_elsewhere(fullname, path, target)
+        finally:
+            finding.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            self._attach(spec)
+        return spec
+
+    def _find_elsewhere(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is self or find_spec is None:
+                continue
+            spec: ModuleSpec | None = find_spec(fullname, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+    def _attach(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        if isinstance(loader, importlib.util.LazyLoader):
+            # Its module wakes at the first attribute; the callback belongs there, and must not wake it.
+            inner: Any = loader
+            if not isinstance(inner.loader, _NotifyingLoader):
+                inner.loader = _NotifyingLoader(inner.loader, self._loaded)
+        elif not isinstance(loader, _NotifyingLoader):
+            spec.loader = _NotifyingLoader(loader, self._loaded)  # type: ignore[assignment]
+
+
+class _NotifyingLoader:
+    """Stands for a loader until it runs the module; the module itself sees only its own loader."""
+
+    def __init__(self, loader: Any, loaded: Loaded) -> None:
+        self._loader = loader
+        self._notify = loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        module: ModuleType | None = create(spec) if create is not None else None
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        name = spec.name if spec is not None else module.__name__
+        self._step_aside(module)
+        if hasattr(self._loader, "exec_module"):
+            self._loader.exec_module(module)
+        else:  # a loader from before PEP 451: it makes and registers the module itself
+            sys.modules.pop(name, None)
+            self._loader.load_module(name)
+        self._notify(name, sys.modules.get(name, module))
+
+    def _step_aside(self, module: ModuleType) -> None:
+        spec: Any = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+
+
+def is_initialising(module: Any) -> bool:
+    """Whether the module's own code is still running: a circular import, or another thread's import."""
+    spec = module.__dict__.get("__spec__") if isinstance(module, ModuleType) else None
+    return bool(getattr(spec, "_initializing", False))
+
+
+def when_initialised(module: Any, loaded: Loaded) -> None:
+    """Call ``loaded`` once the import machinery says that ``module``, now half initialised, is done.
+
+    The machinery ends an import by setting ``spec._initializing`` to False; nothing else tells.
+    """
+    spec = module.__spec__
+
+    class Watched(type(spec)):  # type: ignore[misc]
+        @property
+        def _initializing(self) -> bool:
+            return bool(self.__dict__.get("_initializing", False))
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            self.__dict__["_initializing"] = value
+            if not value:
+                self.__class__ = original
+                # Absent where the module's own code failed.
+                if self.name in sys.modules:
+                    loaded(self.name, sys.modules[self.name])
+
+    original = type(spec)
+    if isinstance(spec, ModuleSpec) and original.__name__ != "Watched":
+        spec.__class__ = Watched

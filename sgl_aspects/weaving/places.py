@@ -1,0 +1,143 @@
+"""Places: where the text of a target leads to in a loaded module.
+
+Looking never wakes a lazy module, runs no property and calls no `__getattr__`: only dictionaries are read.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_aspects.weaving.targets import segment_regex
+
+MISSING: Any = object()
+PROPERTY_PARTS = ("fget", "fset", "fdel")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attribute of a module, class or instance.
+
+    :param raw: what stands there, descriptors unopened.
+    :param inherited: ``raw`` comes from a base class (or, for an instance, from its class).
+    :param part: for a property, which of its functions is meant: ``fget``, ``fset`` or ``fdel``.
+    """
+
+    owner: Any
+    name: str
+    raw: Any
+    inherited: bool = False
+    part: str = ""
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        return (id(self.owner), self.name, self.part)
+
+    def __str__(self) -> str:
+        if isinstance(self.owner, type):
+            prefix = f"{self.owner.__module__}:{self.owner.__qualname__}."
+        elif isinstance(self.owner, types.ModuleType):
+            prefix = f"{namespace(self.owner).get('__name__', '?')}:"
+        else:
+            prefix = f"{type(self.owner).__module__}:{type(self.owner).__qualname__} instance."
+        return prefix + self.name + (f".{self.part}" if self.part else "")
+
+
+def namespace(owner: Any) -> dict[str, Any]:
+    """The dictionary of ``owner``, read without waking a lazy module; empty where it has none."""
+    if isinstance(owner, type):
+        return dict(type.__dict__["__dict__"].__get__(owner))
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def current(owner: Any, name: str) -> Any:
+    """What stands in ``owner`` itself under ``name``, or MISSING."""
+    if isinstance(owner, type):
+        return type.__dict__["__dict__"].__get__(owner).get(name, MISSING)
+    return namespace(owner).get(name, MISSING)
+
+
+def find(module: Any, path: tuple[str, ...]) -> Iterator[Place]:
+    """Every place that ``path`` names in ``module``; several for wildcards, none where it is missing."""
+    if len(path) > 1 and path[-1] in PROPERTY_PARTS:
+        for place in _walk(module, path[:-1]):
+            if isinstance(place.raw, property):
+                yield Place(place.owner, place.name, place.raw, place.inherited, path[-1])
+                return
+    yield from _walk(module, path)
+
+
+def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[Place]:
+    segment, rest = path[0], path[1:]
+    for place in _attributes(owner, segment):
+        if not rest:
+            yield place
+        elif isinstance(place.raw, type) and segment.endswith("+"):
+            for subclass in _with_subclasses(place.raw):
+                # On subclasses only what they define themselves: what they inherit is woven at its owner.
+                for found in _walk(subclass, rest):
+                    if subclass is place.raw or not found.inherited:
+                        yield found
+        elif not isinstance(place.raw, types.ModuleType):
+            yield from _walk(place.raw, rest)
+
+
+def _attributes(owner: Any, segment: str) -> Iterator[Place]:
+    if "*" in segment:
+        regex = segment_regex(segment)
+        module_name = namespace(owner).get("__name__") if isinstance(owner, types.ModuleType) else None
+        for name, raw in list(namespace(owner).items()):
+            # A wildcard over a module means what the module defines, not what it imported.
+            defined = module_name is None or getattr_static(raw, "__module__") == module_name
+            if regex.fullmatch(name) and not name.startswith("__") and defined and _hookable(raw):
+                yield Place(owner, name, raw)
+        return
+    name = segment.removesuffix("+")
+    raw = current(owner, name)
+    if raw is not MISSING:
+        yield Place(owner, name, raw)
+        return
+    for base in _bases(owner):
+        raw = current(base, name)
+        if raw is not MISSING:
+            yield Place(owner, name, raw, inherited=True)
+            return
+
+
+def _bases(owner: Any) -> tuple[type, ...]:
+    if isinstance(owner, type):
+        mro: tuple[type, ...] = owner.__mro__
+        return mro[1:] + type(owner).__mro__[:-1]
+    if isinstance(owner, types.ModuleType):
+        return ()
+    return type(owner).__mro__
+
+
+def _hookable(raw: Any) -> bool:
+    return isinstance(raw, (types.FunctionType, type, classmethod, staticmethod, property)) or callable(raw)
+
+
+def getattr_static(obj: Any, name: str) -> Any:
+    """An attribute that functions and classes carry, without running any user code; None where absent."""
+    if isinstance(obj, (types.FunctionType, type, types.BuiltinFunctionType)):
+        return getattr(obj, name, None)
+    if isinstance(obj, (classmethod, staticmethod)):
+        return getattr_static(obj.__func__, name)
+    return None
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    seen: set[type] = set()
+    waiting = [cls]
+    while waiting:
+        found = waiting.pop()
+        if found not in seen:
+            seen.add(found)
+            yield found
+            waiting.extend(type.__subclasses__(found))

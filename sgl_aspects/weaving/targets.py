@@ -1,0 +1,128 @@
+"""Targets: which functions a hook is for, written as text.
+
+    pkg.mod:Class.method          the canonical form: module, colon, attribute path
+    pkg.mod.Class.method          SGLang's form: where the module ends is settled as modules load
+    pkg.models.**:*Model.forward  `*` within a segment, `**` over any number of module segments
+    pkg.mod:Class+.method         the class and all its subclasses
+    pkg.old:f | pkg.new:f         alternates: the first one that exists wins
+
+Reading a target imports nothing and looks at no module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sgl_aspects.errors import TargetError
+
+_FORMS = "write 'pkg.mod:Class.method' or 'pkg.mod.Class.method'"
+
+
+@dataclass(frozen=True)
+class Alternate:
+    """One reading of a target: a module (or a pattern over modules) and an attribute path in it.
+
+    For the dotted form ``module`` is None and ``path`` holds all segments.
+    """
+
+    module: str | None
+    path: tuple[str, ...]
+    text: str
+
+    @property
+    def has_module_pattern(self) -> bool:
+        return self.module is not None and "*" in self.module
+
+    def attribute_path(self, module_name: str) -> tuple[str, ...] | None:
+        """The attribute path to look up in ``module_name``, or None where this alternate is not about it."""
+        if self.module is None:
+            parts = module_name.split(".")
+            if len(parts) < len(self.path) and list(self.path[: len(parts)]) == parts:
+                return self.path[len(parts) :]
+            return None
+        if self.has_module_pattern:
+            return self.path if _module_regex(self.module).fullmatch(module_name) else None
+        return self.path if module_name == self.module else None
+
+    def module_names(self) -> Iterator[str]:
+        """Every plain module name that this alternate may be found in; none for a pattern."""
+        if self.module is None:
+            for end in range(1, len(self.path)):
+                yield ".".join(self.path[:end])
+        elif not self.has_module_pattern:
+            yield self.module
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parsed target: its alternates, best first."""
+
+    alternates: tuple[Alternate, ...]
+
+    def __str__(self) -> str:
+        return " | ".join(alternate.text for alternate in self.alternates)
+
+    @classmethod
+    def parse(cls, target: str | Iterable[str] | Target) -> Target:
+        """Read ``target``: one text, with ``|`` between alternates, or several texts.
+
+        Raises :class:`TargetError` naming the text and the fault.
+        """
+        if isinstance(target, Target):
+            return target
+        if isinstance(target, str):
+            return _parse(target)
+        texts = tuple(target)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise TargetError(f"target {target!r} is neither a text nor several texts; {_FORMS}")
+        return cls(tuple(alternate for text in texts for alternate in _parse(text).alternates))
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Target:
+    return Target(tuple(_parse_alternate(part.strip(), text) for part in text.split("|")))
+
+
+def _parse_alternate(text: str, whole: str) -> Alternate:
+    module, colon, attributes = text.partition(":")
+    if not colon:
+        segments = tuple(text.split("."))
+        if len(segments) < 2:
+            raise TargetError(f"target {whole!r}: {text!r} has no module; {_FORMS}")
+        if "*" in text or "+" in text:
+            raise TargetError(f"target {whole!r}: wildcards need the colon form, 'pkg.**:Class.method'")
+        _check_segments(segments, whole, pattern=False)
+        return Alternate(None, segments, text)
+    _check_segments(tuple(module.split(".")), whole, pattern=True, across=True)
+    path = tuple(attributes.split("."))
+    _check_segments(tuple(segment.removesuffix("+") for segment in path), whole, pattern=True)
+    if path[-1].endswith("+"):
+        raise TargetError(f"target {whole!r}: '+' marks a class with its subclasses; add a method after it")
+    return Alternate(module, path, text)
+
+
+def _check_segments(segments: tuple[str, ...], whole: str, *, pattern: bool, across: bool = False) -> None:
+    for segment in segments:
+        name = segment.replace("*", "x") if pattern else segment
+        if across and segment == "**":
+            continue
+        if "**" in segment:
+            raise TargetError(f"target {whole!r}: '**' stands alone between dots of the module part")
+        if not name.isidentifier():
+            raise TargetError(f"target {whole!r}: {segment!r} is no identifier; {_FORMS}")
+
+
+@lru_cache(maxsize=1024)
+def _module_regex(pattern: str) -> re.Pattern[str]:
+    # "a.**.b" also covers "a.b": `**` stands for any number of segments, none included.
+    expression = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\.\*\*", r"(?:\.[^.]+)*")
+    return re.compile(expression.replace(r"\*\*", r".*").replace(r"\*", r"[^.]*"))
+
+
+@lru_cache(maxsize=1024)
+def segment_regex(segment: str) -> re.Pattern[str]:
+    """The expression that an attribute name must match in full for ``segment``."""
+    return re.compile(re.escape(segment.removesuffix("+")).replace(r"\*", ".*"))
