@@ -72,7 +72,8 @@ class ClassPoint:
     def _install(self) -> None:
         setattr(self.place.owner, self.place.name, self.replacement)
         self.installed = True
-        for subclass in list(type.__subclasses__(self.original)):
+        subclasses: list[type] = type.__subclasses__(self.original)
+        for subclass in list(subclasses):
             if not issubclass(self.replacement, subclass):
                 self._move(subclass)
 

@@ -39,7 +39,7 @@ class JoinPoint:
     def own_containers(self) -> set[int]:
         """Ids of everything of ours that holds the original on purpose."""
         held = [self, self.__dict__, self.place, self.place.__dict__, self.woven, self.woven.__dict__]
-        held += [self.original, self.replacement, *(self._rebuild.__closure__ or ())]  # type: ignore[attr-defined]
+        held += [self.original, self.replacement, *(self._rebuild.__closure__ or ())]
         if isinstance(self.woven, WovenFunction):
             held += [self.woven.function.__dict__, *(self.woven.function.__closure__ or ())]
         return {id(holder) for holder in held}

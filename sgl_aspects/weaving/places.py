@@ -5,6 +5,7 @@ Looking never wakes a lazy module, runs no property and calls no `__getattr__`: 
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,8 +113,7 @@ def _attributes(owner: Any, segment: str) -> Iterator[Place]:
 
 def _bases(owner: Any) -> tuple[type, ...]:
     if isinstance(owner, type):
-        mro: tuple[type, ...] = owner.__mro__
-        return mro[1:] + type(owner).__mro__[:-1]
+        return inspect.getmro(owner)[1:] + inspect.getmro(type(owner))[:-1]
     if isinstance(owner, types.ModuleType):
         return ()
     return type(owner).__mro__

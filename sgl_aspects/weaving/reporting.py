@@ -49,7 +49,7 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{hook.state.value:8} {hook.calls:>8} calls  {hook.hook_type.value:8} {hook.target}"
-            + f"  <- {hook.hook}"
+            f"  <- {hook.hook}"
             + (f"  [{hook.source}]" if hook.source else "")
             + (f"  ({hook.detail})" if hook.detail else "")
             for hook in self.hooks
