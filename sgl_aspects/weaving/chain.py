@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from sgl_aspects.errors import HookError
@@ -24,6 +24,20 @@ def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> H
     for advice in advices:
         head = _link(advice, head, awaits)
     return head
+
+
+def own_containers(head: Any) -> Iterator[Any]:
+    """What of ours holds the original in the chain below ``head``: rebinding must leave it alone."""
+    if isinstance(head, types.MethodType):
+        yield head
+        yield from own_containers(head.__self__)
+    elif isinstance(head, NativeLink):
+        yield head
+        yield from own_containers(head.run)
+    elif isinstance(head, types.FunctionType) and head.__module__ == __name__:
+        for cell in head.__closure__ or ():
+            yield cell
+            yield from own_containers(cell.cell_contents)
 
 
 def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:

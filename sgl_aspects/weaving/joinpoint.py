@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.chain import build_chain
+from sgl_aspects.weaving.chain import build_chain, own_containers
 from sgl_aspects.weaving.codegen import ANYTHING, MAX_FLAT_OBSERVERS, FunctionKind, Signature, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
 from sgl_aspects.weaving.kinds import Observers, is_awaited, open_descriptor, weave_callable
@@ -34,11 +34,20 @@ class JoinPoint:
             )
         self.woven = weave_callable(self.inner, str(place))
         self.replacement = self._rebuild(self.woven.function)
+        self._head: Any = self.inner
         self.installed = False
 
     def own_containers(self) -> set[int]:
         """Ids of everything of ours that holds the original on purpose."""
-        held = [self, self.__dict__, self.place, self.place.__dict__, self.woven, self.woven.__dict__]
+        held: list[Any] = [
+            *own_containers(self._head),
+            self,
+            self.__dict__,
+            self.place,
+            self.place.__dict__,
+            self.woven,
+            self.woven.__dict__,
+        ]
         held += [self.original, self.replacement, *(self._rebuild.__closure__ or ())]
         if isinstance(self.woven, WovenFunction):
             held += [self.woven.function.__dict__, *(self.woven.function.__closure__ or ())]
@@ -63,8 +72,9 @@ class JoinPoint:
         # The last REPLACE wins; the earlier ones stay registered and come back when it goes.
         behavioural = replaces[-1:] + behavioural
         observers = [advice for advice in reversed(active) if advice.hook_type is HookType.OBSERVE]
+        self._head = build_chain(self.inner, behavioural, awaits=is_awaited(self.inner))
         self.woven.steer(
-            build_chain(self.inner, behavioural, awaits=is_awaited(self.inner)),
+            self._head,
             _flattened(observers),
             signature=self._accepted(replaces[-1].hook) if replaces else None,
             compiling=compiling,
