@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
 
@@ -28,7 +28,7 @@ class TraceSession:
     """Tracing of this process and of the processes it starts from now on, until ``close()``.
 
     A context manager; after the block ``summary`` says what became of the spans. Processes that were
-    started before are not traced.
+    started before are not traced. ``recorder`` is what the aspects of this process record with.
     """
 
     def __init__(self, settings: TraceSettings, environment: dict[str, str]) -> None:
@@ -37,22 +37,29 @@ class TraceSession:
         self._process_id = os.getpid()
         self._collector: CollectorProcess | None = None
         self._restore: dict[str, str | None] = {}
+        self._undo: list[Callable[[], None]] = []
+        self.run_folder = ""
+        if settings.level == 0:
+            self.recorder = SpoolRecorder(self.run_folder)
+            self.recorder.close()
+            self.summary = TraceSummary()
+            return
         if settings.run_folder is not None:
             # A child of a traced process: it records from its first span on, others do the rest.
             self.run_folder = settings.run_folder
-            self._recorder = SpoolRecorder(self.run_folder)
+            self.recorder = SpoolRecorder(self.run_folder)
         else:
             self.run_folder = make_run_folder()
-            self._recorder = SpoolRecorder(self.run_folder)
+            self.recorder = SpoolRecorder(self.run_folder)
             try:
-                self._recorder.open()
+                self.recorder.open()
                 self._collector = CollectorProcess(self.run_folder, settings, environment)
             except BaseException:
-                self._recorder.close()
+                self.recorder.close()
                 remove_run_folder(self.run_folder)
                 raise
             self._set_environment({_LEVEL: str(settings.level), _RUN: self.run_folder})
-        self._undo = weave_aspects(self._recorder, settings.level)
+        self._undo = weave_aspects(self.recorder, settings.level)
 
     @property
     def collector_process_id(self) -> int | None:
@@ -75,11 +82,11 @@ class TraceSession:
         to start and end. A second call gives the same summary. In a child of a traced process there
         is no collector to wait for: the summary is empty.
         """
+        self.detach()
         if self.summary is not None:
             return self.summary
-        self.detach()
         self._set_environment(dict(self._restore))
-        self._recorder.close()
+        self.recorder.close()
         if self._collector is None:
             self.summary = TraceSummary()
             return self.summary
@@ -145,6 +152,11 @@ def attach(
         level=level, exporters=exporters, endpoint=endpoint, file=file, service_name=service_name
     )
     return _start(settings, environment)
+
+
+def current() -> TraceSession | None:
+    """The session of this process, however it was attached."""
+    return _current
 
 
 def attach_from_environment() -> TraceSession | None:

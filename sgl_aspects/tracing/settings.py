@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,7 @@ class TraceSettings:
     """One run's settings; ``endpoint`` and ``service_name`` are None where OpenTelemetry's defaults hold."""
 
     level: int = 0
+    disabled: bool = False
     exporters: tuple[str, ...] = ("otlp",)
     protocol: str = "http/protobuf"
     endpoint: str | None = None
@@ -53,12 +55,12 @@ class TraceSettings:
     def from_environment(cls) -> TraceSettings:
         """Reads every variable of the table above; a value that is not allowed is a ``ConfigError``."""
         level = LEVELS[env.choice("SGL_ASPECTS_TRACE", tuple(LEVELS), "off")]
-        if env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true":
-            level = 0
+        disabled = env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
         file = env.text("SGL_ASPECTS_TRACE_FILE")
         named = env.names("OTEL_TRACES_EXPORTER")
         settings = cls(
-            level=level,
+            level=0 if disabled else level,
+            disabled=disabled,
             exporters=named if named else (("otlp-json-file",) if file else ("otlp",)),
             protocol=env.choice("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", PROTOCOLS, "")
             or env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf"),
@@ -90,7 +92,7 @@ class TraceSettings:
             exporters = (["otlp"] if endpoint else []) + (["otlp-json-file"] if file else [])
         return replace(
             self,
-            level=level,
+            level=0 if self.disabled else level,
             exporters=self.exporters if exporters is None else tuple(exporters),
             endpoint=endpoint or self.endpoint,
             file=file or self.file,
@@ -112,6 +114,9 @@ class TraceSettings:
                     "the exporter otlp-json-file needs a file: set SGL_ASPECTS_TRACE_FILE=traces.jsonl"
                 )
             _require("otlp-json-file", "the exporter otlp-json-file")
+            folder = os.path.dirname(self.file) or "."
+            if os.path.isdir(self.file) or not os.access(folder, os.W_OK):
+                raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={self.file!r}: name a file in a writable folder")
         if "otlp" in exporters:
             _require(self.protocol, f"OTLP over {self.protocol}")
             if (

@@ -148,6 +148,7 @@ class SpoolRecorder:
     def close(self) -> None:
         with self._lock:
             if self._dropped and self._current >= 0:
+                self._size = 0  # this one record is written whatever the file's size
                 self._write(["D", self._dropped])
             self._closed = True
             self._current = -1

@@ -24,6 +24,7 @@ def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
     What it returns undoes it: call them last to first.
     """
     undo: list[Callable[[], None]] = []
+    advices: list[aspects.Advice] = []
     for catalog in CATALOGS:
         state = SchedulerState()
         found: list[Observation] = []
@@ -36,9 +37,12 @@ def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
             forward = ForwardAspect(recorder, catalog, state)
             undo.append(forward.flush)
             found += forward.observations()
-        for observation in found:
-            role = catalog.roles.get(observation.role)
-            if role is not None:
-                advice = aspects.observe(*role.targets, enter=observation.enter, exit=observation.exit)
-                undo.append(aspects.weave(advice).remove)
+        advices += [
+            aspects.observe(
+                *catalog.roles[observation.role].targets, enter=observation.enter, exit=observation.exit
+            )
+            for observation in found
+            if observation.role in catalog.roles
+        ]
+    undo.append(aspects.weave(*advices).remove)
     return undo

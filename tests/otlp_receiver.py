@@ -1,0 +1,154 @@
+"""Real OTLP receivers on loopback, HTTP and gRPC: what they get is decoded protobuf."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+
+@dataclass
+class Span:
+    """One received span, with its ids in hexadecimal and its attributes as Python values."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    kind: int
+    start: int
+    end: int
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+    links: list[tuple[str, str]]
+    status: int
+    status_message: str
+    trace_state: str
+    flags: int
+
+    @property
+    def is_error(self) -> bool:
+        return self.status == 2
+
+
+@dataclass
+class Receiver:
+    """``requests`` holds the decoded messages; ``headers`` what came with them."""
+
+    endpoint: str
+    requests: list[ExportTraceServiceRequest] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for request in list(self.requests) for span in spans_of(request)]
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def wait_for(self, condition: Callable[[list[Span]], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition(self.spans):
+            assert time.monotonic() < deadline, f"got only {[span.name for span in self.spans]}"
+            time.sleep(0.02)
+
+
+def spans_of(message: Any) -> Iterator[Span]:
+    """Every span of an ``ExportTraceServiceRequest`` or ``TracesData``."""
+    for resource_spans in message.resource_spans:
+        resource = _attributes(resource_spans.resource.attributes)
+        for scope_spans in resource_spans.scope_spans:
+            for span in scope_spans.spans:
+                yield Span(
+                    name=span.name,
+                    trace_id=span.trace_id.hex(),
+                    span_id=span.span_id.hex(),
+                    parent_id=span.parent_span_id.hex(),
+                    kind=span.kind,
+                    start=span.start_time_unix_nano,
+                    end=span.end_time_unix_nano,
+                    attributes=_attributes(span.attributes),
+                    resource=resource,
+                    links=[(link.trace_id.hex(), link.span_id.hex()) for link in span.links],
+                    status=span.status.code,
+                    status_message=span.status.message,
+                    trace_state=span.trace_state,
+                    flags=span.flags,
+                )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    return getattr(value, kind)
+
+
+@contextmanager
+def http_receiver() -> Iterator[Receiver]:
+    """An OTLP/HTTP backend; ``endpoint`` is its base URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            assert self.path == "/v1/traces"
+            receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
+            receiver.requests.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(ExportTraceServiceResponse().SerializeToString())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing: tests read the requests."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    receiver = Receiver(f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def grpc_receiver() -> Iterator[Receiver]:
+    """An OTLP/gRPC backend."""
+    receiver = Receiver("")
+
+    class Servicer(TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the interface's name)
+            receiver.headers.append({key: str(value) for key, value in context.invocation_metadata()})
+            receiver.requests.append(request)
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    receiver.endpoint = f"http://127.0.0.1:{port}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(None).wait()
