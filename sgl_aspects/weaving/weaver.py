@@ -84,6 +84,7 @@ class Weaver:
             except AspectsError:
                 self.remove(new)
                 raise
+            self._forget_compiled_code([advice for advice in new if self._at[advice]])
 
     def remove(self, advices: Sequence[Advice]) -> None:
         """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
@@ -99,6 +100,7 @@ class Weaver:
                 self._watch(advice, -1)
                 advice.state, advice.detail = State.REMOVED, ""
             self._settle(points)
+            self._forget_compiled_code(gone if points else ())
             if not self._advices:
                 self._watcher.uninstall()
 
@@ -110,6 +112,7 @@ class Weaver:
                 if self._at.get(advice):
                     advice.state = State.WOVEN if enabled else State.DISABLED
             self._settle([point for advice in advices for point, _ in self._at.get(advice, ())])
+            self._forget_compiled_code([advice for advice in advices if self._at.get(advice)])
 
     def apply(self) -> None:
         """Look again at everything that is loaded, for hooks that still wait; safe to call at any time."""
@@ -172,6 +175,15 @@ class Weaver:
             self._compiling = namespace(compiler).get("is_compiling")
             for point in self._points.values():
                 point.refresh(self._compiling)
+
+    @staticmethod
+    def _forget_compiled_code(advices: Sequence[Advice]) -> None:
+        """What torch.compile made before may have a method's old body in it, and no guard would notice."""
+        compiler = sys.modules.get(_COMPILER)
+        if compiler is not None and any(advice.hook_type is not HookType.OBSERVE for advice in advices):
+            reset = namespace(compiler).get("reset")
+            if reset is not None:  # absent while torch._dynamo itself is being imported
+                reset()
 
     def _after_fork(self) -> None:
         self._lock = threading.RLock()  # the parent's may be held by a thread that is not here

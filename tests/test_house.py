@@ -1,0 +1,150 @@
+"""The rules of the house: which room may import which, what importing costs, what the wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sgl_aspects
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "sgl_aspects"
+
+# Each room, and what it may import of this package. Anything under TYPE_CHECKING counts too.
+ALLOWED = {
+    "errors": set(),
+    "env": {"errors"},
+    "weaving": {"errors", "weaving"},
+    "plugins": {"errors", "env", "weaving"},
+    "platforms": {"errors", "env", "platforms"},
+    "runtime": {"errors", "env", "platforms", "runtime", "plugins"},
+    "engines": {"errors", "engines"},
+    "tracing": {"errors", "env", "weaving", "engines", "tracing", "plugins", "__version__"},
+}
+# And which big packages it may import: torch, OpenTelemetry.
+TORCH = {"platforms", "runtime"}
+OPENTELEMETRY = {"tracing"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the package with its room; the links lead into platforms/ and runtime/."""
+    for room in ("platforms", "runtime"):
+        for path in (ROOT / room).rglob("*.py"):
+            yield room, path
+    for path in PACKAGE.rglob("*.py"):
+        relative = path.relative_to(PACKAGE)
+        if relative.parts[0] not in ("platforms", "runtime"):
+            yield relative.parts[0].removesuffix(".py"), path
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module name that ``path`` imports anywhere, with its line."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def test_imports_point_one_way() -> None:
+    faults = []
+    for room, path in modules():
+        if room not in ALLOWED:  # cli, the package's own face
+            continue
+        for line, name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "sgl_aspects" and len(parts) > 1 and parts[1] not in ALLOWED[room]:
+                faults.append(f"{path}:{line}: {room} imports {name}")
+            if parts[0] == "torch" and room not in TORCH:
+                faults.append(f"{path}:{line}: {room} imports torch")
+            if parts[0] == "opentelemetry" and room not in OPENTELEMETRY:
+                faults.append(f"{path}:{line}: {room} imports OpenTelemetry")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_engine_knows_of_the_plugin_loader_and_of_nothing_else_that_watches_it() -> None:
+    found = {
+        name
+        for room, path in modules()
+        if room in ("platforms", "runtime")
+        for _, name in imported(path)
+        if name.startswith("sgl_aspects.plugins")
+    }
+    assert found <= {"sgl_aspects.plugins.load_plugins"}
+
+
+def test_no_room_is_imported_by_its_bare_folder_name() -> None:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        for line, name in imported(path):
+            assert name.split(".")[0] not in ("platforms", "runtime"), f"{path}:{line}"
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import sgl_aspects", ["torch", "opentelemetry", "numpy", "sgl_aspects.tracing"]),
+        ("import sgl_aspects.platforms", ["opentelemetry", "sgl_aspects.tracing"]),
+        ("import sgl_aspects.runtime", ["opentelemetry", "sgl_aspects.tracing"]),
+        ("import sgl_aspects; sgl_aspects.load_plugins()", ["torch", "opentelemetry"]),
+    ],
+)
+def test_importing_loads_no_more_than_it_must(statement: str, absent: list[str]) -> None:
+    program = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_does_nothing_else() -> None:
+    program = (
+        "import sys, threading, logging; path, hooks = list(sys.meta_path), list(sys.path_hooks);"
+        "import sgl_aspects; assert sys.meta_path == path and sys.path_hooks == hooks;"
+        "assert threading.active_count() == 1; assert not logging.getLogger('sgl_aspects').handlers"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_face_is_what_all_says() -> None:
+    public = {name for name in vars(sgl_aspects) if not name.startswith("_")}
+    rooms = {"errors", "env", "weaving", "plugins", "platforms", "runtime", "tracing", "engines", "cli"}
+    assert public - rooms == set(sgl_aspects.__all__) - {"__version__"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel made from a source distribution, as the package index would get both."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_no_top_level_rooms(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for room, path in modules():
+        linked = room in ("platforms", "runtime")
+        inside = path.relative_to(ROOT if linked else PACKAGE)
+        assert f"sgl_aspects/{inside}" in names
+    assert "sgl_aspects/py.typed" in names
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sgl_aspects"}
+
+
+def test_installed_from_the_wheel_the_rooms_are_found_without_the_checkout(
+    wheel: Path, tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import sgl_aspects, sgl_aspects.platforms, sgl_aspects.runtime\n"
+        "assert sgl_aspects.runtime.__file__.startswith(sys.argv[1]), sgl_aspects.runtime.__file__"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=tmp_path)

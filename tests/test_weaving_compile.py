@@ -1,0 +1,179 @@
+"""Hooks under torch.compile: what is hooked is hooked in compiled code too, and observers break no graph."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sgl_aspects as aspects  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns about itself while compiling
+
+SOURCE = """
+import torch
+
+def function(x, scale=2.0):
+    return x * scale
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+    def forward(self, x):
+        return x * self.weight + function(x)
+    def method(self, x):
+        return x + 1
+    @classmethod
+    def from_class(cls, x):
+        return x + 2
+    @staticmethod
+    def static(x):
+        return x + 3
+    @property
+    def doubled(self):
+        return self.weight * 2
+
+def call_function(layer, x): return function(x, scale=3.0)
+def call_method(layer, x): return layer.method(x)
+def call_from_class(layer, x): return layer.from_class(x)
+def call_static(layer, x): return layer.static(x)
+def call_doubled(layer, x): return layer.doubled + x
+def call_forward(layer, x): return layer(x)
+"""
+
+TARGETS = {
+    "function": "call_function",
+    "Layer.method": "call_method",
+    "Layer.from_class": "call_from_class",
+    "Layer.static": "call_static",
+    "Layer.doubled": "call_doubled",
+    "Layer.forward": "call_forward",
+}
+
+
+class Watch:
+    """Does what would break a full graph: a clock, a list, a context variable."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        import time
+
+        self.calls += 1
+        return time.time_ns()
+
+    def exit(self, token: int, result: Any, error: BaseException | None) -> None:
+        pass
+
+
+HOOKS: dict[aspects.HookType, Callable[[], Any]] = {
+    aspects.HookType.BEFORE: lambda: (
+        lambda *args, **kwargs: (
+            (*args[:-1], args[-1] * 3 if isinstance(args[-1], torch.Tensor) else args[-1]),
+            kwargs,
+        )
+    ),
+    aspects.HookType.AFTER: lambda: lambda result, *args, **kwargs: result + 100,
+    aspects.HookType.AROUND: lambda: lambda original, *args, **kwargs: original(*args, **kwargs) + 10,
+    aspects.HookType.NATIVE: lambda: lambda proceed, args, kwargs: proceed(args, kwargs) + 1000,
+    aspects.HookType.REPLACE: lambda: lambda *args, **kwargs: torch.full((3,), -5.0),
+    aspects.HookType.OBSERVE: Watch,
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    module: Any = types.ModuleType("compiled_engine")
+    sys.modules["compiled_engine"] = module
+    exec(SOURCE, module.__dict__)
+    torch._dynamo.reset()
+    yield module
+    del sys.modules["compiled_engine"]
+    torch._dynamo.reset()
+
+
+def _advice(target: str, hook_type: aspects.HookType) -> aspects.Advice:
+    return aspects.Advice(aspects.Target.parse(f"compiled_engine:{target}"), hook_type, HOOKS[hook_type]())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("hook_type", list(HOOKS), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiled_code_runs_the_hooks_that_eager_code_runs(
+    engine: Any, target: str, hook_type: aspects.HookType, fullgraph: bool
+) -> None:
+    caller = getattr(engine, TARGETS[target])
+    arguments = (engine.Layer(), torch.arange(3.0))
+    bare = caller(*arguments)
+
+    # Compiled before the hook came: what is compiled already notices hooks that come and go.
+    compiled = torch.compile(caller, backend="eager", fullgraph=fullgraph)
+    assert torch.equal(compiled(*arguments), bare)
+    with aspects.woven(_advice(target, hook_type)):
+        hooked = caller(*arguments)
+        assert torch.equal(compiled(*arguments), hooked)
+        # Compiled while the hook is there.
+        torch._dynamo.reset()
+        fresh = torch.compile(caller, backend="eager", fullgraph=fullgraph)
+        assert torch.equal(fresh(*arguments), hooked)
+    assert torch.equal(compiled(*arguments), bare)
+    assert torch.equal(fresh(*arguments), bare)
+    # A property has no argument that BEFORE could change.
+    looks_only = hook_type is aspects.HookType.OBSERVE or (target, hook_type.value) == (
+        "Layer.doubled",
+        "before",
+    )
+    assert torch.equal(hooked, bare) is looks_only
+
+
+def test_a_chain_of_every_type_compiles_into_one_graph(engine: Any) -> None:
+    arguments = (engine.Layer(), torch.arange(3.0))
+    advices = [_advice("Layer.method", kind) for kind in HOOKS if kind is not aspects.HookType.REPLACE]
+    with aspects.woven(*advices):
+        compiled = torch.compile(engine.call_method, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(*arguments), engine.call_method(*arguments))
+
+
+def test_observers_stand_aside_while_compiling_and_look_at_eager_calls(engine: Any) -> None:
+    arguments = (engine.Layer(), torch.arange(3.0))
+    watch = Watch()
+    advice = aspects.Advice(
+        aspects.Target.parse("compiled_engine:Layer.method"), aspects.HookType.OBSERVE, watch
+    )
+    with aspects.woven(advice):
+        torch.compile(engine.call_method, backend="eager", fullgraph=True)(*arguments)
+        assert watch.calls == 0
+        engine.call_method(*arguments)
+        assert watch.calls == 1
+        assert aspects.report().hooks[0].calls == 1
+
+
+def test_hooks_woven_before_the_compiler_was_loaded_do_not_break_a_full_graph() -> None:
+    """In a fresh process: torch._dynamo is imported by the first torch.compile, after the weaving."""
+    import subprocess
+
+    program = """
+import sys, types, torch, sgl_aspects as aspects
+module = types.ModuleType("early"); sys.modules["early"] = module
+exec("def f(x): return x + 1", module.__dict__)
+class Watch:
+    calls = 0
+    def enter(self, args, kwargs): Watch.calls += 1; print(end="")
+    def exit(self, token, result, error): pass
+aspects.weave(aspects.observe("early:f")(Watch))
+assert "torch._dynamo" not in sys.modules
+compiled = torch.compile(lambda x: module.f(x), backend="eager", fullgraph=True)
+assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+assert Watch.calls == 0
+module.f(1)
+assert Watch.calls == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
