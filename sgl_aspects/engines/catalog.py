@@ -67,5 +67,5 @@ class Catalog:
         return read
 
 
-def _nothing(subject: Any) -> None:  # noqa: ARG001 (an attribute reader)
+def _nothing(subject: Any) -> None:
     return None

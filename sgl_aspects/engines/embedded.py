@@ -47,7 +47,7 @@ EMBEDDED = Catalog(
     attributes={
         "request.rid": "rid",
         "request.headers": "headers",
-        "request.operation": "operation",
+        "request.operation": lambda request: "chat" if request.is_chat else "text_completion",
         "request.stream": "stream",
         "request.max_tokens": "sampling_params.max_new_tokens",
         "request.temperature": "sampling_params.temperature",

@@ -45,7 +45,8 @@ class ForwardAspect:
         self._recorder = recorder
         self._state = state
         self._pending: collections.deque[_Pending] = collections.deque()
-        self._spare: list[tuple[Any, Any]] = []
+        self._spare: list[tuple[Any, ...]] = []
+        self._has_events = True
         role, reader = catalog.roles["forward"], catalog.reader
         self._runner = role.argument("model_runner")
         self._batch = role.argument("batch")
@@ -72,7 +73,7 @@ class ForwardAspect:
             events[0].record()
         return start_ns, batch, events
 
-    def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         start_ns, batch, events = token
         state = self._state
         if events is not None:
@@ -92,16 +93,20 @@ class ForwardAspect:
         self._pending.append(waiting)
         self._read_events()
 
-    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         self._read_events()
 
-    def _events(self, platform: Any) -> tuple[Any, Any] | None:
+    def _events(self, platform: Any) -> tuple[Any, ...] | None:
         """A pair of events of the platform; None where it has none, or a graph is being captured."""
-        if platform is None or platform.is_capturing():
+        if platform is None or not self._has_events or platform.is_capturing():
             return None
         if self._spare:
             return self._spare.pop()
-        return platform.create_event(), platform.create_event()
+        try:
+            return platform.create_event(), platform.create_event()
+        except NotImplementedError:
+            self._has_events = False
+            return None
 
     def _read_events(self) -> None:
         pending = self._pending

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, SpanType
 
@@ -91,9 +91,9 @@ class RequestAspect:
         return [
             Observation("receive_request", self._receive_enter, self._receive_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
-            Observation("send_request", self._send_enter, _nothing),
+            Observation("send_request", self._send_enter, nothing),
             Observation("detokenize", self._detokenize_enter, self._detokenize_exit),
-            Observation("finish_request", self._finish_enter, self._finish_exit),
+            Observation("finish_request", self._finish_enter, nothing),
         ]
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +151,7 @@ class RequestAspect:
     def _detokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._live.get(self._rid(self._detokenized(args, kwargs))), time_ns()
 
-    def _detokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _detokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         live, start_ns = token
         if live is not None:
             live.detokenize_end = time_ns()
@@ -159,15 +159,10 @@ class RequestAspect:
             live.detokenize_calls += 1
             live.detokenize_start = live.detokenize_start or start_ns
 
-    def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (
-            self._finished(args, kwargs),
-            self._finish_reason(args, kwargs),
-            self._finish_error(args, kwargs),
-        )
-
-    def _finish_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
-        state, reason, cause = token
+    def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # On entry: the call wakes whoever waits for the request, and that may end the process.
+        state = self._finished(args, kwargs)
+        reason, cause = self._finish_reason(args, kwargs), self._finish_error(args, kwargs)
         live = self._live.pop(self._rid(state), None)
         if live is None:
             return
@@ -200,7 +195,3 @@ class RequestAspect:
             (end_ns - live.start_ns) / 1e9,
         ]
         recorder.span(live.span_id, live.span_id, 0, REQUEST, live.start_ns, end_ns, values, problem)
-
-
-def _nothing(token: Any, result: Any, error: BaseException | None) -> None:
-    """The exit of an observer that only looks at the call."""

@@ -7,13 +7,14 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
-from sgl_aspects.tracing.aspects.observer import Observation
+from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
 
-QUEUE = SpanType("queue")
+# A finish reason in the queue: the request ended there. The request's own span says whether that is an error.
+QUEUE = SpanType("queue", ("sgl_aspects.finish_reason",))
 PREFILL = SpanType("prefill", ("sgl_aspects.prefill.tokens", "sgl_aspects.prefill.chunk"))
-DECODE = SpanType("decode", ("gen_ai.usage.output_tokens",))
+DECODE = SpanType("decode", ("gen_ai.usage.output_tokens", "sgl_aspects.finish_reason"))
 
 
 @dataclass
@@ -62,7 +63,7 @@ class ScheduledRequestAspect:
         return [
             Observation("add_request", self._add_enter, self._add_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
-            Observation("end_scheduled_request", self._end_enter, self._end_exit),
+            Observation("end_scheduled_request", self._end_enter, nothing),
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,11 +77,11 @@ class ScheduledRequestAspect:
         self._state.requests[rid] = request
         return rid
 
-    def _add_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _add_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if error is not None:
             request = self._state.requests.pop(token, None)
             if request is not None:
-                self._end(request, 0, type(error).__qualname__)
+                self._end(request, None, None, error_type(error))
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._ran(args, kwargs)
@@ -99,13 +100,13 @@ class ScheduledRequestAspect:
             chunks.append((request, tokens, left <= tokens))
         return now, chunks
 
-    def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         end_ns = self._state.last_run_end_ns = time_ns()
         if token is None:
             return
         start_ns, chunks = token
         recorder = self._recorder
-        problem = "" if error is None else type(error).__qualname__
+        problem = error_type(error)
         for request, tokens, is_last in chunks:
             values = (tokens, request.chunks)
             request.chunks += 1
@@ -122,34 +123,17 @@ class ScheduledRequestAspect:
         request = self._state.requests.pop(self._rid(req), None)
         if request is not None:
             reason = self._end_reason(args, kwargs)
-            self._end(request, self._output_tokens(req) or 0, reason if reason in ("abort", "error") else "")
+            self._end(request, self._output_tokens(req), reason, reason if reason == "error" else "")
 
-    def _end_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        """Everything is said on entry."""
-
-    def _end(self, request: ScheduledRequest, output_tokens: int, problem: str) -> None:
-        recorder = self._recorder
+    def _end(
+        self, request: ScheduledRequest, output_tokens: int | None, reason: str | None, problem: str
+    ) -> None:
+        recorder, key = self._recorder, request.key
         if request.decode_id:
             # The last token came with the last run; what the scheduler did since is not decoding.
-            end_ns = time_ns() if problem else max(request.decode_ns, self._state.last_run_end_ns)
-            recorder.span(
-                request.decode_id,
-                request.key,
-                request.key,
-                DECODE,
-                request.decode_ns,
-                end_ns,
-                (output_tokens,),
-                problem,
-            )
+            start_ns, values = request.decode_ns, (output_tokens, reason)
+            end_ns = max(start_ns, self._state.last_run_end_ns)
+            recorder.span(request.decode_id, key, key, DECODE, start_ns, end_ns, values, problem)
         elif not request.chunks:
-            recorder.span(
-                request.queue_id,
-                request.key,
-                request.key,
-                QUEUE,
-                request.queued_ns,
-                time_ns(),
-                (),
-                problem,
-            )
+            start_ns = request.queued_ns
+            recorder.span(request.queue_id, key, key, QUEUE, start_ns, time_ns(), (reason,), problem)

@@ -65,7 +65,7 @@ class StepAspect:
         self._batch, self._links = None, []
         return time_ns(), self._stepped(args, kwargs)
 
-    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         start_ns, scheduler = token
         step_id, self._state.step_id = self._state.step_id, 0
         batch, self._batch = self._batch, None
@@ -94,16 +94,16 @@ class StepAspect:
         self._state.run_id = self._recorder.new_id()
         return time_ns()
 
-    def _run_exit(self, token: int, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _run_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         step_id, run_id = self._state.step_id, self._state.run_id
         self._state.run_id = 0
         if step_id:
             self._recorder.span(run_id, step_id, step_id, RUN_BATCH, token, time_ns(), (), error_type(error))
 
-    def _sample_exit(self, token: int, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _sample_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         self._record(SAMPLE, token, error, self._state.run_id)
 
-    def _process_exit(self, token: int, result: Any, error: BaseException | None) -> None:  # noqa: ARG002
+    def _process_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         self._record(PROCESS_RESULT, token, error)
 
     def _record(self, type: SpanType, start_ns: int, error: BaseException | None, parent_id: int = 0) -> None:
@@ -122,5 +122,5 @@ class StepAspect:
             )
 
 
-def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:  # noqa: ARG001 (an observer's enter)
+def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return time_ns()
