@@ -1,1 +1,49 @@
-"""The embedded engine: small, readable, and real."""
+"""The embedded engine: small, readable, and real.
+
+The caller's process:
+    engine.py             Engine: generate, stream, chat, submit, abort, shutdown
+    request_manager.py    RequestManager: one RequestState per request, from text to text
+    scheduler_link.py     the spawned scheduler process and the pipe to it
+    tokenizer.py, text_stream.py   text to tokens, chat templates; tokens to text as they come
+The scheduler's process:
+    scheduler_process.py  its entry point
+    scheduler.py, batch.py         continuous batching: which tokens the model sees in each step
+    kv_cache.py           pages, page table, pool
+    model_runner.py, forward_batch.py, sampler.py   one step on the device
+    models/, ops/, attention/      the model, written on operators
+Both:
+    server_args.py, sampling_params.py, messages.py, loader/ (what a checkpoint says of itself)
+
+Importing this package imports none of that; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.engine import Engine, GenerationResult, RequestHandle, StreamChunk
+    from sgl_aspects.runtime.sampling_params import SamplingParams
+    from sgl_aspects.runtime.server_args import ServerArgs
+
+_HOMES = {
+    "Engine": "engine",
+    "GenerationResult": "engine",
+    "RequestHandle": "engine",
+    "SamplingParams": "sampling_params",
+    "ServerArgs": "server_args",
+    "StreamChunk": "engine",
+}
+
+__all__ = ["Engine", "GenerationResult", "RequestHandle", "SamplingParams", "ServerArgs", "StreamChunk"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Attention backends: base.py says what one does, registry.py which there are."""

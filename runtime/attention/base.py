@@ -1,0 +1,62 @@
+"""What an attention backend does."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.kv_cache import MHATokenPool, PageTable
+    from sgl_aspects.runtime.ops.attention import Attention
+
+
+class AttentionBackend(abc.ABC):
+    """Computes attention of every layer over the paged cache. One object for an engine's life."""
+
+    def __init__(self, kv_pool: MHATokenPool, page_table: PageTable) -> None:
+        self.kv_pool = kv_pool
+        self.page_table = page_table
+
+    @abc.abstractmethod
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Called once a step, before the first layer: indices and masks that all layers share."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Attention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Store key and value of this step's tokens, then attend: [tokens, heads, head_dim]."""
+        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
+        decodes = batch.num_decodes
+        if decodes == len(batch.lengths):
+            return self.forward_decode(query, layer, batch)
+        if decodes == 0:
+            return self.forward_extend(query, key, value, layer, batch)
+        return torch.cat(
+            (
+                self.forward_decode(query[:decodes], layer, batch),
+                self.forward_extend(query[decodes:], key[decodes:], value[decodes:], layer, batch),
+            )
+        )
+
+    @abc.abstractmethod
+    def forward_decode(self, query: torch.Tensor, layer: Attention, batch: ForwardBatch) -> torch.Tensor:
+        """``query`` of the decoding requests, one token each, over all that is in the cache."""
+
+    @abc.abstractmethod
+    def forward_extend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Attention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """The tokens of the prompts: each over what its request has in the cache, up to itself."""

@@ -1,0 +1,93 @@
+"""Req and Batch: the only nouns of the scheduler."""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass, field
+
+from sgl_aspects.runtime.sampling_params import SamplingParams
+
+
+class ForwardMode(enum.Enum):
+    #: Only prompts, or chunks of them.
+    EXTEND = "extend"
+    #: Only requests that get their next token.
+    DECODE = "decode"
+    #: Both in one step: the decoding requests come first.
+    MIXED = "mixed"
+
+
+@dataclass(eq=False)
+class Req:
+    """One request in the scheduler, from arrival to its last token."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    #: Draws one number for each sampled token, so that a seed gives the same text in any batch.
+    random: random.Random
+    output_ids: list[int] = field(default_factory=list)
+    #: Prompt tokens that were found in the prefix cache.
+    cached_tokens: int = 0
+    #: Tokens whose keys and values are in the cache.
+    computed_tokens: int = 0
+    #: Output tokens that the caller has been told.
+    sent_tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+    #: Row of the page table; -1 while waiting.
+    row: int = -1
+    finish_reason: str | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.input_ids) + len(self.output_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        return len(self.input_ids) + self.sampling_params.max_new_tokens
+
+    @property
+    def is_prefill_done(self) -> bool:
+        return self.computed_tokens >= len(self.input_ids)
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """The tokens at positions ``start`` up to ``end`` of prompt and output together."""
+        prompt = len(self.input_ids)
+        if start >= prompt:
+            return self.output_ids[start - prompt : end - prompt]
+        return (self.input_ids[start:end] + self.output_ids[: max(end - prompt, 0)])[: end - start]
+
+
+@dataclass(eq=False)
+class Batch:
+    """What the model sees in one step: the next ``num_new_tokens[i]`` tokens of ``reqs[i]``."""
+
+    forward_mode: ForwardMode
+    reqs: list[Req]
+    num_new_tokens: list[int]
+    step_id: int
+    #: How many of the requests, all at the front, feed one token and get their next.
+    num_decodes: int
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+    def samples(self) -> list[bool]:
+        """For each request, whether this step ends with its next token: not after the first chunks of a prompt."""
+        return [
+            req.computed_tokens + count == req.total_tokens
+            for req, count in zip(self.reqs, self.num_new_tokens)
+        ]
+
+
+@dataclass
+class BatchResult:
+    """The next token of each request of a batch; None for those whose prompt is not done."""
+
+    next_token_ids: list[int | None]

@@ -1,0 +1,408 @@
+"""Engine: a model in a process of its own, and the calls that use it.
+
+    with Engine(model_path="models/SmolLM2-135M-Instruct") as engine:
+        print(engine.generate("The capital of France is", SamplingParams(max_new_tokens=8)).text)
+
+A script makes its Engine under ``if __name__ == "__main__":``, because the scheduler process, being spawned,
+imports the script again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, overload
+
+from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError, SchedulerDiedError
+from sgl_aspects.plugins import load_plugins
+from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.messages import StatsReply, StatsRequest, TokenOutput
+from sgl_aspects.runtime.request_manager import (
+    GenerateRequest,
+    Prompt,
+    RequestManager,
+    RequestState,
+    StreamChunk,
+)
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.scheduler_link import SchedulerLink
+from sgl_aspects.runtime.server_args import ServerArgs
+
+__all__ = ["Engine", "GenerationResult", "RequestHandle", "StreamChunk"]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The whole answer to one request."""
+
+    rid: str
+    text: str
+    output_ids: list[int]
+    #: "stop" (an end token or a stop text), "length" (max_new_tokens) or "abort".
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.output_ids)
+
+
+class RequestHandle:
+    """One request under way. Iterate for its chunks, once; or take the whole with :meth:`result`."""
+
+    def __init__(self, manager: RequestManager, state: RequestState) -> None:
+        self._manager = manager
+        self._state = state
+
+    @property
+    def rid(self) -> str:
+        return self._state.rid
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Leaving the loop early aborts the request."""
+        try:
+            while (chunk := self._state.chunks.get()) is not None:
+                yield chunk
+            self._raise_error()
+        finally:
+            self.abort()
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for the end. TimeoutError after ``timeout`` seconds, and the request goes on then."""
+        if not self._state.finished.wait(timeout):
+            raise TimeoutError(f"request {self.rid} did not end within {timeout:g} s")
+        self._raise_error()
+        state = self._state
+        return GenerationResult(
+            rid=state.rid,
+            text=state.text,
+            output_ids=list(state.output_ids),
+            finish_reason=state.finish_reason or "",
+            prompt_tokens=state.prompt_tokens,
+            cached_tokens=state.cached_tokens,
+        )
+
+    def abort(self) -> bool:
+        """Ask for the end of the request: it then ends with finish_reason "abort". False where it has ended."""
+        return not self._state.finished.is_set() and self._manager.abort(self.rid)
+
+    def _raise_error(self) -> None:
+        if self._state.error is not None:
+            raise self._state.error
+
+
+class Engine:
+    """Takes a ServerArgs or its fields. Safe to use from several threads.
+
+    Raises ModelLoadError where the model cannot be loaded, ConfigError for settings that cannot be met; no
+    process is left then. Every call raises SchedulerDiedError once the scheduler process is gone.
+    """
+
+    def __init__(self, server_args: ServerArgs | None = None, **fields: Any) -> None:
+        if server_args is not None and fields:
+            raise ConfigError("give Engine a ServerArgs or its fields, not both")
+        _refuse_second_import()
+        self.server_args = args = server_args or ServerArgs(**fields)
+        load_plugins()
+        checkpoint = open_checkpoint(str(args.model_path))
+        config = checkpoint.config
+        link = SchedulerLink(args)
+        # Shut down, collected, or at the end of the program: the scheduler goes with its engine.
+        self._close = weakref.finalize(self, link.close)
+        try:
+            tokenizer = checkpoint.load_tokenizer()  # while the scheduler loads the weights
+            ready = link.wait_until_ready(args.startup_timeout)
+        except BaseException:
+            link.kill()
+            raise
+        self._link = link
+        self.context_length = args.context_length or config.context_length
+        self.max_total_tokens = ready.max_total_tokens
+        self.request_manager = RequestManager(
+            tokenizer,
+            link.send,
+            model=args.served_model_name or "",
+            vocab_size=config.vocab_size,
+            context_length=self.context_length,
+            max_total_tokens=ready.max_total_tokens,
+        )
+        self._stats_calls = _StatsCalls(link.send)
+        link.start(_Receiver(self.request_manager, self._stats_calls))
+
+    # -- from prompts --------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rid: Sequence[str] | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> list[GenerationResult]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        *,
+        rid: Any = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> GenerationResult | list[GenerationResult]:
+        """The answer to a text or a list of token ids; a list of answers to a list of such prompts.
+
+        ``sampling_params`` is one for all prompts, or one for each. InvalidRequestError where a prompt can
+        never be served; the others of its list are aborted then.
+        """
+        many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+        return self._answers(prompt, sampling_params, rid, external_trace_header, is_chat=False, many=many)
+
+    def stream(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """The answer's chunks as they come. The request is sent now; closing the iterator aborts it."""
+        return iter(
+            self.submit(prompt, sampling_params, rid=rid, external_trace_header=external_trace_header)
+        )
+
+    def submit(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> RequestHandle:
+        """Send a request and return at once."""
+        return self._submit(prompt, sampling_params, rid, external_trace_header, is_chat=False, stream=True)
+
+    # -- from conversations --------------------------------------------------------------------------
+
+    @overload
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> GenerationResult: ...
+
+    @overload
+    def chat(
+        self,
+        messages: list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rid: Sequence[str] | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> list[GenerationResult]: ...
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        *,
+        rid: Any = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> GenerationResult | list[GenerationResult]:
+        """As :meth:`generate`, for a conversation or a list of them: messages with "role" and "content"."""
+        many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        return self._answers(messages, sampling_params, rid, external_trace_header, is_chat=True, many=many)
+
+    def stream_chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """As :meth:`stream`, for a conversation."""
+        return iter(
+            self.submit_chat(messages, sampling_params, rid=rid, external_trace_header=external_trace_header)
+        )
+
+    def submit_chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> RequestHandle:
+        """As :meth:`submit`, for a conversation."""
+        return self._submit(messages, sampling_params, rid, external_trace_header, is_chat=True, stream=True)
+
+    # -- the engine itself ---------------------------------------------------------------------------
+
+    @property
+    def scheduler_pid(self) -> int:
+        """Process id of the scheduler."""
+        return self._link.process.pid or 0
+
+    def abort(self, rid: str) -> bool:
+        """End a request early; False where none with this id is under way."""
+        return self.request_manager.abort(rid)
+
+    def stats(self) -> dict[str, int]:
+        """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens, steps."""
+        return self._stats_calls.call()
+
+    def shutdown(self) -> None:
+        """End the scheduler process. Requests under way fail with SchedulerDiedError. Safe to call again."""
+        self._close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    # -- helpers -------------------------------------------------------------------------------------
+
+    def _answers(
+        self,
+        prompt: Any,
+        params: Any,
+        rid: Any,
+        headers: Mapping[str, str] | None,
+        *,
+        is_chat: bool,
+        many: bool,
+    ) -> GenerationResult | list[GenerationResult]:
+        prompts = prompt if many else [prompt]
+        each_params = _one_for_each(params, len(prompts), "sampling_params", SamplingParams)
+        each_rid = _one_for_each(rid, len(prompts), "rid", type(None) if many else str)
+        handles: list[RequestHandle] = []
+        try:
+            for item in zip(prompts, each_params, each_rid):
+                handles.append(self._submit(*item, headers, is_chat=is_chat, stream=False))  # noqa: PERF401
+            results = [handle.result() for handle in handles]
+        finally:
+            for handle in handles:  # where one failed, or Ctrl-C ended the wait
+                handle.abort()
+        return results if many else results[0]
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        rid: str | None,
+        headers: Mapping[str, str] | None,
+        *,
+        is_chat: bool,
+        stream: bool,
+    ) -> RequestHandle:
+        request = GenerateRequest(
+            prompt=prompt,
+            sampling_params=params or SamplingParams(),
+            is_chat=is_chat,
+            stream=stream,
+            headers={name.lower(): value for name, value in (headers or {}).items()},
+        )
+        if rid is not None:
+            request.rid = rid
+        manager = self.request_manager
+        state = manager.receive_request(request)
+        try:
+            manager.tokenize_request(state)
+            manager.send_request(state)
+        except BaseException as error:
+            manager.end_request(state, "error", error)
+            raise
+        return RequestHandle(manager, state)
+
+
+class _StatsCalls:
+    """Questions to the scheduler that wait for their answer."""
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[dict[str, int]]] = {}
+        self._lock = threading.Lock()
+        self._death: str | None = None
+
+    def call(self) -> dict[str, int]:
+        future: Future[dict[str, int]] = Future()
+        with self._lock:
+            if self._death is not None:
+                raise SchedulerDiedError(self._death)
+            number = next(self._numbers)
+            self._waiting[number] = future
+        self._send(StatsRequest(number))
+        return future.result()
+
+    def answered(self, reply: StatsReply) -> None:
+        with self._lock:
+            future = self._waiting.pop(reply.number)
+        future.set_result(reply.stats)
+
+    def scheduler_died(self, error: SchedulerDiedError) -> None:
+        with self._lock:
+            self._death = str(error)
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_exception(SchedulerDiedError(self._death))
+
+
+class _Receiver:
+    """What the link's thread calls. It knows no Engine, so that a forgotten one can be collected."""
+
+    def __init__(self, manager: RequestManager, stats_calls: _StatsCalls) -> None:
+        self._manager = manager
+        self._stats_calls = stats_calls
+
+    def on_message(self, message: list[TokenOutput] | StatsReply) -> None:
+        if isinstance(message, StatsReply):
+            self._stats_calls.answered(message)
+            return
+        for output in message:
+            try:
+                self._manager.handle_output(output)
+            except Exception as error:  # noqa: BLE001 - of this request alone, and its caller is told
+                self._manager.fail_request(output.rid, error)
+
+    def on_death(self, error: SchedulerDiedError) -> None:
+        self._manager.scheduler_died(error)
+        self._stats_calls.scheduler_died(error)
+
+
+def _one_for_each(value: Any, count: int, name: str, single: type) -> list[Any]:
+    """``value`` as a list of ``count``: the same for all, or one for each."""
+    if value is None or isinstance(value, single):
+        return [value] * count
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
+        raise InvalidRequestError(f"{name}={value!r}: give one for each of the {count} prompts")
+    return list(value)
+
+
+def _refuse_second_import() -> None:
+    """In a spawned child, while it imports the script that made it: an unguarded script would go round for ever."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise EngineError(
+            "this script makes an Engine when it is imported, and the scheduler process, being spawned, imports it "
+            'again. Put the code that makes the Engine under `if __name__ == "__main__":`.'
+        )

@@ -1,0 +1,71 @@
+"""ForwardBatch: a batch as the model sees it, in tensors on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_aspects.runtime.batch import Batch, ForwardMode
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.attention.base import AttentionBackend
+    from sgl_aspects.runtime.kv_cache import PageTable
+
+
+@dataclass(eq=False)
+class ForwardBatch:
+    """The tokens of all requests of a step, one after the other; the decoding requests first, one token each."""
+
+    forward_mode: ForwardMode
+    #: [tokens]
+    input_ids: torch.Tensor
+    #: [tokens]: the place of each token in its request.
+    positions: torch.Tensor
+    #: [tokens]: where each token's keys and values go.
+    slots: torch.Tensor
+    #: [requests]: rows of the page table.
+    rows: torch.Tensor
+    #: [requests]: index of each request's last token among the tokens.
+    last_token_indices: torch.Tensor
+    num_decodes: int
+    #: Per request: tokens of this step, and tokens in the cache once the step is done.
+    num_new_tokens: list[int]
+    lengths: list[int]
+    attention_backend: AttentionBackend
+
+    @classmethod
+    def of(
+        cls, batch: Batch, page_table: PageTable, backend: AttentionBackend, device: torch.device
+    ) -> ForwardBatch:
+        input_ids: list[int] = []
+        positions: list[int] = []
+        for req, count in zip(batch.reqs, batch.num_new_tokens):
+            start = req.computed_tokens
+            if count == 1 and req.output_ids and start + 1 == req.total_tokens:
+                input_ids.append(req.output_ids[-1])
+                positions.append(start)
+            else:
+                input_ids.extend(req.tokens_between(start, start + count))
+                positions.extend(range(start, start + count))
+        position_tensor = torch.tensor(positions, device=device)
+        rows = torch.tensor([req.row for req in batch.reqs], device=device)
+        if batch.forward_mode is ForwardMode.DECODE:
+            token_rows = rows
+        else:
+            token_rows = rows.repeat_interleave(torch.tensor(batch.num_new_tokens, device=device))
+        ends = list(accumulate(batch.num_new_tokens))
+        return cls(
+            forward_mode=batch.forward_mode,
+            input_ids=torch.tensor(input_ids, device=device),
+            positions=position_tensor,
+            slots=page_table.slots(token_rows, position_tensor),
+            rows=rows,
+            last_token_indices=torch.tensor(ends, device=device).sub_(1),
+            num_decodes=batch.num_decodes,
+            num_new_tokens=batch.num_new_tokens,
+            lengths=[req.computed_tokens + count for req, count in zip(batch.reqs, batch.num_new_tokens)],
+            attention_backend=backend,
+        )

@@ -1,0 +1,132 @@
+"""The paged key-value cache: which pages are free, which belong to which request, and the memory itself.
+
+    page table, one row for each running request          pool, page_size 4 (slots 0 1 2 3 | 4 5 6 7 | ...)
+    row 0 │ 3 5 0 0   six tokens: page 3 full, 5 half      page 0 │ padding: never handed out
+    row 1 │ 1 0 0 0   two tokens of page 1                 page 1 │ k0 k1 .. ..   row 1
+    row 2 │ 0 0 0 0   free                                 page 2 │ free
+                                                           page 3 │ k0 k1 k2 k3   row 0
+    The token at position p of a row lives in              page 4 │ free
+    slot = row[p // page_size] * page_size + p % page_size page 5 │ k4 k5 .. ..   row 0
+
+Rows end in zeros, so that a step can take the same number of pages from each row: what it reads from page 0
+it masks. All layers share one page table; each has its own keys and values in the same slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class PagedAllocator:
+    """Hands out pages of ``page_size`` tokens. Sizes are in tokens."""
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = size // page_size
+        #: Free pages, the next one last; low numbers first, so that a quiet engine touches little memory.
+        self._free = list(range(self.num_pages, 0, -1))
+
+    @property
+    def total_size(self) -> int:
+        return self.num_pages * self.page_size
+
+    def available_size(self) -> int:
+        return len(self._free) * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def alloc(self, num_tokens: int) -> list[int] | None:
+        """Pages that hold ``num_tokens`` tokens; None, and nothing taken, where there are not enough."""
+        count = self.pages_for(num_tokens)
+        if count > len(self._free):
+            return None
+        pages = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        return pages
+
+    def free(self, pages: list[int]) -> None:
+        self._free.extend(reversed(pages))
+
+
+class PageTable:
+    """Rows of page numbers on the device: ``table[row, i]`` is the page of tokens i * page_size and on."""
+
+    def __init__(self, rows: int, max_tokens: int, page_size: int, device: torch.device) -> None:
+        pages = -(-max_tokens // page_size)
+        self.page_size = page_size
+        self.table = torch.zeros(rows, pages, dtype=torch.int64, device=device)
+        self._free_rows = list(range(rows - 1, -1, -1))
+
+    def add_row(self, pages: list[int]) -> int:
+        row = self._free_rows.pop()
+        self.table[row, : len(pages)] = torch.tensor(pages, device=self.table.device)
+        return row
+
+    def remove_row(self, row: int) -> None:
+        self.table[row] = 0
+        self._free_rows.append(row)
+
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[tokens]: where the token at each position of each row lives."""
+        page_size = self.page_size
+        if page_size == 1:
+            return self.table[rows, positions]
+        offsets = positions % page_size
+        return self.table[rows, positions // page_size].mul_(page_size).add_(offsets)
+
+
+class MHATokenPool:
+    """Keys and values of every layer: one row of ``head_num`` key heads and as many value heads a token.
+
+    ``size`` in tokens. Keys and values of a token lie side by side, so that one gather fetches both.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device,
+        head_num: int,
+        head_dim: int,
+    ) -> None:
+        self.dtype = dtype
+        pages = size // page_size + 1  # page 0 is the padding
+        # Left as the device gives it: the operating system commits memory as pages are first written.
+        self._pages = torch.empty(
+            layer_num, pages, page_size * 2 * head_num * head_dim, dtype=dtype, device=device
+        )
+        self._pages[:, 0] = 0
+        rows = self._pages.view(layer_num, pages * page_size, 2, head_num, head_dim)
+        self._layer_pages = list(self._pages.unbind(0))
+        self._keys = [layer[:, 0] for layer in rows.unbind(0)]
+        self._values = [layer[:, 1] for layer in rows.unbind(0)]
+
+    @staticmethod
+    def bytes_per_token(dtype: torch.dtype, layer_num: int, head_num: int, head_dim: int) -> int:
+        return layer_num * 2 * head_num * head_dim * dtype.itemsize
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages before a request gets them: whatever they held, masked or not, must not be NaN."""
+        self._pages.index_fill_(1, torch.tensor(pages, device=self._pages.device), 0)
+
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write key and value [tokens, heads, head_dim] of one layer into ``slots``."""
+        self._keys[layer_id].index_copy_(0, slots, key)
+        self._values[layer_id].index_copy_(0, slots, value)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """[slots, heads, head_dim], a view."""
+        return self._keys[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """[slots, heads, head_dim], a view."""
+        return self._values[layer_id]
+
+    def get_page_buffer(self, layer_id: int) -> torch.Tensor:
+        """[pages, page_size * 2 * heads * head_dim], a view: what a gather by pages reads."""
+        return self._layer_pages[layer_id]

@@ -1,0 +1,147 @@
+"""Read a GGUF file's metadata and tensors.
+
+The layout, in order: magic "GGUF", version, number of tensors, number of metadata entries; the entries
+(key, type, value); per tensor its name, dimensions (fastest first), quantization type and offset; padding
+up to ``general.alignment``; the tensors' data. Version 2 and 3 differ in nothing that matters here.
+
+The ``gguf`` package knows how to read this too, but takes seconds for a vocabulary; here it only does what
+is hard, turning quantized blocks into numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from sgl_aspects.errors import ModelLoadError
+
+# The type numbers of the format, and how struct reads each. 8 is a string, 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    #: Slowest dimension first, as numpy has it: the file's order reversed.
+    shape: tuple[int, ...]
+    quantization: gguf.GGMLQuantizationType
+    #: Bytes from the start of the file.
+    offset: int
+    nbytes: int
+
+
+class GGUFReader:
+    """``metadata`` by key and ``tensors`` by name; data stays in the file until :meth:`read_tensor`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        self._buffer = memoryview(self._data)
+        self._position = 0
+        try:
+            self._read_header()
+        except (struct.error, UnicodeDecodeError, IndexError, OverflowError, MemoryError) as error:
+            raise ModelLoadError(f"{path} is damaged or cut short in its header: {error}") from error
+
+    def _read_header(self) -> None:
+        if bytes(self._buffer[:4]) != b"GGUF":
+            raise ModelLoadError(f"{self.path} is not a GGUF file: it does not start with the letters GGUF")
+        self._position = 4
+        version = self._scalar("I")
+        if version not in (2, 3):
+            raise ModelLoadError(f"{self.path} is GGUF version {version}; versions 2 and 3 can be read")
+        tensor_count, entry_count = self._scalar("Q"), self._scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(entry_count):
+            key = self._string()
+            self.metadata[key] = self._value(self._scalar("I"))
+        infos = [self._tensor_info() for _ in range(tensor_count)]
+        alignment = self.metadata.get("general.alignment", 32)
+        start = math.ceil(self._position / alignment) * alignment
+        self.tensors = {info.name: self._placed(info, start) for info in infos}
+
+    def read_tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor as float32, slowest dimension first."""
+        info = self.tensors[name]
+        block = self._data[info.offset : info.offset + info.nbytes]
+        # dequantize works row by row: it wants the bytes of each row of the last dimension together.
+        rows = block.reshape(*info.shape[:-1], -1)
+        try:
+            return gguf.dequantize(_as_numbers(rows, info.quantization), info.quantization).reshape(
+                info.shape
+            )
+        except NotImplementedError as error:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} is of type {info.quantization.name}, which the gguf package "
+                "cannot turn into numbers"
+            ) from error
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._buffer, self._position)
+        self._position += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        end = self._position + length
+        if end > len(self._buffer):
+            raise IndexError(f"a text of {length} bytes reaches past the end")
+        text = bytes(self._buffer[self._position : end]).decode("utf-8")
+        self._position = end
+        return text
+
+    def _value(self, type_number: int) -> Any:
+        if type_number == _STRING:
+            return self._string()
+        if type_number == _ARRAY:
+            item_type, count = self._scalar("I"), self._scalar("Q")
+            if item_type not in _SCALARS:
+                return [self._value(item_type) for _ in range(count)]
+            layout = f"<{count}{_SCALARS[item_type]}"
+            values = struct.unpack_from(layout, self._buffer, self._position)
+            self._position += struct.calcsize(layout)
+            return list(values)
+        if type_number not in _SCALARS:
+            raise ModelLoadError(f"{self.path}: metadata of unknown type number {type_number}")
+        return self._scalar(_SCALARS[type_number])
+
+    def _tensor_info(self) -> TensorInfo:
+        """With the offset as the file has it, from the start of the data."""
+        name = self._string()
+        dimensions = [self._scalar("Q") for _ in range(self._scalar("I"))]
+        type_number = self._scalar("I")
+        try:
+            quantization = gguf.GGMLQuantizationType(type_number)
+        except ValueError as error:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} is of the unknown type number {type_number}"
+            ) from error
+        return TensorInfo(name, tuple(reversed(dimensions)), quantization, self._scalar("Q"), 0)
+
+    def _placed(self, info: TensorInfo, start: int) -> TensorInfo:
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[info.quantization]
+        nbytes = math.prod(info.shape) // block_size * block_bytes
+        offset = start + info.offset
+        if offset + nbytes > len(self._buffer):
+            raise ModelLoadError(
+                f"{self.path} is cut short: tensor {info.name!r} ends at byte {offset + nbytes}, "
+                f"the file at {len(self._buffer)}"
+            )
+        return TensorInfo(info.name, info.shape, info.quantization, offset, nbytes)
+
+
+def _as_numbers(rows: npt.NDArray[Any], quantization: gguf.GGMLQuantizationType) -> npt.NDArray[Any]:
+    """The unquantized types are wanted as numbers, all others as bytes."""
+    plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(quantization.name)
+    return rows if plain is None else rows.view(plain)

@@ -1,0 +1,77 @@
+"""What travels over the pipe between the caller's process and the scheduler's.
+
+Plain data that pickles small. Requests go to the scheduler one by one; a step's outputs come back in one list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_aspects.runtime.sampling_params import SamplingParams
+
+# Why a request ended: "stop" (an end token or a stop text), "length" (max_new_tokens), "abort", "error".
+
+
+@dataclass
+class TokenizedRequest:
+    """To the scheduler: compute this. The scheduler needs no text."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+
+
+@dataclass
+class AbortRequest:
+    """To the scheduler: end this request now; it answers with finish_reason "abort"."""
+
+    rid: str
+
+
+@dataclass
+class StatsRequest:
+    """To the scheduler: answer with a StatsReply that carries the same number."""
+
+    number: int
+
+
+@dataclass
+class ShutdownRequest:
+    """To the scheduler: end the process."""
+
+
+@dataclass
+class ReadyMessage:
+    """To the caller, once: the model is loaded and requests are welcome."""
+
+    max_total_tokens: int
+
+
+@dataclass
+class FailureMessage:
+    """To the caller, last: the scheduler process ends because of this error."""
+
+    #: Name of the class in sgl_aspects.errors where it is one of ours, otherwise of the error's own.
+    error_type: str
+    message: str
+    traceback: str
+
+
+@dataclass
+class TokenOutput:
+    """To the caller: what one request got in one step."""
+
+    rid: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+    #: Says what went wrong where finish_reason is "error".
+    error: str | None = None
+
+
+@dataclass
+class StatsReply:
+    """To the caller: see :meth:`Engine.stats` for the keys."""
+
+    number: int
+    stats: dict[str, int] = field(default_factory=dict)

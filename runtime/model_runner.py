@@ -1,0 +1,130 @@
+"""ModelRunner: the model, its cache and one step of work on the device."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import current_platform, resolve_qualified_name
+from sgl_aspects.runtime.attention.base import AttentionBackend
+from sgl_aspects.runtime.attention.registry import attention_backend_class
+from sgl_aspects.runtime.batch import Batch
+from sgl_aspects.runtime.forward_batch import ForwardBatch
+from sgl_aspects.runtime.kv_cache import PageTable
+from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.models.registry import model_class
+from sgl_aspects.runtime.ops import Operator
+from sgl_aspects.runtime.sampler import Sampler
+from sgl_aspects.runtime.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelRunner:
+    """Loads the model and makes the cache when it is made; then ``forward`` and ``sample``, once a step each."""
+
+    def __init__(self, server_args: ServerArgs, local_rank: int = 0) -> None:
+        self.server_args = server_args
+        self.platform = current_platform
+        self.platform.init_backend()
+        self.device = self.platform.get_device(local_rank)
+        self.platform.set_device(self.device)
+        if server_args.random_seed is not None:
+            self.platform.seed_everything(server_args.random_seed)
+        self.checkpoint = open_checkpoint(str(server_args.model_path))
+        self.config = self.checkpoint.config
+        self.dtype = _DTYPES[self.config.dtype if server_args.dtype == "auto" else server_args.dtype]
+        self.context_length = choose_context_length(server_args.context_length, self.config.context_length)
+        self.load_model()
+        self.sampler = Sampler()
+        self.init_kv_cache()
+
+    def load_model(self) -> None:
+        start = time.perf_counter()
+        with self.device, self.platform.inference_mode():
+            self.model = model_class(self.config.architecture)(self.config, self.dtype, self.context_length)
+            self.model.load_weights(self.checkpoint.weights())
+            self.model.eval()
+            for module in self.model.modules():
+                if isinstance(module, Operator):
+                    module.prepare_weights()
+            self.platform.post_load_model(self.model)
+        self.platform.empty_cache()
+        logger.info(
+            "loaded %s as %s in %.1f s", self.checkpoint.path, self.dtype, time.perf_counter() - start
+        )
+
+    def init_kv_cache(self) -> None:
+        """Pool, allocator and page table, of the size asked for or of what the free memory allows."""
+        args, config = self.server_args, self.config
+        pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind="mha"))
+        allocator_class = resolve_qualified_name(self.platform.get_paged_allocator_cls())
+        token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        free, _ = self.platform.get_available_memory()
+        size = args.max_total_tokens
+        if size is None:
+            # More than every running request at full length could never be used.
+            useful = args.max_running_requests * (self.context_length + args.page_size)
+            size = min(int(free * args.mem_fraction) // token_bytes, useful)
+        if size < args.page_size or size * token_bytes > free:
+            raise ConfigError(
+                f"no room for a key-value cache of {max(size, args.page_size)} tokens: {token_bytes} bytes each, "
+                f"{free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction ({args.mem_fraction})."
+            )
+        self.kv_allocator = allocator_class(size, args.page_size)
+        self.kv_pool = pool_class(
+            size=self.kv_allocator.total_size,
+            page_size=args.page_size,
+            dtype=self.dtype,
+            layer_num=config.num_layers,
+            device=self.device,
+            head_num=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        self.page_table = PageTable(
+            args.max_running_requests, self.context_length, args.page_size, self.device
+        )
+        name = args.attention_backend or self.platform.get_default_attention_backend()
+        self.attention_backend: AttentionBackend = attention_backend_class(name)(
+            self.kv_pool, self.page_table
+        )
+        logger.info(
+            "key-value cache: %d tokens of %d bytes, attention backend %s",
+            self.kv_allocator.total_size,
+            token_bytes,
+            name,
+        )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [batch_size, vocab_size] of the token after the last one that each request feeds."""
+        with self.platform.inference_mode():
+            forward_batch = ForwardBatch.of(batch, self.page_table, self.attention_backend, self.device)
+            self.attention_backend.prepare(forward_batch)
+            logits: torch.Tensor = self.model(forward_batch)
+            return logits
+
+    def sample(self, logits: torch.Tensor, batch: Batch) -> list[int]:
+        """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing."""
+        with self.platform.inference_mode():
+            params = [req.sampling_params for req in batch.reqs]
+            # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
+            uniforms = [
+                req.random.random() if samples and not req.sampling_params.is_greedy else 0.0
+                for req, samples in zip(batch.reqs, batch.samples())
+            ]
+            tokens: list[int] = self.sampler(logits, params, uniforms).tolist()
+            return tokens
+
+
+def choose_context_length(wanted: int | None, of_model: int) -> int:
+    """What the user wants, up to what the model was made for."""
+    if wanted is None:
+        return of_model
+    if wanted > of_model:
+        raise ConfigError(f"context_length={wanted} is more than the {of_model} that the model was made for")
+    return wanted

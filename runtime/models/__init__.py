@@ -1,0 +1,1 @@
+"""The model classes; registry.py names them without importing them."""

@@ -1,0 +1,27 @@
+"""Which class plays which architecture, by name: nothing is imported before a model is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_aspects.errors import ModelLoadError
+from sgl_aspects.platforms import resolve_qualified_name
+
+#: Architecture, as config.json names it, to the qualified name of its class here.
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+}
+
+
+def known_architectures() -> list[str]:
+    return sorted(MODELS)
+
+
+def model_class(architecture: str) -> Any:
+    """The class for ``architecture``; ModelLoadError names the known ones."""
+    if architecture not in MODELS:
+        raise ModelLoadError(
+            f"architecture {architecture!r} is not known to this engine; "
+            f"it knows {', '.join(known_architectures())}"
+        )
+    return resolve_qualified_name(MODELS[architecture])

@@ -1,0 +1,21 @@
+"""The operators that models are written on. Each has a PyTorch reference and may have a faster form per platform."""
+
+from sgl_aspects.runtime.ops.activation import SiluAndMul
+from sgl_aspects.runtime.ops.attention import Attention
+from sgl_aspects.runtime.ops.base import Operator
+from sgl_aspects.runtime.ops.embedding import Embedding
+from sgl_aspects.runtime.ops.linear import Linear, MergedLinear
+from sgl_aspects.runtime.ops.norm import RMSNorm
+from sgl_aspects.runtime.ops.rotary import Angles, RotaryEmbedding
+
+__all__ = [
+    "Angles",
+    "Attention",
+    "Embedding",
+    "Linear",
+    "MergedLinear",
+    "Operator",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SiluAndMul",
+]

@@ -1,0 +1,29 @@
+"""Attention of one layer: the place where a model meets the attention backend and the KV cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.forward_batch import ForwardBatch
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped heads. The backend of the step computes it; this holds the layer's sizes."""
+
+    def __init__(self, layer_id: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] → like query."""
+        return batch.attention_backend.forward(query, key, value, self, batch)

@@ -1,0 +1,68 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from sgl_aspects.runtime.loader.model_config import RopeConfig
+from sgl_aspects.runtime.ops.base import Operator
+
+
+class Angles(NamedTuple):
+    """Positions [tokens] with their cosines and signed sines [tokens, 1, head_dim]: looked up once a step."""
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class RotaryEmbedding(Operator):
+    """Rotates each pair (i, i + head_dim / 2) of a head by an angle that grows with the position."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        positions = torch.arange(context_length, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        # (a, b) becomes (a cos - b sin, b cos + a sin). With the halves of x swapped and the sign of the
+        # first half's sine turned, that is x * cos + swapped * sin over the whole head at once.
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
+        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        self.half = head_dim // 2
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        return Angles(positions, self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+
+    def forward_native(
+        self, query: torch.Tensor, key: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [tokens, heads, head_dim] and key [tokens, kv_heads, head_dim], rotated, in new tensors."""
+        return self._rotate(query, angles), self._rotate(key, angles)
+
+    def _rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        return torch.addcmul(x * angles.cos, x.roll(self.half, -1), angles.sin)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """[head_dim / 2], radians per position, scaled as the checkpoint asks."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.frequency_divisors:
+        return frequencies / torch.tensor(rope.frequency_divisors, dtype=torch.float32)
+    if rope.scaling == "linear":
+        return frequencies / rope.factor
+    if rope.scaling == "llama3":
+        return _llama3_scaled(frequencies, rope)
+    return frequencies
+
+
+def _llama3_scaled(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Long waves are stretched by ``factor``, short ones kept, those between blended smoothly."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_context_length / wavelengths  # over the length the model was first trained on
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies

@@ -1,0 +1,239 @@
+"""RequestManager: the caller's side of every request, from prompt to text."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
+from sgl_aspects.runtime.messages import AbortRequest, TokenizedRequest, TokenOutput
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.text_stream import IncrementalDecoder, StopTexts
+from sgl_aspects.runtime.tokenizer import ChatMessage, Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+
+@dataclass
+class GenerateRequest:
+    """What a caller asks for: a text, token ids, or (``is_chat``) a conversation."""
+
+    prompt: Prompt
+    sampling_params: SamplingParams
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    is_chat: bool = False
+    #: Whether the caller wants text as it comes.
+    stream: bool = False
+    #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of a request's output; the pieces make up the whole text. The last has a finish reason."""
+
+    rid: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+class RequestState:
+    """One request's life on this side. Times are of ``time.time_ns``; None: not yet."""
+
+    def __init__(self, request: GenerateRequest, model: str) -> None:
+        self.rid = request.rid
+        self.request = request
+        #: The served model's name.
+        self.model = model
+        self.input_ids: list[int] = []
+        self.output_ids: list[int] = []
+        self.text = ""
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self.created_time_ns = time.time_ns()
+        self.first_token_time_ns: int | None = None
+        self.finished_time_ns: int | None = None
+        #: Chunks for the one who reads this request; ``finished`` is set after the last was put.
+        self.chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
+        self.finished = threading.Event()
+        self.decoder: IncrementalDecoder | None = None
+        self.stop_texts = StopTexts(request.sampling_params.stop)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+class RequestManager:
+    """Tokenizes, sends, and turns what comes back into text.
+
+    Every request goes through :meth:`receive_request` once and :meth:`finish_request` once, whatever happens.
+    ``send`` takes messages for the scheduler. Limits are in tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        send: Callable[[Any], None],
+        *,
+        model: str,
+        vocab_size: int,
+        context_length: int,
+        max_total_tokens: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.model = model
+        self._send = send
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._max_total_tokens = max_total_tokens
+        #: The requests under way. Whoever takes one out ends it, so that each ends once.
+        self._states: dict[str, RequestState] = {}
+        self._lock = threading.Lock()
+        self._death: str | None = None
+
+    def receive_request(self, request: GenerateRequest) -> RequestState:
+        """InvalidRequestError where a request with this id is under way; nothing is received then."""
+        state = RequestState(request, self.model)
+        with self._lock:
+            if self._death is not None:
+                raise SchedulerDiedError(self._death)
+            if request.rid in self._states:
+                raise InvalidRequestError(
+                    f"request id {request.rid!r} is in use: choose another, or leave it out"
+                )
+            self._states[request.rid] = state
+        return state
+
+    def tokenize_request(self, state: RequestState) -> list[int]:
+        """The prompt's tokens; InvalidRequestError where it is empty or can never fit."""
+        prompt = state.request.prompt
+        if state.request.is_chat:
+            tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # is_chat says so
+        elif isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = self._checked_ids(prompt)
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        self._check_length(len(tokens), state.request.sampling_params.max_new_tokens)
+        state.input_ids = tokens
+        return tokens
+
+    def send_request(self, state: RequestState) -> None:
+        self._send(TokenizedRequest(state.rid, state.input_ids, state.request.sampling_params))
+
+    def handle_output(self, output: TokenOutput) -> None:
+        """Take in what a request got in one step. Outputs of a request that has ended are dropped."""
+        with self._lock:
+            state = self._states.get(output.rid)
+        if state is None:
+            return
+        if state.first_token_time_ns is None and output.token_ids:
+            state.first_token_time_ns = time.time_ns()
+            state.cached_tokens = output.cached_tokens
+        state.output_ids.extend(output.token_ids)
+        text = self._new_text(state, output)
+        finish_reason = output.finish_reason
+        if state.stop_texts.found and finish_reason in (None, "length", "stop"):
+            if finish_reason is None:  # the scheduler does not know text: it would go on
+                self._send(AbortRequest(state.rid))
+            finish_reason = "stop"
+        state.text += text
+        if text or finish_reason is not None or output.token_ids:
+            state.chunks.put(StreamChunk(state.rid, text, output.token_ids, finish_reason))
+        if finish_reason is not None:
+            self.end_request(state, finish_reason)
+
+    def detokenize(self, state: RequestState, token_ids: Sequence[int]) -> str:
+        """The text that these further tokens add, as far as it is certain."""
+        if state.decoder is None:
+            state.decoder = IncrementalDecoder(self.tokenizer)
+        return state.decoder.add(token_ids)
+
+    def finish_request(
+        self, state: RequestState, finish_reason: str, error: BaseException | None = None
+    ) -> None:
+        """Called once for every request that was received: record its end, wake whoever waits for it."""
+        state.finish_reason = finish_reason
+        state.error = error
+        state.finished_time_ns = time.time_ns()
+        state.finished.set()
+        state.chunks.put(None)
+
+    def abort(self, rid: str) -> bool:
+        """Ask the scheduler to end the request; False where none with this id is under way."""
+        with self._lock:
+            known = rid in self._states
+        if known:
+            self._send(AbortRequest(rid))
+        return known
+
+    def fail_request(self, rid: str, error: BaseException) -> None:
+        """End a request on this side because of ``error``, and tell the scheduler."""
+        with self._lock:
+            state = self._states.get(rid)
+        if state is not None:
+            self._send(AbortRequest(rid))
+            self.end_request(state, "error", error)
+
+    def end_request(
+        self, state: RequestState, finish_reason: str, error: BaseException | None = None
+    ) -> None:
+        """Finish a request unless someone else has: the scheduler's last output, its death and a caller may meet."""
+        with self._lock:
+            first = self._states.pop(state.rid, None) is state
+        if first:
+            self.finish_request(state, finish_reason, error)
+
+    def scheduler_died(self, error: SchedulerDiedError) -> None:
+        """End every request with this error, each with an instance of its own, and refuse all later ones."""
+        with self._lock:
+            self._death = str(error)
+            states = list(self._states.values())
+        for state in states:
+            self.end_request(state, "error", SchedulerDiedError(self._death))
+
+    # -- helpers -------------------------------------------------------------------------------------
+
+    def _new_text(self, state: RequestState, output: TokenOutput) -> str:
+        shown = output.token_ids
+        if output.finish_reason == "stop" and shown:
+            shown = shown[:-1]  # the token that ended it is no text, even where it is not a special one
+        text = state.stop_texts.add(self.detokenize(state, shown))
+        if output.finish_reason is not None and not state.stop_texts.found:
+            text += state.stop_texts.add(state.decoder.flush() if state.decoder else "")
+            if not state.stop_texts.found:
+                text += state.stop_texts.flush()
+        return text
+
+    def _checked_ids(self, prompt: Sequence[Any]) -> list[int]:
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+            )
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{token!r} is no token id: this model's are whole numbers from 0 to {self._vocab_size - 1}"
+                )
+        return list(prompt)
+
+    def _check_length(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        wanted = f"the prompt's {prompt_tokens} tokens and max_new_tokens={max_new_tokens}"
+        if prompt_tokens + max_new_tokens > self._context_length:
+            raise InvalidRequestError(
+                f"{wanted} do not fit the context length of {self._context_length}: shorten one of them"
+            )
+        if prompt_tokens + max_new_tokens > self._max_total_tokens:
+            raise InvalidRequestError(
+                f"{wanted} do not fit the key-value cache of {self._max_total_tokens} tokens: shorten one of "
+                "them, or start the engine with a larger max_total_tokens"
+            )

@@ -1,0 +1,80 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_aspects.runtime.sampling_params import SamplingParams
+
+#: top_p looks among this many of the likeliest tokens first; a full sort of a vocabulary takes far longer.
+_CANDIDATES = 256
+
+
+class Sampler:
+    """Chooses one token a row. Greedy rows take the likeliest; the others use one uniform number each."""
+
+    def __call__(
+        self, logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+    ) -> torch.Tensor:
+        """logits [rows, vocab] → token ids [rows]; ``uniforms`` in [0, 1), not used by greedy rows."""
+        tokens = logits.argmax(dim=-1)
+        free = [i for i, p in enumerate(params) if not p.is_greedy and _keeps_all(p)]
+        cut = [i for i, p in enumerate(params) if not p.is_greedy and not _keeps_all(p)]
+        for rows, choose in ((free, self._choose_from_all), (cut, self._choose_from_likeliest)):
+            if rows:
+                index = torch.tensor(rows, device=logits.device)
+                tokens[index] = choose(
+                    self._probabilities(logits[index], [params[i].temperature for i in rows]),
+                    [params[i] for i in rows],
+                    torch.tensor([[uniforms[i]] for i in rows], device=logits.device, dtype=torch.float64),
+                )
+        return tokens
+
+    def _probabilities(self, logits: torch.Tensor, temperatures: list[float]) -> torch.Tensor:
+        divisors = torch.tensor(temperatures, device=logits.device, dtype=torch.float32).unsqueeze(1)
+        # Subtracting the largest first keeps tiny temperatures from overflowing to infinity.
+        shifted = logits.float() - logits.float().amax(dim=-1, keepdim=True)
+        return torch.softmax(shifted / divisors, dim=-1)
+
+    def _choose_from_all(
+        self,
+        probabilities: torch.Tensor,
+        params: list[SamplingParams],
+        uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        return _draw(probabilities, uniforms)
+
+    def _choose_from_likeliest(
+        self, probabilities: torch.Tensor, params: list[SamplingParams], uniforms: torch.Tensor
+    ) -> torch.Tensor:
+        vocab = probabilities.shape[-1]
+        top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=probabilities.device)
+        top_p = torch.tensor([p.top_p for p in params], device=probabilities.device, dtype=torch.float64)
+        # Enough candidates for every row: its k where it has one, a guess where only p cuts.
+        wanted = max(p.top_k or _CANDIDATES for p in params)
+        best, indices = probabilities.topk(min(wanted, vocab), dim=-1)
+        sure = best.double().sum(dim=-1) >= top_p
+        if not bool((sure | (top_k <= best.shape[-1])).all()):
+            best, indices = probabilities.sort(dim=-1, descending=True)
+        best = best.double()
+        ranks = torch.arange(best.shape[-1], device=best.device)
+        best = best.masked_fill(ranks >= top_k.unsqueeze(1), 0.0)
+        # top_p counts over what top_k left; where it left all, the candidates need not be all of it.
+        whole = torch.where(top_k < vocab, best.sum(dim=-1), 1.0)
+        before = best.cumsum(dim=-1) - best
+        # A token stays while those before it do not reach p: the first always does.
+        best = best.masked_fill(before >= (top_p * whole).unsqueeze(1), 0.0)
+        return indices.gather(1, _draw(best, uniforms).unsqueeze(1)).squeeze(1)
+
+
+def _keeps_all(params: SamplingParams) -> bool:
+    return params.top_p >= 1.0 and params.top_k is None
+
+
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """For each row, the first index at which the running sum passes that share of the whole."""
+    sums = weights.double().cumsum(dim=-1)
+    whole = sums[:, -1:]
+    # Below the whole even where the product rounds up to it: an index past the end would be the answer.
+    shares = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
+    return torch.searchsorted(sums, shares, right=True).squeeze(1)

@@ -1,0 +1,83 @@
+"""ServerArgs: everything that a user may choose about an engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_aspects.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class ServerArgs:
+    """The settings of one engine. A bad value is a ConfigError when the object is made.
+
+    None means: decided when the model and the device are known. Lengths and sizes are in tokens.
+    """
+
+    #: A Hugging Face folder, a GGUF file, or a folder that holds exactly one GGUF file.
+    model_path: str | os.PathLike[str]
+    #: The name under which requests and traces know the model; by default the last part of the path.
+    served_model_name: str | None = None
+    #: "auto" is the checkpoint's own type; float32 for GGUF, whose tensors are of many types.
+    dtype: str = "auto"
+    #: Prompt and output together may not be longer; by default what the model was made for.
+    context_length: int | None = None
+    #: Tokens in one page of the key-value cache.
+    page_size: int = 16
+    #: Tokens that the key-value cache holds; by default what ``mem_fraction`` of the free memory holds.
+    max_total_tokens: int | None = None
+    #: Share of the memory that is free after loading which the key-value cache may take.
+    mem_fraction: float = 0.5
+    #: Requests that are computed at the same time; more wait.
+    max_running_requests: int = 32
+    #: Prompt tokens computed in one step; longer prompts are cut into such chunks.
+    chunked_prefill_size: int = 512
+    #: Makes sampling without a seed of its own repeatable from one start to the next.
+    random_seed: int | None = None
+    attention_backend: str | None = None
+    #: Seconds to wait for the scheduler process to load the model.
+    startup_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_path, (str, os.PathLike)) or not str(self.model_path):
+            raise ConfigError(
+                f"model_path={self.model_path!r}: give a Hugging Face folder or a GGUF file as a path"
+            )
+        self.model_path = str(self.model_path)
+        if self.served_model_name is None:
+            self.served_model_name = Path(self.model_path).expanduser().resolve().name
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        for name in ("page_size", "max_running_requests", "chunked_prefill_size"):
+            _check_count(name, getattr(self, name))
+        for name in ("context_length", "max_total_tokens"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ConfigError(
+                f"max_total_tokens={self.max_total_tokens} is less than one page of {self.page_size} tokens: "
+                "raise it, or lower page_size"
+            )
+        if not _is_number(self.mem_fraction) or not 0 < self.mem_fraction < 1:
+            raise ConfigError(f"mem_fraction={self.mem_fraction!r}: write a share between 0 and 1")
+        if not _is_number(self.startup_timeout) or self.startup_timeout <= 0:
+            raise ConfigError(f"startup_timeout={self.startup_timeout!r}: write a number of seconds above 0")
+        if self.random_seed is not None and not _is_integer(self.random_seed):
+            raise ConfigError(f"random_seed={self.random_seed!r}: write a whole number, or None")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: write a whole number of at least 1")

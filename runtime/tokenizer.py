@@ -1,0 +1,101 @@
+"""Text to tokens and back, and chat messages to text."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from sgl_aspects.errors import InvalidRequestError, ModelLoadError
+
+ChatMessage = Mapping[str, Any]
+
+
+class Tokenizer:
+    """A fast tokenizer and the chat template that came with the model.
+
+    ``template_tokens`` are the special tokens that the template may name, such as ``bos_token``.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None = None,
+        template_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.chat_template = chat_template
+        self._template_tokens = dict(template_tokens or {})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The template writes the special tokens itself, so that none are added here."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Special tokens leave no text."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+        """The conversation as the model was trained to read it, open for the assistant's answer."""
+        try:
+            return self._compiled_template.render(
+                messages=list(messages), add_generation_prompt=True, **self._template_tokens
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template that joins text and None
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}. "
+                'A message is a dict such as {"role": "user", "content": "Hello"}.'
+            ) from error
+
+    @cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template: give the prompt as text to generate()"
+            )
+        # The template comes with the model, from someone else: the sandbox keeps it to making text.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment.filters["tojson"] = _to_json
+        try:
+            return environment.from_string(self.chat_template)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"the model's chat template is not valid: {error}") from error
+
+
+def read_tokenizer_file(file: Path) -> tokenizers.Tokenizer:
+    """Read ``tokenizer.json``."""
+    if not file.is_file():
+        raise ModelLoadError(f"{file} is missing: a folder without it has no fast tokenizer to read")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    # Training leftovers in the file; an engine neither cuts prompts silently nor pads them.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _raise_template_error(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Unlike jinja2's own filter it does not escape for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
