@@ -2,7 +2,8 @@
 
 The caller's process:
     engine.py             Engine: generate, stream, chat, submit, abort, shutdown
-    request_manager.py    RequestManager: one RequestState per request, from text to text
+    request_manager.py    RequestManager: one RequestState per request, from prompt to text
+    request_handle.py, output_receiver.py   what a caller holds of a request; where outputs arrive
     scheduler_link.py     the spawned scheduler process and the pipe to it
     tokenizer.py, text_stream.py   text to tokens, chat templates; tokens to text as they come
 The scheduler's process:
@@ -23,17 +24,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.engine import Engine, GenerationResult, RequestHandle, StreamChunk
+    from sgl_aspects.runtime.engine import Engine
+    from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
+    from sgl_aspects.runtime.request_manager import StreamChunk
     from sgl_aspects.runtime.sampling_params import SamplingParams
     from sgl_aspects.runtime.server_args import ServerArgs
 
 _HOMES = {
     "Engine": "engine",
-    "GenerationResult": "engine",
-    "RequestHandle": "engine",
+    "GenerationResult": "request_handle",
+    "RequestHandle": "request_handle",
     "SamplingParams": "sampling_params",
     "ServerArgs": "server_args",
-    "StreamChunk": "engine",
+    "StreamChunk": "request_manager",
 }
 
 __all__ = ["Engine", "GenerationResult", "RequestHandle", "SamplingParams", "ServerArgs", "StreamChunk"]

@@ -79,7 +79,7 @@ class Batch:
         return sum(self.num_new_tokens)
 
     def samples(self) -> list[bool]:
-        """For each request, whether this step ends with its next token: not after the first chunks of a prompt."""
+        """For each request, whether this step gives its next token: not where prompt is left."""
         return [
             req.computed_tokens + count == req.total_tokens
             for req, count in zip(self.reqs, self.num_new_tokens)

@@ -9,92 +9,22 @@ imports the script again.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, overload
 
-from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError, SchedulerDiedError
+from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
 from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
-from sgl_aspects.runtime.messages import StatsReply, StatsRequest, TokenOutput
-from sgl_aspects.runtime.request_manager import (
-    GenerateRequest,
-    Prompt,
-    RequestManager,
-    RequestState,
-    StreamChunk,
-)
+from sgl_aspects.runtime.output_receiver import OutputReceiver, StatsCalls
+from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
+from sgl_aspects.runtime.request_manager import GenerateRequest, Prompt, RequestManager, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.scheduler_link import SchedulerLink
 from sgl_aspects.runtime.server_args import ServerArgs
 
 __all__ = ["Engine", "GenerationResult", "RequestHandle", "StreamChunk"]
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """The whole answer to one request."""
-
-    rid: str
-    text: str
-    output_ids: list[int]
-    #: "stop" (an end token or a stop text), "length" (max_new_tokens) or "abort".
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.output_ids)
-
-
-class RequestHandle:
-    """One request under way. Iterate for its chunks, once; or take the whole with :meth:`result`."""
-
-    def __init__(self, manager: RequestManager, state: RequestState) -> None:
-        self._manager = manager
-        self._state = state
-
-    @property
-    def rid(self) -> str:
-        return self._state.rid
-
-    def __iter__(self) -> Iterator[StreamChunk]:
-        """Leaving the loop early aborts the request."""
-        try:
-            while (chunk := self._state.chunks.get()) is not None:
-                yield chunk
-            self._raise_error()
-        finally:
-            self.abort()
-
-    def result(self, timeout: float | None = None) -> GenerationResult:
-        """Wait for the end. TimeoutError after ``timeout`` seconds, and the request goes on then."""
-        if not self._state.finished.wait(timeout):
-            raise TimeoutError(f"request {self.rid} did not end within {timeout:g} s")
-        self._raise_error()
-        state = self._state
-        return GenerationResult(
-            rid=state.rid,
-            text=state.text,
-            output_ids=list(state.output_ids),
-            finish_reason=state.finish_reason or "",
-            prompt_tokens=state.prompt_tokens,
-            cached_tokens=state.cached_tokens,
-        )
-
-    def abort(self) -> bool:
-        """Ask for the end of the request: it then ends with finish_reason "abort". False where it has ended."""
-        return not self._state.finished.is_set() and self._manager.abort(self.rid)
-
-    def _raise_error(self) -> None:
-        if self._state.error is not None:
-            raise self._state.error
 
 
 class Engine:
@@ -132,8 +62,8 @@ class Engine:
             context_length=self.context_length,
             max_total_tokens=ready.max_total_tokens,
         )
-        self._stats_calls = _StatsCalls(link.send)
-        link.start(_Receiver(self.request_manager, self._stats_calls))
+        self._stats_calls = StatsCalls(link.send)
+        link.start(OutputReceiver(self.request_manager, self._stats_calls))
 
     # -- from prompts --------------------------------------------------------------------------------
 
@@ -335,61 +265,6 @@ class Engine:
         return RequestHandle(manager, state)
 
 
-class _StatsCalls:
-    """Questions to the scheduler that wait for their answer."""
-
-    def __init__(self, send: Any) -> None:
-        self._send = send
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[dict[str, int]]] = {}
-        self._lock = threading.Lock()
-        self._death: str | None = None
-
-    def call(self) -> dict[str, int]:
-        future: Future[dict[str, int]] = Future()
-        with self._lock:
-            if self._death is not None:
-                raise SchedulerDiedError(self._death)
-            number = next(self._numbers)
-            self._waiting[number] = future
-        self._send(StatsRequest(number))
-        return future.result()
-
-    def answered(self, reply: StatsReply) -> None:
-        with self._lock:
-            future = self._waiting.pop(reply.number)
-        future.set_result(reply.stats)
-
-    def scheduler_died(self, error: SchedulerDiedError) -> None:
-        with self._lock:
-            self._death = str(error)
-            waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_exception(SchedulerDiedError(self._death))
-
-
-class _Receiver:
-    """What the link's thread calls. It knows no Engine, so that a forgotten one can be collected."""
-
-    def __init__(self, manager: RequestManager, stats_calls: _StatsCalls) -> None:
-        self._manager = manager
-        self._stats_calls = stats_calls
-
-    def on_message(self, message: list[TokenOutput] | StatsReply) -> None:
-        if isinstance(message, StatsReply):
-            self._stats_calls.answered(message)
-            return
-        for output in message:
-            try:
-                self._manager.handle_output(output)
-            except Exception as error:  # noqa: BLE001 - of this request alone, and its caller is told
-                self._manager.fail_request(output.rid, error)
-
-    def on_death(self, error: SchedulerDiedError) -> None:
-        self._manager.scheduler_died(error)
-        self._stats_calls.scheduler_died(error)
-
-
 def _one_for_each(value: Any, count: int, name: str, single: type) -> list[Any]:
     """``value`` as a list of ``count``: the same for all, or one for each."""
     if value is None or isinstance(value, single):
@@ -400,9 +275,9 @@ def _one_for_each(value: Any, count: int, name: str, single: type) -> list[Any]:
 
 
 def _refuse_second_import() -> None:
-    """In a spawned child, while it imports the script that made it: an unguarded script would go round for ever."""
+    """In a spawned child that is importing its owner's script: without a guard it would go round for ever."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise EngineError(
-            "this script makes an Engine when it is imported, and the scheduler process, being spawned, imports it "
-            'again. Put the code that makes the Engine under `if __name__ == "__main__":`.'
+            "this script makes an Engine when it is imported, and the scheduler process, being spawned, "
+            'imports it again. Put the code that makes the Engine under `if __name__ == "__main__":`.'
         )

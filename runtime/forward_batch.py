@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ForwardBatch:
-    """The tokens of all requests of a step, one after the other; the decoding requests first, one token each."""
+    """The tokens of all requests of a step, one after the other; the decoding ones first, a token each."""
 
     forward_mode: ForwardMode
     #: [tokens]

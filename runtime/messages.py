@@ -1,6 +1,7 @@
 """What travels over the pipe between the caller's process and the scheduler's.
 
-Plain data that pickles small. Requests go to the scheduler one by one; a step's outputs come back in one list.
+Plain data that pickles small. Requests go to the scheduler one by one; the outputs of a step come back as one
+list of TokenOutput.
 """
 
 from __future__ import annotations

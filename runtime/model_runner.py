@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class ModelRunner:
-    """Loads the model and makes the cache when it is made; then ``forward`` and ``sample``, once a step each."""
+    """Loads the model and makes the cache when it is made; then ``forward`` and ``sample`` once a step."""
 
     def __init__(self, server_args: ServerArgs, local_rank: int = 0) -> None:
         self.server_args = server_args
@@ -73,8 +73,9 @@ class ModelRunner:
             size = min(int(free * args.mem_fraction) // token_bytes, useful)
         if size < args.page_size or size * token_bytes > free:
             raise ConfigError(
-                f"no room for a key-value cache of {max(size, args.page_size)} tokens: {token_bytes} bytes each, "
-                f"{free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction ({args.mem_fraction})."
+                f"no room for a key-value cache of {max(size, args.page_size)} tokens: {token_bytes} bytes "
+                f"each, {free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction "
+                f"({args.mem_fraction})."
             )
         self.kv_allocator = allocator_class(size, args.page_size)
         self.kv_pool = pool_class(

@@ -187,7 +187,7 @@ class RequestManager:
     def end_request(
         self, state: RequestState, finish_reason: str, error: BaseException | None = None
     ) -> None:
-        """Finish a request unless someone else has: the scheduler's last output, its death and a caller may meet."""
+        """Finish a request unless another thread has: its last output and the scheduler's death may meet."""
         with self._lock:
             first = self._states.pop(state.rid, None) is state
         if first:
@@ -222,7 +222,7 @@ class RequestManager:
         for token in prompt:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise InvalidRequestError(
-                    f"{token!r} is no token id: this model's are whole numbers from 0 to {self._vocab_size - 1}"
+                    f"{token!r} is no token id: this model's are the numbers from 0 to {self._vocab_size - 1}"
                 )
         return list(prompt)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn, TypeGuard
 
 from sgl_aspects.errors import InvalidRequestError
 
@@ -42,14 +43,13 @@ class SamplingParams:
             _refuse("top_k", self.top_k, "a whole number of at least 1, or None for all tokens")
         if self.seed is not None and not _is_integer(self.seed):
             _refuse("seed", self.seed, "a whole number, or None")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
+        stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not _is_list_of(stops, str) or "" in stops:
             _refuse("stop", self.stop, "a text or a list of texts, none of them empty")
-        token_ids = self.stop_token_ids
-        if not isinstance(token_ids, Sequence) or not all(_is_integer(token) for token in token_ids):
-            _refuse("stop_token_ids", token_ids, "a list of token ids")
+        if not _is_list_of(self.stop_token_ids, int):
+            _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_token_ids", tuple(token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "True or False")
 
@@ -58,12 +58,16 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-def _refuse(name: str, value: object, choices: str) -> None:
+def _refuse(name: str, value: object, choices: str) -> NoReturn:
     raise InvalidRequestError(f"{name}={value!r}: write {choices}")
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(values: object, kind: type) -> TypeGuard[Sequence[Any]]:
+    return isinstance(values, Sequence) and all(isinstance(value, kind) for value in values)
 
 
 def _is_number(value: object) -> bool:

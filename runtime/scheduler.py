@@ -1,8 +1,8 @@
 """Scheduler: decides, step by step, which tokens of which requests the model sees.
 
 Each step takes the next token of every request that is decoding, and fills up with prompts, cut into chunks
-(chunked prefill). A request gets all the pages it can ever need when it is admitted, and waits until then: the
-cache never runs out in mid-flight. Requests are admitted in the order they came.
+(chunked prefill). A request gets all the pages it can ever need when it is admitted, and waits until then:
+the cache never runs out in mid-flight. Requests are admitted in the order they came.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class SchedulerLink:
         self._outbox.put(message)
 
     def close(self) -> None:
-        """Ask the scheduler to stop, kill it where it does not. The receiver has been told when this returns."""
+        """Ask the scheduler to stop, kill it where it does not. The receiver is told before this returns."""
         if self._closing or os.getpid() != self._owner_pid:  # a forked child does not own the scheduler
             return
         self._closing = True
@@ -163,14 +163,14 @@ class SchedulerLink:
             )
         self.process.join(timeout=_STOP_SECONDS)
         return SchedulerDiedError(
-            f"the scheduler process {_exit_in_words(self.process.exitcode)} before it was ready; its output is "
-            'above. A script that makes an Engine must do so under `if __name__ == "__main__":`, because the '
-            "scheduler process imports the script again."
+            f"the scheduler process {_exit_in_words(self.process.exitcode)} before it was ready; its output "
+            'is above. A script that makes an Engine must do so under `if __name__ == "__main__":`, because '
+            "the scheduler process imports the script again."
         )
 
 
 def _start_deaf_to_ctrl_c(process: Any) -> None:
-    """Start with SIGINT blocked, until the process ignores it by itself: no traceback if Ctrl-C comes early."""
+    """Start with SIGINT blocked until the process ignores it by itself: Ctrl-C shows no traceback of it."""
     multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGINT again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -13,7 +13,7 @@ _WINDOW = 16
 
 
 class IncrementalDecoder:
-    """``add`` returns the text that is certain so far: a character spread over tokens comes with its last one.
+    """``add`` returns text once it is certain: a character spread over tokens comes with the last of them.
 
     The pieces, with what ``flush`` returns, are exactly the text of all tokens decoded at once.
     """

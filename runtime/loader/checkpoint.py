@@ -41,7 +41,7 @@ class Checkpoint(abc.ABC):
 
 
 def open_checkpoint(model_path: str) -> Checkpoint:
-    """The checkpoint at ``model_path``: a Hugging Face folder, a GGUF file, or a folder with one GGUF file."""
+    """The checkpoint at ``model_path``: a Hugging Face folder, a GGUF file, or a folder with just one."""
     from sgl_aspects.runtime.loader.gguf_file import GGUFCheckpoint
     from sgl_aspects.runtime.loader.hf_folder import HuggingFaceCheckpoint
 

@@ -136,10 +136,11 @@ def hugging_face_name(name: str) -> str:
 
 
 def _undo_row_permutation(array: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """llama.cpp rotates neighbouring rows of a head (0 with 1), Hugging Face's layout the halves (0 with d/2).
+    """llama.cpp rotates neighbouring rows of a head (0, 1), Hugging Face's layout the halves (0, d/2).
 
     Its converter interleaved the halves of each head's rows; this puts them back. Works on weights
     [rows, columns] and biases [rows].
     """
-    halves = array.reshape(heads, -1, 2, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    undone: npt.NDArray[np.float32] = pairs.swapaxes(1, 2).reshape(array.shape)
+    return undone

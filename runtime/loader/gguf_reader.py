@@ -47,7 +47,7 @@ class GGUFReader:
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
-        self._buffer = memoryview(self._data)
+        self._buffer = self._data.data
         self._position = 0
         try:
             self._read_header()
@@ -78,9 +78,10 @@ class GGUFReader:
         # dequantize works row by row: it wants the bytes of each row of the last dimension together.
         rows = block.reshape(*info.shape[:-1], -1)
         try:
-            return gguf.dequantize(_as_numbers(rows, info.quantization), info.quantization).reshape(
-                info.shape
+            numbers: npt.NDArray[np.float32] = gguf.dequantize(
+                _as_numbers(rows, info.quantization), info.quantization
             )
+            return numbers.reshape(info.shape)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r} is of type {info.quantization.name}, which the gguf package "

@@ -83,7 +83,7 @@ def config_from_hugging_face(
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "?")
         raise ModelLoadError(
-            f"{source}: quantization_config ({method}) is not supported; use the checkpoint before quantization"
+            f"{source}: quantization_config ({method}) is not supported; use the unquantized checkpoint"
         )
     try:
         heads = raw["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""The operators that models are written on. Each has a PyTorch reference and may have a faster form per platform."""
+"""The operators that models are written on: a PyTorch reference each, and faster forms for some platforms."""
 
 from sgl_aspects.runtime.ops.activation import SiluAndMul
 from sgl_aspects.runtime.ops.attention import Attention

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads. The backend of the step computes it; this holds the layer's sizes."""
+    """Causal attention with grouped heads. The backend computes it; this holds the layer's sizes."""
 
     def __init__(self, layer_id: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()

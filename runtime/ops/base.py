@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -24,8 +25,8 @@ class Operator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dispatch_key = current_platform.get_dispatch_key_name()
-        native = self.forward_native
-        self._forward_method = getattr(self, f"forward_{self.dispatch_key}", native)
+        native: Callable[..., Any] = self.forward_native  # type: ignore[assignment]  # of the subclass
+        self._forward_method: Callable[..., Any] = getattr(self, f"forward_{self.dispatch_key}", native)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward_method(*args, **kwargs)

@@ -10,7 +10,7 @@ from torch import nn
 
 from sgl_aspects.runtime.ops.base import Operator
 
-#: oneDNN lays weights out for a number of rows; what suits 8 was fastest, or within noise of it, from 1 to 64.
+#: oneDNN lays weights out for a number of rows; what suits 8 was within noise of the fastest from 1 to 64.
 _PACKED_FOR_ROWS = 8
 
 
@@ -69,7 +69,7 @@ class MergedLinear(Linear):
 
 def _can_pack(weight: torch.Tensor) -> bool:
     """float32 everywhere; bfloat16 and float16 where the processor has instructions for them."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -31,7 +31,7 @@ class RotaryEmbedding(Operator):
         # first half's sine turned, that is x * cos + swapped * sin over the whole head at once.
         self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
-        self.half = head_dim // 2
+        self.half_dim = head_dim // 2
 
     def angles(self, positions: torch.Tensor) -> Angles:
         return Angles(positions, self.cos.index_select(0, positions), self.sin.index_select(0, positions))
@@ -43,7 +43,7 @@ class RotaryEmbedding(Operator):
         return self._rotate(query, angles), self._rotate(key, angles)
 
     def _rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        return torch.addcmul(x * angles.cos, x.roll(self.half, -1), angles.sin)
+        return torch.addcmul(x * angles.cos, x.roll(self.half_dim, -1), angles.sin)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
