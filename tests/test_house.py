@@ -25,6 +25,7 @@ ALLOWED = {
     "platforms": {"errors", "env", "platforms"},
     "runtime": {"errors", "env", "platforms", "runtime", "plugins"},
     "engines": {"errors", "engines"},
+    "bootstrap": {"plugins"},
     "tracing": {"errors", "env", "weaving", "engines", "tracing", "plugins", "__version__"},
 }
 # And which big packages it may import: torch, OpenTelemetry.

@@ -33,6 +33,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "Serve eight prompts of a small real model, traced.", "sgl_aspects.cli.demo"),
+    Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
     Command(
         "version", "Show the versions of sgl-aspects and of what it stands on.", "sgl_aspects.cli.version"

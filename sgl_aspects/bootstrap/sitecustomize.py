@@ -1,0 +1,40 @@
+"""Runs at the start of every interpreter below `sgl-aspects run`: the hooks first, then the program.
+
+Another `sitecustomize` further down the path runs as it would have without us.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+
+def _run_the_other_one() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    # The program must not find this folder on its path; its children find it through PYTHONPATH.
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+def _is_helper_of_multiprocessing() -> bool:
+    """The resource tracker runs none of the engine's code; hooks would only slow its start."""
+    return any("multiprocessing.resource_tracker" in word for word in sys.orig_argv)
+
+
+if os.environ.get("SGL_ASPECTS_RUN") and not _is_helper_of_multiprocessing():
+    try:
+        from sgl_aspects.plugins import load_plugins
+
+        load_plugins()
+    except SystemExit as stop:
+        # A required hook is missing. At this point of its start Python would print a page of its own.
+        print(stop, file=sys.stderr, flush=True)
+        os._exit(1)
+_run_the_other_one()

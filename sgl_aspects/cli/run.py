@@ -1,0 +1,60 @@
+"""``sgl-aspects run -- COMMAND``: run any Python program with hooks and tracing in all its processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+
+from sgl_aspects import bootstrap
+from sgl_aspects.errors import ConfigError
+
+_TRACE = "SGL_ASPECTS_TRACE"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "sgl-aspects run [options] -- COMMAND [ARGUMENT ...]"
+    parser.add_argument("--level", help="trace level: 0 off, 1 request, 2 + scheduler, 3 + forward (default)")
+    parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
+    parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replaces this process by the command; returns only where that fails."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise ConfigError(
+            "nothing to run: write the command after --, as in sgl-aspects run -- python app.py"
+        )
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
+    environment = bootstrap.prepared(os.environ)
+    environment[_TRACE] = arguments.level or environment.get(_TRACE) or "on"
+    _choose_exporters(environment, arguments)
+    sys.stdout.flush()
+    os.execve(program, command, environment)
+
+
+def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace) -> None:
+    chosen = []
+    if arguments.endpoint:
+        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint
+        chosen.append("otlp")
+    if arguments.file:
+        environment["SGL_ASPECTS_TRACE_FILE"] = os.path.abspath(arguments.file)
+        chosen.append("otlp-json-file")
+    if chosen:
+        environment["OTEL_TRACES_EXPORTER"] = ",".join(chosen)
+    # A wrong setting is told here, in one line, and not by each process of the program.
+    from sgl_aspects.tracing.settings import TraceSettings
+
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        TraceSettings.from_environment()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

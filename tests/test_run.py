@@ -1,0 +1,143 @@
+"""`sgl-aspects run`: hooks in every process of a program that knows nothing of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import multiprocessing, os, subprocess, sys
+import victim
+
+def child(queue):
+    queue.put(victim.f(1))
+
+class Worker:
+    def run(self, queue):
+        queue.put(victim.f(1))
+
+if __name__ == "__main__":
+    print("main", victim.f(1))
+    for method in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        for target in (child, Worker().run, victim.report):
+            process = context.Process(target=target, args=(queue,))
+            process.start()
+            print(method, queue.get())
+            process.join()
+            assert process.exitcode == 0
+    code = "import victim; print('subprocess', victim.f(1))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+VICTIM = """
+def f(x):
+    return x
+def report(queue):
+    queue.put(f(1))
+"""
+
+PLUGIN = """
+import sgl_aspects as aspects
+
+@aspects.around("victim:f")
+def hundred(original_fn, *args, **kwargs):
+    return original_fn(*args, **kwargs) + 100
+
+@aspects.around("victim:report")
+def same(original_fn, *args, **kwargs):
+    return original_fn(*args, **kwargs)
+
+def activate():
+    aspects.weave(hundred, same)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with a program, its module, and an installed plugin that hooks it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "victim.py").write_text(VICTIM)
+    (tmp_path / "victim_hooks.py").write_text(PLUGIN)
+    info = tmp_path / "victim_hooks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: victim-hooks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nvictim = victim_hooks:activate\n")
+    return tmp_path
+
+
+def sgl_aspects_run(
+    site: Path, *command: str, options: tuple[str, ...] = ("--level", "0"), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sgl_aspects", "run", *options, "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=site,
+        env={**os.environ, "PYTHONPATH": str(site), **environment},
+    )
+
+
+def test_children_of_every_start_method_carry_the_hooks(site: Path) -> None:
+    done = sgl_aspects_run(site, sys.executable, "program.py")
+    assert done.returncode == 0, done.stderr
+    values = [line.split() for line in done.stdout.splitlines()]
+    assert len(values) == 1 + 3 * 3 + 1
+    assert all(value == "101" for _, value in values), done.stdout
+
+
+def test_without_run_nothing_is_hooked(site: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "program.py"], capture_output=True, text=True, timeout=120, cwd=site, check=True
+    )
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"1"}
+
+
+def test_another_sitecustomize_still_runs(site: Path) -> None:
+    (site / "sitecustomize.py").write_text("import builtins\nbuiltins.customised = __file__\n")
+    code = "import sys, victim, sitecustomize; print(customised, sitecustomize.__file__, victim.f(1))"
+    done = sgl_aspects_run(site, sys.executable, "-c", code)
+    own = str(site / "sitecustomize.py")
+    assert done.stdout.split() == [own, own, "101"], done.stderr
+
+
+def test_the_program_does_not_find_our_folder_on_its_path(site: Path) -> None:
+    code = "import sys; print([path for path in sys.path if 'bootstrap' in path])"
+    assert sgl_aspects_run(site, sys.executable, "-c", code).stdout == "[]\n"
+
+
+def test_the_exit_status_is_the_programs_own(site: Path) -> None:
+    assert sgl_aspects_run(site, sys.executable, "-c", "raise SystemExit(7)").returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ((), (), "nothing to run"),
+        (("no-such-program",), (), "'no-such-program' is no program"),
+        ((sys.executable, "-V"), ("--level", "9"), "SGL_ASPECTS_TRACE='9'"),
+        ((sys.executable, "-V"), ("--endpoint", "collector"), "OTLP endpoint 'collector'"),
+    ],
+)
+def test_what_cannot_run_is_one_line(
+    site: Path, command: tuple[str, ...], options: tuple[str, ...], message: str
+) -> None:
+    done = sgl_aspects_run(site, *command, options=options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_missing_required_hook_stops_the_program_with_its_reason(site: Path) -> None:
+    (site / "victim_hooks.py").write_text(PLUGIN.replace('"victim:f"', '"victim:gone", required=True'))
+    done = sgl_aspects_run(site, sys.executable, "program.py")
+    assert done.returncode != 0
+    assert "victim:gone" in done.stderr
+    assert "victim_hooks.hundred" in done.stderr
+    assert "main" not in done.stdout
