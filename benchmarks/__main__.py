@@ -1,0 +1,53 @@
+"""Prints the tables, and with --write puts them into docs/performance.md."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+from benchmarks import calls
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+BASE = "SGLang's registry"
+
+
+def call_table() -> str:
+    """One row a call and depth, one column a subject: nanoseconds and the ratio to SGLang's registry."""
+    medians = calls.measure()
+    subjects = [name for name, hook in calls.SUBJECTS.items() if hook is not None]
+    lines = ["| call | hooks | " + " | ".join(subjects) + " |", "| --- " * (len(subjects) + 2) + "|"]
+    for call in calls.CALLS:
+        for depth in calls.DEPTHS:
+            base = medians.get((BASE, call, depth))
+            cells = []
+            for subject in subjects:
+                nanoseconds = medians[subject, call, depth]
+                ratio = f" ({nanoseconds / base:.2f})" if base else ""
+                cells.append(f"{nanoseconds:.0f}{ratio}")
+            lines.append(f"| {call} | {depth} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    arguments = parser.parse_args()
+    page = f"""# Performance
+
+Made by `make bench`: all subjects hooked in one process, rounds interleaved, medians. A no-op hook each;
+in brackets the ratio to SGLang's own hook registry. {platform.python_implementation()}
+{platform.python_version()}, {platform.machine()}.
+
+## Nanoseconds a call
+
+{call_table()}
+"""
+    sys.stdout.write(page)
+    if arguments.write:
+        PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What a call costs through no-op hooks: ours against SGLang's registry, wrapt, a closure, aspectlib.
+
+Each subject hooks the same function in the same process; rounds are interleaved, so that a slow moment of
+the machine hits all of them; the table gives medians and ratios of medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import timeit
+import types
+from collections.abc import Callable
+from typing import Any
+
+import sgl_aspects as aspects
+from benchmarks import peers
+
+SOURCE = """
+def none():
+    return None
+
+def five(a, b, c, *, d=1, e=2):
+    return None
+
+class C:
+    def none(self):
+        return None
+    def five(self, a, b, c, *, d=1, e=2):
+        return None
+    @classmethod
+    def made(cls):
+        return None
+    @staticmethod
+    def static():
+        return None
+
+c = C()
+"""
+
+CALLS = {
+    "no argument": ("none", "m.none()"),
+    "3 positional + 2 keyword": ("five", "m.five(1, 2, 3, d=4, e=5)"),
+    "method, no argument": ("C.none", "m.c.none()"),
+    "method, 3 + 2": ("C.five", "m.c.five(1, 2, 3, d=4, e=5)"),
+    "classmethod": ("C.made", "m.C.made()"),
+    "staticmethod": ("C.static", "m.C.static()"),
+}
+DEPTHS = (1, 2, 4)
+ROUNDS, NUMBER = 15, 20_000
+
+
+class Nothing:
+    """The observer that does nothing."""
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        return None
+
+    def exit(self, token: None, result: Any, error: BaseException | None) -> None:
+        return None
+
+
+def _ours(hook_type: aspects.HookType, make: Callable[[], Any]) -> Callable[[str, str, int], None]:
+    def hook(module: str, target: str, depth: int) -> None:
+        parsed = aspects.Target.parse(f"{module}:{target}")
+        aspects.weave(*(aspects.Advice(parsed, hook_type, make()) for _ in range(depth)))
+
+    return hook
+
+
+def _around() -> Any:
+    return lambda original_fn, *args, **kwargs: original_fn(*args, **kwargs)
+
+
+def _native() -> Any:
+    return lambda proceed, args, kwargs: proceed(args, kwargs)
+
+
+SUBJECTS: dict[str, Callable[[str, str, int], None] | None] = {
+    "bare": lambda module, target, depth: None,
+    "SGLang's registry": peers.sglang_hook,
+    "ours, AROUND": _ours(aspects.HookType.AROUND, _around),
+    "ours, native": _ours(aspects.HookType.NATIVE, _native),
+    "ours, observer": _ours(aspects.HookType.OBSERVE, Nothing),
+    "closure by hand": peers.closure_hook,
+    "wrapt": peers.wrapt_hook,
+    "aspectlib": peers.aspectlib_hook,
+}
+
+
+def measure() -> dict[tuple[str, str, int], float]:
+    """Median nanoseconds a call, by (subject, call, depth)."""
+    timers: dict[tuple[str, str, int], timeit.Timer] = {}
+    for subject, hook in SUBJECTS.items():
+        if hook is None:
+            continue
+        for call, (target, statement) in CALLS.items():
+            for depth in DEPTHS:
+                name = f"bench_{len(timers)}"
+                module = types.ModuleType(name)
+                sys.modules[name] = module
+                exec(SOURCE, module.__dict__)
+                hook(name, target, depth)
+                timers[subject, call, depth] = timeit.Timer(statement, globals={"m": module})
+    rounds: dict[tuple[str, str, int], list[float]] = {key: [] for key in timers}
+    for _ in range(ROUNDS):
+        for key, timer in timers.items():
+            rounds[key].append(timer.timeit(NUMBER) / NUMBER * 1e9)
+    return {key: statistics.median(values) for key, values in rounds.items()}
