@@ -1,0 +1,90 @@
+"""Answers as they come: on a terminal a line for each request under way, elsewhere only whole answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime import RequestHandle, StreamChunk
+
+_REFRESH_SECONDS = 0.1
+
+
+@dataclass
+class Answer:
+    """One request's answer so far: written by its own thread, read by the display."""
+
+    prompt: str
+    text: str = ""
+    tokens: int = 0
+    error: BaseException | None = None
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, chunks: Iterable[StreamChunk]) -> None:
+        """Take every chunk in; an error is kept for :func:`follow_answers`."""
+        try:
+            for chunk in chunks:
+                self.text += chunk.text
+                self.tokens += len(chunk.token_ids)
+        except Exception as error:  # noqa: BLE001 - raised again in the main thread
+            self.error = error
+        finally:
+            self.has_ended.set()
+
+
+def follow_answers(
+    console: Console, prompts: Sequence[str], handles: Sequence[RequestHandle]
+) -> list[Answer]:
+    """Show every answer while it comes, and in full once it has ended. Raises the first request's error."""
+    answers = [Answer(prompt) for prompt in prompts]
+    for answer, handle in zip(answers, handles):
+        threading.Thread(target=answer.take, args=(handle,), daemon=True).start()
+    under_way = list(answers)
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        while under_way:
+            under_way[0].has_ended.wait(_REFRESH_SECONDS)
+            ended = [answer for answer in under_way if answer.has_ended.is_set()]
+            under_way = [answer for answer in under_way if answer not in ended]
+            for answer in ended:
+                if answer.error is not None:
+                    raise answer.error
+                console.print(_whole(answer, console.width))
+            if console.is_terminal:
+                live.update(_lines(under_way, console.width), refresh=True)
+    return answers
+
+
+def _whole(answer: Answer, width: int) -> Group:
+    question = Text(f"▸ {one_line(answer.prompt, width - 2)}", style="bold cyan")
+    return Group(question, Padding(Text(answer.text.strip()), (0, 0, 1, 2), expand=False))
+
+
+def _lines(answers: Sequence[Answer], width: int) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    prompt_width = max(width // 3, 16)
+    text_width = max(width - prompt_width - 16, 10)
+    table.add_column(width=prompt_width, no_wrap=True, style="cyan")
+    table.add_column(width=10, no_wrap=True, justify="right", style="dim")
+    table.add_column(width=text_width, no_wrap=True)
+    for answer in answers:
+        tail = " ".join(answer.text.split())
+        if len(tail) > text_width:
+            tail = "…" + tail[-text_width + 1 :]
+        count = f"{answer.tokens} tokens" if answer.tokens else "waiting"
+        table.add_row(one_line(answer.prompt, prompt_width), count, Text(tail))
+    return table
+
+
+def one_line(text: str, width: int) -> str:
+    """The beginning of ``text`` on one line of at most ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1].rstrip() + "…"
