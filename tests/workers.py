@@ -64,3 +64,41 @@ def own_a_run(ready: Connection, file: str) -> None:
     session.recorder.request_begin(span_id, "r", time.time_ns(), context.new(), "chat m", {})
     ready.send((session.run_folder, session.collector_process_id))
     time.sleep(600)
+
+
+def woven_in_a_scheduler_process(results: Connection) -> None:
+    """Does what a scheduler process does first; says which functions are then not the original ones."""
+    import importlib
+
+    from sgl_aspects.plugins import load_plugins
+
+    load_plugins()
+    from sgl_aspects.engines import EMBEDDED
+
+    woven = []
+    for name, role in EMBEDDED.roles.items():
+        module, _, path = role.targets[0].partition(":")
+        loaded = importlib.import_module(module)
+        owner, _, attribute = path.partition(".")
+        function = vars(getattr(loaded, owner))[attribute]
+        # An original object has the code that stands in its module's file, and wraps nothing.
+        if hasattr(function, "__wrapped__") or function.__code__.co_filename != loaded.__file__:
+            woven.append(name)
+    results.send(woven)
+
+
+def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
+    """Traces an engine that is generating for ever, says who is who, and waits to be killed."""
+    import time
+
+    from sgl_aspects.runtime.engine import Engine
+    from sgl_aspects.runtime.sampling_params import SamplingParams
+    from sgl_aspects.tracing import attach
+
+    session = attach(file=file)
+    engine = Engine(model_path=model, max_total_tokens=1024)
+    engine.generate("first", SamplingParams(max_new_tokens=4, ignore_eos=True))
+    handle = engine.submit("second", SamplingParams(max_new_tokens=900, ignore_eos=True))
+    next(iter(handle))
+    ready.send((session.run_folder, session.collector_process_id, engine.scheduler_pid))
+    time.sleep(600)

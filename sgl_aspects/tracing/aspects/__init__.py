@@ -17,6 +17,8 @@ from sgl_aspects.tracing.aspects.scheduled import ScheduledRequestAspect, Schedu
 from sgl_aspects.tracing.aspects.step import StepAspect
 from sgl_aspects.tracing.recorder import Recorder
 
+_SOURCE = aspects.HookSource("tracing", "sgl-aspects")
+
 
 def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
     """Weaves the aspects of a level for every engine that has a catalog, importing none of it.
@@ -37,12 +39,10 @@ def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
             forward = ForwardAspect(recorder, catalog, state)
             undo.append(forward.flush)
             found += forward.observations()
-        advices += [
-            aspects.observe(
-                *catalog.roles[observation.role].targets, enter=observation.enter, exit=observation.exit
-            )
-            for observation in found
-            if observation.role in catalog.roles
-        ]
+        for observation in found:
+            role = catalog.roles.get(observation.role)
+            if role is not None:
+                target = aspects.Target.parse(role.targets)
+                advices.append(aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE))
     undo.append(aspects.weave(*advices).remove)
     return undo

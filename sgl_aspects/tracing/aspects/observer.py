@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 
-class Observation(NamedTuple):
-    """An observer for the function that plays ``role``."""
+@dataclass
+class Observation:
+    """An observer for the function that plays ``role``; reports name it after its aspect."""
 
     role: str
     enter: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     exit: Callable[[Any, Any, BaseException | None], None]
+
+    def __post_init__(self) -> None:
+        method = self.enter if inspect.ismethod(self.enter) else self.exit
+        self.__qualname__, self.__module__ = method.__qualname__.rpartition(".")[0], method.__module__
 
 
 def nothing(token: Any, result: Any, error: BaseException | None) -> None:
