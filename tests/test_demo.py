@@ -62,7 +62,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
         timeout=DEADLINE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""  # the collector's complaints do not break into the display
     (file,) = folder.iterdir()
     return DemoRun(done.returncode, done.stdout, file, read_spans(file), endpoint)
 
@@ -125,7 +125,7 @@ def test_the_numbers_are_those_of_the_file(demo: DemoRun) -> None:
 @pytest.mark.model
 def test_an_endpoint_that_is_down_costs_only_its_own_spans(demo: DemoRun) -> None:
     count = len(demo.spans)
-    assert f"{count} of {count} spans were not delivered to {demo.endpoint}" in demo.output
+    assert f"{count} of {count} spans were not delivered to {demo.endpoint}." in demo.output
 
 
 @pytest.fixture
@@ -212,7 +212,12 @@ def test_a_bad_flag_is_one_line(flags: list[str], part: str, tmp_path: Path) -> 
 
 
 def test_a_missing_extra_is_one_line() -> None:
-    code = "import sys; sys.modules['rich'] = None; from sgl_aspects.cli import main as m; sys.exit(m.main(['demo']))"
+    code = """
+import sys
+sys.modules["rich"] = None
+from sgl_aspects.cli.main import main
+sys.exit(main(["demo"]))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -68,13 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     model_path = ensure_model() if arguments.model is None else arguments.model
     file = _new_file(arguments.output)
     endpoint = arguments.otlp_endpoint or next(filter(None, map(env.text, _ENDPOINT_VARIABLES)), None)
-    session = attach(
-        level=3,
-        exporters=_exporters(endpoint),
-        endpoint=arguments.otlp_endpoint,
-        file=str(file),
-        service_name=env.text("OTEL_SERVICE_NAME") or "sgl-aspects-demo",
-    )
+    with _silent_children():
+        session = attach(
+            level=3,
+            exporters=_exporters(endpoint),
+            endpoint=arguments.otlp_endpoint,
+            file=str(file),
+            service_name=env.text("OTEL_SERVICE_NAME") or "sgl-aspects-demo",
+        )
     try:
         begin = time.monotonic()
         with console.status(f"Loading {name} ..."):
@@ -112,6 +117,25 @@ def _exporters(endpoint: str | None) -> list[str]:
     if endpoint:
         asked.append("otlp")
     return list(dict.fromkeys(["otlp-json-file", *asked]))
+
+
+@contextlib.contextmanager
+def _silent_children() -> Iterator[None]:
+    """Processes started in the block have no standard error.
+
+    The trace collector complains there of an endpoint that is down, in the middle of the live display. The
+    demo says the same at its end, with the count.
+    """
+    sys.stderr.flush()
+    standard_error = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+        os.close(nowhere)
 
 
 def _new_file(folder: Path) -> Path:

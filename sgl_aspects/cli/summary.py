@@ -45,6 +45,7 @@ def print_delivery(console: Console, summary: TraceSummary, file: Path, endpoint
     if missing:
         text = f"{missing} of {summary.spans_recorded} spans were not delivered to {where}."
         console.print(Text(text, style="bold red"), soft_wrap=True)
+        console.print("Is an OpenTelemetry collector listening there? The file has them all.")
     else:
         console.print(Text(f"{summary.exported['otlp']} spans delivered to {where}"), soft_wrap=True)
 
