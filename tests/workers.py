@@ -99,6 +99,7 @@ def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
     engine = Engine(model_path=model, max_total_tokens=1024)
     engine.generate("first", SamplingParams(max_new_tokens=4, ignore_eos=True))
     handle = engine.submit("second", SamplingParams(max_new_tokens=900, ignore_eos=True))
-    next(iter(handle))
+    chunks = iter(handle)  # kept: a loop that is left aborts its request
+    next(chunks)
     ready.send((session.run_folder, session.collector_process_id, engine.scheduler_pid))
     time.sleep(600)
