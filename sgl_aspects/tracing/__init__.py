@@ -8,7 +8,23 @@ with attach(level=3, endpoint="http://localhost:4318") as session:
 print(session.summary)
 """
 
-from sgl_aspects.tracing.session import TraceSession, attach
-from sgl_aspects.tracing.summary import TraceSummary
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.session import TraceSession, attach
+    from sgl_aspects.tracing.summary import TraceSummary
 
 __all__ = ["TraceSession", "TraceSummary", "attach"]
+
+
+def __getattr__(name: str) -> Any:
+    # Every process of every engine imports this package to ask whether it shall trace: only who does pays.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sgl_aspects.tracing import session, summary
+
+    found = getattr(summary if name == "TraceSummary" else session, name)
+    globals()[name] = found
+    return found
