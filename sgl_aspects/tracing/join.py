@@ -302,7 +302,8 @@ class Joiner:
     def _register(self, span_id: int, root: _Root) -> None:
         root.ids.append(span_id)
         self._roots[span_id] = root
-        self._has_news = True
+        if root.begin is not None:
+            self._has_news = True  # others may have waited for it; for a step only its own process does
 
     def _finish_root(self, root: _Root) -> None:
         """Kept for a while: later records of other processes may still name it."""

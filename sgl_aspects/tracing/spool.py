@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import threading
 import weakref
@@ -36,10 +37,12 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 
-SEGMENT_BYTES = 16 << 20
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 4 << 20
 SEGMENTS = 4
 SUFFIX = ".spool"
-_READ_BYTES = 4 << 20
+_READ_BYTES = 1 << 20
 
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
@@ -203,23 +206,23 @@ class SpoolRecorder:
     def _next_segment(self) -> bool:
         """Opens the next file; it gets its name once it is locked, so nobody sees an unlocked one.
 
-        False, for good, where the run folder is gone.
+        False, for good, where that cannot be: the run folder is gone.
         """
         path = self._path(self._segment + 1)
         try:
-            descriptor = os.open(
-                path + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
-            )
-        except FileNotFoundError:
+            descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            self._descriptors.append(descriptor)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, (_encode(["H", 1, os.getpid()]) + "\n").encode())
+            os.rename(path + ".new", path)
+        except OSError as error:
             self._closed = True
+            if not isinstance(error, FileNotFoundError):
+                logger.warning("tracing stops in process %d: %s", os.getpid(), error)
             return False
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, (_encode(["H", 1, os.getpid()]) + "\n").encode())
-        os.rename(path + ".new", path)
         self._segment += 1
         self._size = 0
         self._current = descriptor
-        self._descriptors.append(descriptor)
         # A thread may still be writing to the file before: it is closed with the next change.
         if len(self._descriptors) > 2:
             os.close(self._descriptors.pop(0))
