@@ -256,7 +256,7 @@ def test_answers_are_shown_whole_when_they_end(is_terminal: bool) -> None:
     answers = follow_answers(console, ["Capital?", "A very " + "long " * 30 + "prompt"], handles)
     text = output.getvalue()
     assert "▸ Capital?\n  It is [bold]Paris[/bold].\n" in text  # an answer is text, not markup
-    assert "  Bananas\n  Oranges\n" in text
+    assert "  Bananas\n  Oranges\n\n" in text
     assert f"▸ {one_line('A very ' + 'long ' * 30, 58)}\n" in text
     assert [answer.tokens for answer in answers] == [3, 1]
     assert is_terminal == ("\x1b" in text)

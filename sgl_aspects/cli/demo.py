@@ -80,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
             file=str(file),
             service_name=env.text("OTEL_SERVICE_NAME") or "sgl-aspects-demo",
         )
+    # OpenMP's threads spin while they wait for each other: beside one busy program a step then takes ten
+    # times as long. Asleep they cost next to nothing. The scheduler process reads this when it loads torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         begin = time.monotonic()
         with console.status(f"Loading {name} ..."):

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -57,15 +56,18 @@ def follow_answers(
             for answer in ended:
                 if answer.error is not None:
                     raise answer.error
-                console.print(_whole(answer, console.width))
+                _print_whole(console, answer)
             if console.is_terminal:
                 live.update(_lines(under_way, console.width), refresh=True)
     return answers
 
 
-def _whole(answer: Answer, width: int) -> Group:
-    question = Text(f"▸ {one_line(answer.prompt, width - 2)}", style="bold cyan")
-    return Group(question, Padding(Text(answer.text.strip()), (0, 0, 1, 2), expand=False))
+def _print_whole(console: Console, answer: Answer) -> None:
+    console.print(Text(f"▸ {one_line(answer.prompt, console.width - 2)}", style="bold cyan"))
+    for line in Text(answer.text.strip()).wrap(console, console.width - 2):
+        line.rstrip()
+        console.print(Text("  ").append_text(line))
+    console.print()
 
 
 def _lines(answers: Sequence[Answer], width: int) -> Table:
