@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -56,18 +56,18 @@ def follow_answers(
             for answer in ended:
                 if answer.error is not None:
                     raise answer.error
-                _print_whole(console, answer)
+                console.print(_whole(console, answer))
             if console.is_terminal:
                 live.update(_lines(under_way, console.width), refresh=True)
     return answers
 
 
-def _print_whole(console: Console, answer: Answer) -> None:
-    console.print(Text(f"▸ {one_line(answer.prompt, console.width - 2)}", style="bold cyan"))
+def _whole(console: Console, answer: Answer) -> Group:
+    lines = [Text(f"▸ {one_line(answer.prompt, console.width - 2)}", style="bold cyan")]
     for line in Text(answer.text.strip()).wrap(console, console.width - 2):
-        line.rstrip()
-        console.print(Text("  ").append_text(line))
-    console.print()
+        line.rstrip()  # a Padding would fill it up with blanks, which a file should not have
+        lines.append(Text("  ").append_text(line))
+    return Group(*lines, "")
 
 
 def _lines(answers: Sequence[Answer], width: int) -> Table:
