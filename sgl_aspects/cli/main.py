@@ -34,6 +34,9 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "Serve eight prompts of a small real model, traced.", "sgl_aspects.cli.demo"),
     Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
+    Command("hooks", "Show every hook, where it went and what it did.", "sgl_aspects.cli.hooks"),
+    Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
+    Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
     Command(
         "version", "Show the versions of sgl-aspects and of what it stands on.", "sgl_aspects.cli.version"

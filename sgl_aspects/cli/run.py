@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 
-from sgl_aspects import bootstrap
+from sgl_aspects import bootstrap, config, process_reports
 from sgl_aspects.errors import ConfigError
 
 _TRACE = "SGL_ASPECTS_TRACE"
@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", help="trace level: 0 off, 1 request, 2 + scheduler, 3 + forward (default)")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
     parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")
+    parser.add_argument("--config", metavar="FILE", help="hooks and traced functions, declared in TOML")
+    parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
@@ -33,6 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
     environment = bootstrap.prepared(os.environ)
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or "on"
+    if arguments.config:
+        config.read(arguments.config)  # its faults are told here, in one line
+        environment[config.VARIABLE] = os.path.abspath(arguments.config)
+    if arguments.report:
+        environment[process_reports.VARIABLE] = os.path.abspath(arguments.report)
     _choose_exporters(environment, arguments)
     sys.stdout.flush()
     os.execve(program, command, environment)

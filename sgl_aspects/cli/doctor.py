@@ -1,0 +1,98 @@
+"""``sgl-aspects doctor``: what is wrong with the hooks, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from sgl_aspects.cli.hooks import add_source, reports
+from sgl_aspects.process_reports import ProcessReport
+from sgl_aspects.weaving import HookReport, State
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that somebody should look at.
+
+    :param severity: "error" for a hook that cannot work, "warning" for one that may not.
+    """
+
+    severity: str
+    what: str
+    why: str
+    advice: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 1 where a hook cannot work."""
+    processes = list(reports(arguments.folder))
+    findings = list(diagnose(processes))
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        hooks = {(hook.target, hook.hook) for process in processes for hook in process.report.hooks}
+        print(f"{len(hooks)} hooks in {len(processes)} processes, {len(findings)} findings")
+        for finding in findings:
+            print(f"\n{finding.severity}: {finding.what}\n  {finding.why}\n  -> {finding.advice}")
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
+
+
+def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
+    """What the reports of a run say together: a hook that is idle in one process may be busy in another."""
+    processes = list(processes)
+    hooks: dict[tuple[str, str], list[HookReport]] = {}
+    for process in processes:
+        for hook in process.report.hooks:
+            hooks.setdefault((hook.target, hook.hook), []).append(hook)
+    for (target, name), found in hooks.items():
+        yield from _diagnose_hook(f"{name} on {target}", found)
+    for process in processes:
+        for stale in process.report.stale:
+            yield Finding(
+                "warning",
+                f"{stale.target} is still held by {stale.holder} in process {process.process_id}",
+                "calls through that holder are not hooked",
+                "register the hook before the holder is made: in a plugin, or under sgl-aspects run",
+            )
+        for place in process.report.displaced:
+            yield Finding(
+                "warning",
+                f"somebody else's patch stands over {place} in process {process.process_id}",
+                "whether the hooks still run depends on whether that patch calls what it replaced",
+                "hook the place through sgl-aspects instead, or remove the other patch",
+            )
+
+
+def _diagnose_hook(what: str, found: list[HookReport]) -> Iterator[Finding]:
+    states = {hook.state for hook in found}
+    details = "; ".join(dict.fromkeys(hook.detail for hook in found if hook.detail))
+    errors = sum(hook.errors for hook in found)
+    if errors:
+        yield Finding(
+            "warning", what, f"the observer raised {errors} times; the calls went on", "mend it: see the log"
+        )
+    if State.WOVEN in states:
+        if not any(hook.calls for hook in found):
+            yield Finding(
+                "warning",
+                what,
+                "woven, and never called in any process",
+                "the engine may not use it, may replay it in a graph, or may hold a copy (see stale)",
+            )
+    elif State.FAILED in states:
+        yield Finding("error", what, details, "use another hook type, or name what can be hooked")
+    elif State.MISSING in states:
+        yield Finding("error", what, details, "correct the target, or give alternates: 'old:name | new:name'")
+    elif State.PENDING in states:
+        yield Finding(
+            "warning",
+            what,
+            "its module was not loaded in any process",
+            "check the module's name, and that this part of the engine is used",
+        )

@@ -1,0 +1,32 @@
+"""``sgl-aspects explain TARGET``: what happens when a function is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from sgl_aspects.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="pkg.mod:Class.method")
+    parser.add_argument(
+        "--import",
+        dest="module",
+        metavar="MODULE",
+        help="import this module first, so that the hooks find their places in it",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from sgl_aspects.plugins import load_plugins
+    from sgl_aspects.weaving import explain
+
+    load_plugins()
+    if arguments.module:
+        try:
+            importlib.import_module(arguments.module)
+        except ImportError as error:
+            raise ConfigError(f"--import {arguments.module}: {error}") from error
+    print(explain(arguments.target))
+    return 0

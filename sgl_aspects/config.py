@@ -1,0 +1,200 @@
+"""`aspects.toml`: hooks and traced functions declared without code.
+
+    [[hook]]
+    target = "pkg.mod:Class.method"          # or a list of alternates: the first that exists wins
+    hook = "my_hooks:timed"                  # module:name
+    type = "around"                          # before, after, around, replace, native, observe
+    order = 0
+    required = false
+
+    [[trace]]
+    target = "pkg.mod:function"
+    name = "prepare"                         # the span's name; left out, the function's own
+    level = 3                                # recorded from this trace level on
+    attributes = { "batch.size" = "batch.batch_size", "tokens" = "result.num_tokens" }
+
+An attribute is a path: a parameter's name, or ``result``, then attribute names. Nothing is evaluated.
+The file is named by ``SGL_ASPECTS_CONFIG``; `sgl-aspects run --config FILE` sets it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.weaving import Advice, HookSource, HookType, Target
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VARIABLE = "SGL_ASPECTS_CONFIG"
+
+_HOOK_KEYS = ("target", "hook", "type", "order", "required")
+_TRACE_KEYS = ("target", "name", "level", "attributes")
+_TYPES = tuple(kind.value for kind in HookType)
+
+
+@dataclass(frozen=True)
+class DeclaredHook:
+    """One ``[[hook]]``; ``hook`` is imported when :meth:`advice` is called."""
+
+    target: Target
+    hook: str
+    hook_type: HookType
+    order: int
+    required: bool
+    where: str
+
+    def advice(self) -> Advice:
+        """Import the hook.
+
+        :raises ConfigError: its module or name is not there.
+        """
+        module_name, _, path = self.hook.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ConfigError(f"{self.where}: hook {self.hook!r}: {error}") from error
+        for name in path.split("."):
+            if not hasattr(found, name):
+                raise ConfigError(f"{self.where}: hook {self.hook!r}: {found!r} has no {name!r}")
+            found = getattr(found, name)
+        if self.hook_type is HookType.OBSERVE and isinstance(found, type):
+            found = found()
+        return Advice(self.target, self.hook_type, found, self.order, HookSource(self.where), self.required)
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """One ``[[trace]]``: a function that gets a span of its own."""
+
+    target: Target
+    name: str | None
+    level: int
+    attributes: Mapping[str, tuple[str, ...]]
+    where: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a configuration file declares."""
+
+    hooks: tuple[DeclaredHook, ...] = ()
+    traces: tuple[TracedFunction, ...] = field(default=())
+
+
+def from_environment() -> Config:
+    """The file that ``SGL_ASPECTS_CONFIG`` names; an empty configuration where it is unset."""
+    path = env.text(VARIABLE)
+    return Config() if path is None else read(path)
+
+
+def read(path: str | Path) -> Config:
+    """Read and check a file.
+
+    :raises ConfigError: names the file, the key, and the choices.
+    """
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"configuration {path}: {error.strerror or error}; name a file that exists"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is no TOML: {error}") from error
+    return parse(document, str(path))
+
+
+def parse(document: Mapping[str, Any], path: str) -> Config:
+    """Check what was read from ``path``; raises like :func:`read`."""
+    _only(document, ("hook", "trace"), path)
+    return Config(
+        hooks=tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)),
+        traces=tuple(_trace(_Table(entry, where)) for entry, where in _entries(document, "trace", path)),
+    )
+
+
+def _entries(document: Mapping[str, Any], key: str, path: str) -> list[tuple[Mapping[str, Any], str]]:
+    entries = document.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise ConfigError(f"{path}: {key}: write tables, each under [[{key}]]")
+    return [(entry, f"{path}: {key} {number}") for number, entry in enumerate(entries, 1)]
+
+
+def _only(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in keys:
+            raise ConfigError(f"{where}: unknown key {key!r}; choose from {', '.join(keys)}")
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One table of the file, read key by key with errors that say where."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, key: str, kind: type, default: Any, expected: str) -> Any:
+        value = self.values.get(key, default)
+        # A bool is an int to Python, and not to whoever wrote the file.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{self.where}: {key} = {value!r}: write {expected}")
+        return value
+
+    def target(self) -> Target:
+        value = self.values.get("target")
+        if not isinstance(value, (str, list)):
+            raise ConfigError(
+                f"{self.where}: target = {value!r}: write 'pkg.mod:Class.method' or a list of such"
+            )
+        try:
+            return Target.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{self.where}: target: {error}") from error
+
+
+def _hook(table: _Table) -> DeclaredHook:
+    _only(table.values, _HOOK_KEYS, table.where)
+    hook = table.get("hook", str, None, "the hook as 'module:name'")
+    module, colon, name = hook.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+        raise ConfigError(f"{table.where}: hook = {hook!r}: write the hook as 'module:name'")
+    kind = table.values.get("type")
+    if kind not in _TYPES:
+        raise ConfigError(f"{table.where}: type = {kind!r}: choose one of {', '.join(_TYPES)}")
+    return DeclaredHook(
+        target=table.target(),
+        hook=hook,
+        hook_type=HookType(kind),
+        order=table.get("order", int, 0, "a whole number"),
+        required=table.get("required", bool, False, "true or false"),
+        where=table.where,
+    )
+
+
+def _trace(table: _Table) -> TracedFunction:
+    _only(table.values, _TRACE_KEYS, table.where)
+    name = table.values.get("name")
+    if name is not None and (not isinstance(name, str) or not name.strip()):
+        raise ConfigError(f"{table.where}: name = {name!r}: write the span's name, or leave it out")
+    level = table.get("level", int, 3, "a level from 1 to 4")
+    if not 1 <= level <= 4:
+        raise ConfigError(f"{table.where}: level = {level}: write a level from 1 to 4")
+    attributes = table.get("attributes", dict, {}, "a table of attribute paths")
+    for key, path in attributes.items():
+        if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+            raise ConfigError(
+                f"{table.where}: attributes: {key} = {path!r}: write a parameter's name or 'result', "
+                "followed by attribute names, as in 'batch.reqs'"
+            )
+    paths = {key: tuple(path.split(".")) for key, path in attributes.items()}
+    return TracedFunction(table.target(), name, level, paths, table.where)

@@ -1,0 +1,119 @@
+"""One report file a process: which hooks it had, and what they did.
+
+With ``SGL_ASPECTS_REPORT=FOLDER`` (`sgl-aspects run --report FOLDER`) each process writes its report when its
+hooks are set up and again when it ends. A process that is killed leaves the first one, marked as such.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
+from sgl_aspects.weaving import report as current_report
+
+VARIABLE = "SGL_ASPECTS_REPORT"
+SUFFIX = ".hooks.json"
+
+
+@dataclass(frozen=True)
+class ProcessReport:
+    """The report of one process.
+
+    :param ended: it was written when the process ended; otherwise right after its hooks were set up.
+    """
+
+    process_id: int
+    command: str
+    ended: bool
+    report: Report
+
+
+def write_from_environment() -> None:
+    """Write this process's report now and at its end, where the environment names a folder."""
+    folder = env.text(VARIABLE)
+    if folder is not None:
+        _Writer(Path(folder)).start()
+
+
+class _Writer:
+    """Keeps one file of one process up to date."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def start(self) -> None:
+        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        self._write(ended=False)
+        atexit.register(self._write, ended=True)
+        os.register_at_fork(after_in_child=self._start_again)
+
+    def _start_again(self) -> None:
+        # A forked child of multiprocessing leaves through os._exit: only its finalizers run.
+        from multiprocessing import util
+
+        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        util.register_after_fork(self, _Writer._finish_with_multiprocessing)
+
+    def _finish_with_multiprocessing(self) -> None:
+        from multiprocessing import util
+
+        util.Finalize(None, self._write, kwargs={"ended": True}, exitpriority=0)
+
+    def _write(self, *, ended: bool) -> None:
+        found = ProcessReport(os.getpid(), " ".join(sys.orig_argv), ended, current_report())
+        part = self._path.with_suffix(".part")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(asdict(found), default=str))
+        part.replace(self._path)
+
+
+def read_all(folder: str | Path) -> Iterator[ProcessReport]:
+    """Every report in ``folder``.
+
+    :raises ConfigError: there is no such folder, or none of its files is a report.
+    """
+    files = sorted(Path(folder).glob(f"*{SUFFIX}"))
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no reports; make them with: sgl-aspects run --report {folder} -- COMMAND"
+        )
+    for file in files:
+        try:
+            yield _decoded(json.loads(file.read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} is no report of this version: {error!r}; delete it") from error
+
+
+def _decoded(values: dict[str, Any]) -> ProcessReport:
+    report = values["report"]
+    hooks = tuple(_decoded_hook(hook) for hook in report["hooks"])
+    stale = tuple(Stale(**entry) for entry in report["stale"])
+    return ProcessReport(
+        values["process_id"],
+        values["command"],
+        values["ended"],
+        Report(hooks, stale, tuple(report["displaced"])),
+    )
+
+
+def _decoded_hook(values: dict[str, Any]) -> HookReport:
+    source = values["source"]
+    return HookReport(
+        **{
+            **values,
+            "hook_type": HookType[values["hook_type"].rpartition(".")[2]],
+            "state": State(values["state"].rpartition(".")[2].lower()),
+            "source": HookSource(*source) if source else None,
+            "places": tuple(values["places"]),
+        }
+    )
