@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from importlib.metadata import EntryPoint, entry_points
 
 from sgl_aspects import env
+from sgl_aspects.errors import AspectsError
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookSource, current_source
 
@@ -18,12 +20,14 @@ logger = logging.getLogger("sgl_aspects")
 PLUGINS_GROUP = "sgl_aspects.plugins"
 PLATFORMS_GROUP = "sgl_aspects.platforms"
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _loaded = False
 
 
 def load_plugins() -> None:
     """Run every allowed plugin once in this process, then apply the hooks that they registered.
+
+    Other threads wait until that is done; a plugin that calls this again goes on at once.
 
     Environment: ``SGLANG_PLUGINS`` (comma-separated names) allows only these, checked before a plugin's
     module is imported; with ``SGLANG_PLATFORM`` set, plugins of distributions that provide another
@@ -39,7 +43,20 @@ def load_plugins() -> None:
         _loaded = True
         for plugin in _selected():
             _run(plugin)
-        HookRegistry.apply_hooks()
+        try:
+            HookRegistry.apply_hooks()
+        except AspectsError as error:
+            # Not as an error that the engine might catch: it would serve without the hook.
+            raise SystemExit(f"sgl-aspects: {error}") from error
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()  # the parent's may be held by a thread that is not here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _selected() -> list[EntryPoint]:

@@ -4,8 +4,10 @@ targets     what a target text means               places      where it leads in
 hooks       hook types and their rules             kinds       descriptors, and what is no function
 chain       hooks to one callable                  codegen     real functions with the exact signature
 joinpoint   one woven place                        classes     one replaced class
+fabric      all woven places                       keeping     what a replacement holds of its own
 rebind      holders of the old object              references  is there any other holder?
-importing   modules as they load                   weaver      brings it all together
+importing   modules as they load                   interest    which hooks a module may be about
+weaver      brings hooks to their places           missing     targets that are not there
 faces       decorators, handles, SGLang's names    reporting   what every hook did
 """
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.hooks import Advice, innermost_first
+from sgl_aspects.weaving.keeping import Kept, OwnHolders, kept_by
 from sgl_aspects.weaving.places import Place, current
 from sgl_aspects.weaving.rebind import Stale
 
@@ -25,12 +26,15 @@ class ClassPoint:
         self.inner = self.original
         self.replacement: type = self.original
         self.installed = False
-        self._moved: list[tuple[type, tuple[type, ...]]] = []
         self.stale: list[Stale] = []
+        self._kept: Kept = frozenset()
+        self._own: dict[type, OwnHolders] = {}
+        self._subclasses: set[type] = set()  # of the replacement, before it stood here
 
     def own_containers(self) -> set[int]:
         """Ids of everything of ours that holds the original on purpose."""
-        return {id(holder) for holder in (self, self.__dict__, self.place, self.place.__dict__)}
+        held = (self, self.__dict__, self.place, self.place.__dict__, self._own, self._subclasses)
+        return {id(holder) for holder in held}
 
     @property
     def active(self) -> bool:
@@ -44,6 +48,12 @@ class ClassPoint:
                 f"{place} is a class, and a class takes only REPLACE with a class; to hook what it does, "
                 f"name one of its methods: '{place}.__init__'"
             )
+
+    @property
+    def keeps(self) -> Kept:
+        """What rebinding leaves alone: what holds a replacement, or what a replacement holds, by itself."""
+        self._kept |= kept_by(self.advices)
+        return self._kept.union(*(own.kept for own in self._own.values()))
 
     @property
     def standing(self) -> type:
@@ -66,34 +76,40 @@ class ClassPoint:
         if self.installed:
             self._restore()
         if active:
-            self.replacement = wanted
-            self._install()
+            self._install(wanted)
 
-    def _install(self) -> None:
-        setattr(self.place.owner, self.place.name, self.replacement)
+    def _install(self, replacement: type) -> None:
+        if replacement not in self._own:
+            self._own[replacement] = OwnHolders(replacement)
+        self._subclasses = set(type.__subclasses__(replacement))
+        setattr(self.place.owner, self.place.name, replacement)
+        self.replacement = replacement
         self.installed = True
+        hooks = {advice.hook for advice in self.advices}
         subclasses: list[type] = type.__subclasses__(self.original)
-        for subclass in list(subclasses):
-            if not issubclass(self.replacement, subclass):
-                self._move(subclass)
+        for subclass in subclasses:
+            if subclass not in hooks and not issubclass(replacement, subclass):
+                self._move(subclass, self.original, replacement)
 
-    def _move(self, subclass: type) -> None:
-        """Let a subclass of the old class inherit from the new one, where Python allows it."""
-        bases = subclass.__bases__
-        moved = tuple(self.replacement if base is self.original else base for base in bases)
+    def _move(self, subclass: type, old: type, new: type) -> None:
+        """Let a subclass of ``old`` inherit from ``new``, where Python allows it."""
+        bases = tuple(new if base is old else base for base in subclass.__bases__)
         try:
-            subclass.__bases__ = moved
+            subclass.__bases__ = bases
         except TypeError as error:
-            self.stale.append(Stale(str(self.place), f"the bases of {subclass.__qualname__}: {error}"))
-        else:
-            self._moved.append((subclass, bases))
+            fault = f"the bases of {subclass.__module__}:{subclass.__qualname__}: {error}"
+            self.stale.append(Stale(str(self.place), fault))
+            logger.warning("%s: %s", self.place, fault)
 
     def _restore(self) -> None:
         self.installed = False
-        for moved, bases in reversed(self._moved):
-            moved.__bases__ = bases
-        self._moved.clear()
         self.stale.clear()
+        hooks = {advice.hook for advice in self.advices}
+        subclasses: list[type] = type.__subclasses__(self.replacement)
+        for subclass in subclasses:
+            # Those it has had before are its own; all others were made, or moved, while it stood here.
+            if subclass not in self._subclasses and subclass not in hooks:
+                self._move(subclass, self.replacement, self.original)
         if current(self.place.owner, self.place.name) is not self.replacement:
             logger.info("%s: somebody else's class stands there; it is left in place", self.place)
         elif self.place.inherited:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sgl_aspects.errors import HookError
+from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving import reporting
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State
 from sgl_aspects.weaving.targets import Target
@@ -32,8 +32,13 @@ def _decorator(hook_type: HookType, targets: tuple[str, ...], options: dict[str,
     def mark(hook: _F) -> _F:
         made = hook() if hook_type is HookType.OBSERVE and isinstance(hook, type) else hook
         advice = Advice(target, hook_type, made, **options)
-        if _ADVICES not in vars(hook):
-            setattr(hook, _ADVICES, [])
+        try:
+            if _ADVICES not in vars(hook):
+                setattr(hook, _ADVICES, [])
+        except (AttributeError, TypeError):
+            raise HookError(
+                f"{target}: {hook!r} cannot carry a mark; weave Advice(Target.parse(...), ...) instead"
+            ) from None
         vars(hook)[_ADVICES].append(advice)
         return hook
 
@@ -221,27 +226,41 @@ class HookRegistry:
         """Register a hook. It takes effect with :meth:`apply_hooks`, or at once on a target that is woven."""
         advice = Advice(Target.parse(target), hook_type, hook, order, source, required)
         cls._advices.append(advice)
-        if any(advice.target == other.target and other.state is State.WOVEN for other in cls._advices):
-            weaver.add([advice])
+        if weaver.points_named(advice.target):
+            weaver.add([advice], strict=required)
 
     @classmethod
     def apply_hooks(cls) -> None:
-        """Weave what is registered; safe to call again. A hook that fails is logged, the others go on."""
+        """Weave what is registered; safe to call again. A hook that fails is logged, the others go on.
+
+        :raises HookError, MissingTargetError: of the first ``required`` hook that cannot be woven, after
+            all others have been.
+        """
         fresh = [advice for advice in cls._advices if advice.state is State.REMOVED]
-        for required in (False, True):
-            for advice in fresh:
-                if advice.required is required:
-                    cls._add(advice)
+        cls._add_all([advice for advice in fresh if not advice.required])
         weaver.apply()
+        failures: list[AspectsError] = []
+        for advice in fresh:
+            if advice.required:
+                try:
+                    weaver.add([advice])
+                except AspectsError as failure:
+                    failures.append(failure)
+        if failures:
+            raise failures[0]
 
     @classmethod
-    def _add(cls, advice: Advice) -> None:
+    def _add_all(cls, advices: list[Advice]) -> None:
+        """Together, for one pass over all holders; one by one where that raises what nobody foresaw."""
         try:
-            weaver.add([advice])
-        except HookError:
-            if advice.required:
-                raise
-            logger.exception("%s failed", advice)
+            weaver.add(advices, strict=False)
+        except Exception as error:
+            if len(advices) == 1:
+                advices[0].state, advices[0].detail = State.FAILED, repr(error)
+                logger.exception("%s failed", advices[0])
+            else:
+                for advice in advices:
+                    cls._add_all([advice])
 
     @classmethod
     def is_hook_applied(cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER) -> bool:
@@ -268,8 +287,13 @@ class HookRegistry:
         return [
             advice
             for advice in cls._advices
-            if advice.target == parsed and advice.hook is hook and advice.hook_type is hook_type
+            if _same_target(advice.target, parsed) and advice.hook == hook and advice.hook_type is hook_type
         ]
+
+
+def _same_target(one: Target, other: Target) -> bool:
+    """Whether both name the same, be it in the canonical form or in SGLang's."""
+    return str(one).replace(":", ".") == str(other).replace(":", ".")
 
 
 def plugin_hook(target: str, type: HookType = HookType.AFTER) -> Callable[[_F], _F]:

@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from sgl_aspects.weaving.places import namespace
+
 Wanted = Callable[[str], bool]
 Loaded = Callable[[str, Any], None]
 
@@ -117,20 +119,46 @@ class _NotifyingLoader:
             module.__loader__ = self._loader
 
 
-def is_initialising(module: Any) -> bool:
-    """Whether the module's own code is still running: a circular import, or another thread's import."""
-    spec = module.__dict__.get("__spec__") if isinstance(module, ModuleType) else None
+def is_ready(module: Any) -> bool:
+    """Whether the module's own code has run.
+
+    Not so in a circular import, while another thread imports it, and for a module of
+    `importlib.util.LazyLoader` that nobody has used yet.
+    """
+    return not _is_lazy(module) and not _is_initialising(module)
+
+
+def when_ready(module: Any, loaded: Loaded) -> None:
+    """Call ``loaded`` once the code of ``module``, for which :func:`is_ready` is False, has run.
+
+    Nothing is woken and nothing is waited for.
+    """
+    spec = object.__getattribute__(module, "__spec__")
+    if _is_lazy(module):
+        if not isinstance(spec.loader, _NotifyingLoader):
+            spec.loader = _NotifyingLoader(spec.loader, loaded)
+        return
+    # The machinery ends an import by setting `_initializing` to False; nothing else tells.
+    plain = type(spec)
+    if not hasattr(plain, "_initializing"):
+        spec.__class__ = _watched(plain, loaded)
+    if not _is_initialising(module):  # its thread was done before we looked
+        spec.__class__ = plain
+        loaded(spec.name, module)
+
+
+def _is_lazy(module: Any) -> bool:
+    # By its type: isinstance() would ask the module for its __class__, and so wake it.
+    return type(module).__module__ == "importlib.util"
+
+
+def _is_initialising(module: Any) -> bool:
+    spec = namespace(module).get("__spec__")
     return bool(getattr(spec, "_initializing", False))
 
 
-def when_initialised(module: Any, loaded: Loaded) -> None:
-    """Call ``loaded`` once the import machinery says that ``module``, now half initialised, is done.
-
-    The machinery ends an import by setting ``spec._initializing`` to False; nothing else tells.
-    """
-    spec = module.__spec__
-
-    class Watched(type(spec)):  # type: ignore[misc]
+def _watched(plain: Any, loaded: Loaded) -> type[ModuleSpec]:
+    class Watched(plain):  # type: ignore[misc]
         @property
         def _initializing(self) -> bool:
             return bool(self.__dict__.get("_initializing", False))
@@ -139,11 +167,9 @@ def when_initialised(module: Any, loaded: Loaded) -> None:
         def _initializing(self, value: bool) -> None:
             self.__dict__["_initializing"] = value
             if not value:
-                self.__class__ = original
+                self.__class__ = plain
                 # Absent where the module's own code failed.
                 if self.name in sys.modules:
                     loaded(self.name, sys.modules[self.name])
 
-    original = type(spec)
-    if isinstance(spec, ModuleSpec) and original.__name__ != "Watched":
-        spec.__class__ = Watched
+    return Watched

@@ -64,7 +64,7 @@ class JoinPoint:
 
     def refresh(self, compiling: Any = None) -> None:
         """Make the woven callable run the hooks that are active now."""
-        active = [advice for advice in innermost_first(self.advices) if advice.enabled]
+        active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         behavioural = [
             advice for advice in active if advice.hook_type not in (HookType.REPLACE, HookType.OBSERVE)
@@ -126,6 +126,18 @@ class JoinPoint:
     def displaced(self) -> bool:
         """Somebody else's object stands where ours was put."""
         return self.installed and current(self.place.owner, self.place.name) is not self.replacement
+
+
+def _once(advices: list[Advice]) -> list[Advice]:
+    """Leave out a hook that came here under two names of the same function: it runs once."""
+    first: dict[tuple[int, HookType], Advice] = {}
+    for advice in advices:
+        first.setdefault((id(advice.hook), advice.hook_type), advice)
+    return [
+        advice
+        for advice in advices
+        if (one := first[id(advice.hook), advice.hook_type]) is advice or one.target == advice.target
+    ]
 
 
 class _Failed:

@@ -37,18 +37,28 @@ class Place:
         return (id(self.owner), self.name, self.part)
 
     def __str__(self) -> str:
-        if isinstance(self.owner, type):
+        if is_class(self.owner):
             prefix = f"{self.owner.__module__}:{self.owner.__qualname__}."
-        elif isinstance(self.owner, types.ModuleType):
+        elif is_module(self.owner):
             prefix = f"{namespace(self.owner).get('__name__', '?')}:"
         else:
             prefix = f"{type(self.owner).__module__}:{type(self.owner).__qualname__} instance."
         return prefix + self.name + (f".{self.part}" if self.part else "")
 
 
+def is_class(obj: Any) -> bool:
+    """Whether ``obj`` is a class: isinstance() would ask a lazy module or proxy for its `__class__`."""
+    return issubclass(type(obj), type)
+
+
+def is_module(obj: Any) -> bool:
+    """Whether ``obj`` is a module, asked of its type only."""
+    return issubclass(type(obj), types.ModuleType)
+
+
 def namespace(owner: Any) -> dict[str, Any]:
     """The dictionary of ``owner``, read without waking a lazy module; empty where it has none."""
-    if isinstance(owner, type):
+    if is_class(owner):
         return dict(type.__dict__["__dict__"].__get__(owner))
     try:
         found = object.__getattribute__(owner, "__dict__")
@@ -59,7 +69,7 @@ def namespace(owner: Any) -> dict[str, Any]:
 
 def current(owner: Any, name: str) -> Any:
     """What stands in ``owner`` itself under ``name``, or MISSING."""
-    if isinstance(owner, type):
+    if is_class(owner):
         return type.__dict__["__dict__"].__get__(owner).get(name, MISSING)
     return namespace(owner).get(name, MISSING)
 
@@ -79,20 +89,20 @@ def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[Place]:
     for place in _attributes(owner, segment):
         if not rest:
             yield place
-        elif isinstance(place.raw, type) and segment.endswith("+"):
+        elif is_class(place.raw) and segment.endswith("+"):
             for subclass in _with_subclasses(place.raw):
                 # On subclasses only what they define themselves: what they inherit is woven at its owner.
                 for found in _walk(subclass, rest):
                     if subclass is place.raw or not found.inherited:
                         yield found
-        elif not isinstance(place.raw, types.ModuleType):
+        elif not is_module(place.raw):
             yield from _walk(place.raw, rest)
 
 
 def _attributes(owner: Any, segment: str) -> Iterator[Place]:
     if "*" in segment:
         regex = segment_regex(segment)
-        module_name = namespace(owner).get("__name__") if isinstance(owner, types.ModuleType) else None
+        module_name = namespace(owner).get("__name__") if is_module(owner) else None
         for name, raw in list(namespace(owner).items()):
             # A wildcard over a module means what the module defines, not what it imported.
             defined = module_name is None or getattr_static(raw, "__module__") == module_name
@@ -104,30 +114,34 @@ def _attributes(owner: Any, segment: str) -> Iterator[Place]:
     if raw is not MISSING:
         yield Place(owner, name, raw)
         return
-    for base in _bases(owner):
-        raw = current(base, name)
-        if raw is not MISSING:
-            yield Place(owner, name, raw, inherited=True)
-            return
+    raw = inherited(owner, name)
+    if raw is not MISSING:
+        yield Place(owner, name, raw, inherited=True)
+
+
+def inherited(owner: Any, name: str) -> Any:
+    """What ``owner`` has under ``name`` from its bases (or, for an instance, its class), or MISSING."""
+    found = (current(base, name) for base in _bases(owner))
+    return next((raw for raw in found if raw is not MISSING), MISSING)
 
 
 def _bases(owner: Any) -> tuple[type, ...]:
-    if isinstance(owner, type):
+    if is_class(owner):
         return inspect.getmro(owner)[1:] + inspect.getmro(type(owner))[:-1]
-    if isinstance(owner, types.ModuleType):
+    if is_module(owner):
         return ()
     return type(owner).__mro__
 
 
 def _hookable(raw: Any) -> bool:
-    return isinstance(raw, (types.FunctionType, type, classmethod, staticmethod, property)) or callable(raw)
+    return issubclass(type(raw), (classmethod, staticmethod, property)) or callable(raw)
 
 
 def getattr_static(obj: Any, name: str) -> Any:
     """An attribute that functions and classes carry, without running any user code; None where absent."""
-    if isinstance(obj, (types.FunctionType, type, types.BuiltinFunctionType)):
+    if issubclass(type(obj), (types.FunctionType, type, types.BuiltinFunctionType)):
         return getattr(obj, name, None)
-    if isinstance(obj, (classmethod, staticmethod)):
+    if issubclass(type(obj), (classmethod, staticmethod)):
         return getattr_static(obj.__func__, name)
     return None
 

@@ -17,7 +17,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,13 @@ class Pair:
     """Holders of ``old`` shall hold ``new``.
 
     :param extra: how many references to ``old`` are unaccounted for; below zero where that is unknown.
-    :param keep: id of a namespace that goes on holding ``old``: the module of the hook that replaces it.
+    :param keep: ids of what goes on holding ``old`` (see keeping.py): containers, or (namespace, name).
     """
 
     old: Any
     new: Any
     extra: int = -1
-    keep: int = 0
+    keep: frozenset[Any] = frozenset()
 
 
 def rebind(pairs: Iterable[Pair], ours: Container[int]) -> list[Stale]:
@@ -72,7 +72,9 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
         # A list first: another thread may be importing into this module.
         for name, value in list(names.items()):
             pair = wanted.get(id(value))
-            if pair is not None and pair.old is value and pair.keep != id(names):
+            if pair is not None and pair.old is value:
+                if not pair.keep.isdisjoint((id(names), (id(names), name))):
+                    continue
                 names[name] = pair.new
                 found[id(value)] = found.get(id(value), 0) + 1
     return found
@@ -84,14 +86,17 @@ class _Collected:
     def __init__(self, pairs: Sequence[Pair], ours: Container[int]) -> None:
         self.pairs = {id(pair.old): pair for pair in pairs}
         self.ours = ours
+        self.kept: frozenset[Any] = frozenset().union(*(pair.keep for pair in pairs))
         self.stale: list[Stale] = []
 
     def rebind(self) -> list[Stale]:
         olds = [pair.old for pair in self.pairs.values()]
         own = {id(self.pairs), id(olds), id(self.__dict__), *(id(p) for p in self.pairs.values())}
         indirect: list[Any] = []
-        for holder in gc.get_referrers(*olds):
+        for holder in _referrers(olds):
             if id(holder) in own or id(holder) in self.ours or _belongs_to_weaver(holder):
+                continue
+            if id(holder) in self.kept:
                 continue
             if isinstance(holder, (dict, tuple, types.MethodType)) and not self._is_module_namespace(holder):
                 indirect.append(holder)
@@ -104,8 +109,6 @@ class _Collected:
     def _is_module_namespace(self, holder: Any) -> bool:
         if not isinstance(holder, dict) or "__name__" not in holder:
             return False
-        if any(id(holder) == pair.keep for pair in self.pairs.values()):
-            return True
         module = sys.modules.get(holder["__name__"]) if isinstance(holder["__name__"], str) else None
         return module is not None and namespace(module) is holder
 
@@ -130,7 +133,8 @@ class _Collected:
                 holder.discard(value)
                 holder.add(self._new(value))
         elif isinstance(holder, types.CellType):
-            holder.cell_contents = self._new(holder.cell_contents)
+            if not _is_class_cell(holder):
+                holder.cell_contents = self._new(holder.cell_contents)
         elif isinstance(holder, functools.partial):
             _replace_in_partial(holder, self._new(holder.func))
             self._report_old(holder.args, holder)
@@ -138,14 +142,12 @@ class _Collected:
             self._replace_in_dict(holder)
         elif isinstance(holder, type):
             self._replace_in_class(holder)
-        elif isinstance(holder, types.FrameType) or holder is sys.modules:
-            pass  # a frame keeps what its call began with
+        elif isinstance(holder, _SILENT) or holder is sys.modules:
+            pass
         else:
             self._replace_in_instance(holder)
 
     def _replace_in_dict(self, holder: dict[Any, Any]) -> None:
-        if any(id(holder) == pair.keep for pair in self.pairs.values()):
-            return
         for key, value in list(holder.items()):
             if self._is_old(value):
                 holder[key] = self._new(value)
@@ -188,8 +190,8 @@ class _Collected:
         """Dictionaries of classes, default arguments, bound methods and descriptors."""
         known = {id(holder): holder for holder in holders}
         owners: dict[int, list[Any]] = {}
-        for owner in gc.get_referrers(*holders):
-            if owner is holders or owner is known or isinstance(owner, types.FrameType):
+        for owner in _referrers(holders):
+            if owner is known or isinstance(owner, types.FrameType):
                 continue
             for referent in gc.get_referents(owner):
                 if id(referent) in known:
@@ -209,7 +211,8 @@ class _Collected:
             functions = [f for f in owners if isinstance(f, types.FunctionType) and f.__defaults__ is holder]
             for function in functions:
                 function.__defaults__ = tuple(self._new(value) for value in holder)
-            if len(functions) < len(owners):
+            linearised = [cls for cls in owners if isinstance(cls, type) and _is_of_class(holder, cls)]
+            if len(functions) + len(linearised) < len(owners):
                 self._report_old(holder, holder)
         else:
             self._replace_object(holder, owners)
@@ -238,13 +241,46 @@ class _Collected:
                 self._report(value, _describe(holder))
 
     def _report_referents(self, holder: Any) -> None:
-        self._report_old(gc.get_referents(holder), holder)
+        if self._is_old(type(holder)):
+            self._report(type(holder), "instances that were made before")
+        else:
+            self._report_old(gc.get_referents(holder), holder)
+
+
+def _referrers(objects: list[Any]) -> Iterator[Any]:
+    """Everything the garbage collector knows that holds one of ``objects``."""
+    # A tuple of our own: Python 3.13 would find the one that it makes for the call.
+    arguments = tuple(objects)
+    for holder in gc.get_referrers(*arguments):
+        if holder is not objects and holder is not arguments:
+            yield holder
 
 
 def describe(obj: Any) -> str:
     """A function or class by the name it was defined under."""
     inner = getattr(obj, "__func__", None) or getattr(obj, "fget", None) or obj
     return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', repr(inner))}"
+
+
+_SILENT = (types.FrameType, types.GetSetDescriptorType, types.MemberDescriptorType)
+"""A frame keeps what its call began with; the descriptors of a class belong to it."""
+
+
+def _is_class_cell(cell: types.CellType) -> bool:
+    """Whether ``cell`` is what `super()` looks into: it belongs to the class, whatever stands for that."""
+    if not isinstance(cell.cell_contents, type):
+        return False
+    closures = [holder for holder in gc.get_referrers(cell) if isinstance(holder, tuple)]
+    for function in _referrers(closures):
+        if isinstance(function, types.FunctionType):
+            for name, held in zip(function.__code__.co_freevars, function.__closure__ or ()):
+                if held is cell:
+                    return name == "__class__"
+    return False
+
+
+def _is_of_class(holder: tuple[Any, ...], cls: type) -> bool:
+    return holder is cls.__mro__ or holder is type.__dict__["__bases__"].__get__(cls)
 
 
 def _replace_in_partial(holder: functools.partial[Any], function: Any) -> None:

@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from sgl_aspects.weaving.joinpoint import JoinPoint
-from sgl_aspects.weaving.places import Place
+from sgl_aspects.weaving.places import Place, current
 
 _baselines: dict[tuple[bool, bool], int] = {}
 
@@ -22,6 +22,8 @@ def extra_references(point: Any) -> int:
         return -1
     if point.place.inherited or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return -1
+    if current(point.place.owner, point.place.name) is not point.standing:
+        return -1  # it does not stand at home, so that the home does not count
     return max(_count(point) - _baseline(point), 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sgl_aspects.weaving.fabric import Point
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoint import JoinPoint
 from sgl_aspects.weaving.rebind import Stale
@@ -64,13 +65,13 @@ def report(weaver: Weaver) -> Report:
     points = weaver.points
     return Report(
         hooks=tuple(_hook_report(weaver, advice) for advice in weaver.advices),
-        stale=tuple(stale for point in points for stale in weaver.stale.get(point.place.key, ())),
-        displaced=tuple(str(point.place) for point in points if point.displaced),
+        stale=tuple(stale for point in points for stale in weaver.fabric.stale.get(point, ())),
+        displaced=tuple(str(point.place) for point in weaver.displaced),
     )
 
 
 def _hook_report(weaver: Weaver, advice: Advice) -> HookReport:
-    points = weaver.points_of(advice)
+    points = weaver.fabric.of(advice)
     return HookReport(
         target=str(advice.target),
         hook=advice.name,
@@ -87,32 +88,37 @@ def _hook_report(weaver: Weaver, advice: Advice) -> HookReport:
 
 
 def explain(weaver: Weaver, target: str) -> str:
-    """What happens when ``target`` is called, outermost hook first."""
+    """What happens when ``target`` is called, outermost hook first, and which hooks wait for it."""
     parsed = Target.parse(target)
-    points = [point for point in weaver.points if _is_named(str(point.place), parsed)]
-    if not points:
-        waiting = [advice for advice in weaver.advices if str(advice.target) == str(parsed)]
-        if not waiting:
-            return f"{target}: no hooks"
-        return "\n".join(f"{target}: {advice.state.value}: {advice} ({advice.detail})" for advice in waiting)
-    lines = []
-    for point in points:
-        kind = "a generated function" if isinstance(point, JoinPoint) else "a class"
+    points = weaver.points_named(parsed)
+    lines = [line for point in points for line in _explain_point(weaver, point)]
+    lines += [
+        f"{target}: {advice.state.value}: {advice} ({advice.detail})"
+        for advice in weaver.advices
+        if not weaver.fabric.of(advice) and _is_about(advice.target, parsed)
+    ]
+    return "\n".join(lines) or f"{target}: no hooks"
+
+
+def _explain_point(weaver: Weaver, point: Point) -> list[str]:
+    kind = "a generated function" if isinstance(point, JoinPoint) else "a class"
+    lines = [
+        f"{point.place}: {point.calls} calls, {kind if point.installed else 'the original'} stands there"
+    ]
+    for depth, advice in enumerate(reversed(innermost_first(point.advices))):
+        source = f" [{advice.source}]" if advice.source else ""
+        state = "" if advice.enabled else " (disabled)"
         lines.append(
-            f"{point.place}: {point.calls} calls, {kind if point.installed else 'the original'} stands there"
+            f"{'  ' * (depth + 1)}{advice.hook_type.value} {advice.name} order={advice.order}{source}{state}"
         )
-        for depth, advice in enumerate(reversed(innermost_first(point.advices))):
-            state = "" if advice.enabled else " (disabled)"
-            lines.append(
-                f"{'  ' * (depth + 1)}{advice.hook_type.value} {advice.name} order={advice.order}{state}"
-            )
-        lines.append(f"{'  ' * (len(point.advices) + 1)}original {point.place}")
-        lines += [f"  still held by {stale.holder}" for stale in weaver.stale.get(point.place.key, ())]
-        if point.displaced:
-            lines.append("  somebody else's patch stands over it")
-    return "\n".join(lines)
+    lines.append(f"{'  ' * (len(point.advices) + 1)}original {point.place}")
+    lines += [f"  still held by {stale.holder}" for stale in weaver.fabric.stale.get(point, ())]
+    if point.displaced:
+        lines.append("  somebody else's patch stands over it")
+    return lines
 
 
-def _is_named(place: str, target: Target) -> bool:
-    names = {place, place.replace(":", ".")}
-    return any(alternate.text in names for alternate in target.alternates)
+def _is_about(target: Target, asked: Target) -> bool:
+    """Whether ``target`` may come to name what ``asked`` names, as far as the texts tell."""
+    names = {alternate.text.replace(":", ".") for alternate in asked.alternates}
+    return any(alternate.text.replace(":", ".") in names for alternate in target.alternates)

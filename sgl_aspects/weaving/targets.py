@@ -36,6 +36,11 @@ class Alternate:
     def has_module_pattern(self) -> bool:
         return self.module is not None and "*" in self.module
 
+    @property
+    def has_family(self) -> bool:
+        """Whether it names a class with its subclasses, which may be defined in any module."""
+        return any(part.endswith("+") for part in self.path)
+
     def attribute_path(self, module_name: str) -> tuple[str, ...] | None:
         """The attribute path to look up in ``module_name``, or None where this alternate is not about it."""
         if self.module is None:
@@ -75,7 +80,7 @@ class Target:
             return target
         if isinstance(target, str):
             return _parse(target)
-        texts = tuple(target)
+        texts = tuple(target) if isinstance(target, Iterable) else ()
         if not texts or not all(isinstance(text, str) for text in texts):
             raise TargetError(f"target {target!r} is neither a text nor several texts; {_FORMS}")
         return cls(tuple(alternate for text in texts for alternate in _parse(text).alternates))

@@ -1,0 +1,284 @@
+"""The fabric: every woven point of a process, its hooks, and putting all of it in place.
+
+The weaver says which hook belongs at which place. Here hooks come to points, points come to stand where
+the originals stood, and every holder of an original follows, in one pass for all points that changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.classes import ClassPoint
+from sgl_aspects.weaving.hooks import Advice, HookType
+from sgl_aspects.weaving.joinpoint import JoinPoint
+from sgl_aspects.weaving.keeping import Kept, kept_by, module_of
+from sgl_aspects.weaving.places import MISSING, Place, current, find, inherited, is_class, namespace
+from sgl_aspects.weaving.rebind import Pair, Stale, describe, rebind
+from sgl_aspects.weaving.references import extra_references
+
+logger = logging.getLogger("sgl_aspects")
+
+Point = JoinPoint | ClassPoint
+
+
+@dataclass
+class Outcome:
+    """What came of settling points.
+
+    :param refused: hooks whose place could not be written, each with the reason.
+    :param homeless: hooks on members of classes that have changed: they belong to the class that stands
+        there now.
+    """
+
+    refused: dict[Advice, HookError] = field(default_factory=dict)
+    homeless: list[Advice] = field(default_factory=list)
+
+
+class Fabric:
+    """All points. Not locked: the weaver serialises every change."""
+
+    def __init__(self) -> None:
+        self.points: dict[Point, None] = {}  # in the order they were made
+        self.compiling: Any = None
+        self.stale: dict[Point, list[Stale]] = {}
+        self._at: dict[Advice, list[tuple[Point, int]]] = {}
+        self._here: dict[tuple[int, str, str], list[Point]] = {}
+        self._by_replacement: dict[int, Point] = {}
+
+    # -- looking ----------------------------------------------------------------------------------------
+
+    def of(self, advice: Advice) -> list[tuple[Point, int]]:
+        """Where ``advice`` is, each with the number of calls before it came."""
+        return self._at.get(advice, [])
+
+    def known(self, place: Place) -> Point | None:
+        """The point that stands at ``place`` now, under this name or another one; None where none does."""
+        for point in reversed(self._here.get(place.key, ())):
+            if current(place.owner, place.name) is _expected(point):
+                return point
+        other = self._by_replacement.get(id(place.raw))
+        if other is not None and other.installed and not place.inherited and other.standing is place.raw:
+            return other  # another name of something that is woven already
+        return None
+
+    def displaced(self) -> Iterator[Point]:
+        """Points that somebody else's object stands over."""
+        for points in self._here.values():
+            if points[-1].displaced:
+                yield points[-1]
+
+    # -- hooks come and go ------------------------------------------------------------------------------
+
+    def attach(self, advice: Advice, place: Place, *, rerun: bool = False) -> Point | None:
+        """Add ``advice`` to the point at ``place``, making one where there is none; settles nothing.
+
+        Returns None where it is there already. A patch that somebody laid over a point of ours is not
+        woven again for the hooks below it.
+
+        :param rerun: the code that fills ``place`` has just run: what stands there is no patch, but new.
+        :raises HookError: what stands at ``place`` cannot take this hook.
+        """
+        here = self._here.get(place.key, ())
+        if not rerun and any(advice in point.advices for point in here):
+            return None
+        point = self.known(place)
+        if point is not None and advice in point.advices:
+            return None
+        if point is None:
+            point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place)
+        if isinstance(point, ClassPoint):
+            ClassPoint.check(advice, place)
+        elif advice.is_class_replacement:
+            raise HookError(f"{advice}: {place} is no class, so a class cannot replace it; pass a function")
+        self._warn_of_second_replace(advice, point)
+        self._remember(point)
+        point.advices.append(advice)
+        self._at.setdefault(advice, []).append((point, point.calls))
+        return point
+
+    def detach(self, advice: Advice) -> list[Point]:
+        """Take ``advice`` off all its points, and return them to be settled."""
+        points = [point for point, _ in self._at.pop(advice, ())]
+        for point in points:
+            point.advices.remove(advice)
+        return points
+
+    def _remember(self, point: Point) -> None:
+        if point not in self.points:
+            self.points[point] = None
+            self._here.setdefault(point.place.key, []).append(point)
+            self._by_replacement[id(point.replacement)] = point
+
+    def _drop(self, point: Point) -> None:
+        if point not in self.points:
+            return
+        del self.points[point]
+        here = self._here[point.place.key]
+        here.remove(point)
+        if not here:
+            del self._here[point.place.key]
+        self.stale.pop(point, None)
+        for seen in (point.replacement, point.standing):
+            if self._by_replacement.get(id(seen)) is point:
+                del self._by_replacement[id(seen)]
+
+    def _warn_of_second_replace(self, advice: Advice, point: Point) -> None:
+        if advice.hook_type is not HookType.REPLACE:
+            return
+        earlier = [other for other in point.advices if other.hook_type is HookType.REPLACE]
+        if earlier:
+            logger.warning("%s takes the place of %s; removing it brings that one back", advice, earlier[-1])
+        owner, name = point.place.owner, point.place.name
+        for other in self.points:
+            if isinstance(other, ClassPoint) and other.standing is owner and name in namespace(owner):
+                for replacing in other.advices:
+                    logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
+
+    # -- putting in place -------------------------------------------------------------------------------
+
+    def settle(self, points: Iterable[Point]) -> Outcome:
+        """Make each point's place and all its holders agree with its hooks; one rebinding pass for all."""
+        outcome = Outcome()
+        pairs: list[Pair] = []
+        installed: list[tuple[Point, str]] = []
+        unique = [self._on_top(point) for point in dict.fromkeys(points)]
+        for point in unique:
+            extra = extra_references(point)
+            before = point.standing
+            try:
+                point.settle(self.compiling)
+            except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
+                self._refuse(point, error, outcome)
+            after = point.standing
+            if before is after:
+                continue
+            keep = point.keeps if isinstance(point, ClassPoint) else kept_by(point.advices)
+            pairs += _pairs(point, before, after, extra, keep)
+            if point.installed:
+                installed.append((point, describe(before)))
+            if isinstance(point, ClassPoint):
+                self._by_replacement.pop(id(before), None)
+                self._by_replacement[id(after)] = point
+        self._note_stale(installed, self._rebind(pairs))
+        for point in unique:
+            if isinstance(point, JoinPoint):
+                _give_originals(point)
+        self._follow(pairs)
+        for point in unique:
+            if not point.advices:
+                self._drop(point)
+        for pair in pairs:
+            if is_class(pair.old):
+                outcome.homeless += self._evict(pair.old, outcome)
+        return outcome
+
+    def _on_top(self, point: Point) -> Point:
+        """``point``, or one that takes its hooks, where somebody patched its place while it was off."""
+        place = point.place
+        if point.installed or not point.active or current(place.owner, place.name) is _expected(point):
+            return point
+        path = (place.name, place.part) if place.part else (place.name,)
+        here = next(iter(find(place.owner, path)), None)
+        if here is None:
+            return point
+        advices = list(point.advices)
+        anew = None
+        self._drop(point)
+        for advice in advices:
+            self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
+            anew = self.attach(advice, here) or anew
+        return anew or point
+
+    def _refuse(self, point: Point, error: Exception, outcome: Outcome) -> None:
+        """The place cannot be written: a type made in C, a read-only instance."""
+        failure = HookError(f"{point.place} cannot be hooked: {error}")
+        failure.__cause__ = error
+        if not point.advices:
+            logger.warning("%s cannot be restored: %s", point.place, error)
+        for advice in self._vacate(point):
+            outcome.refused[advice] = failure
+
+    def _vacate(self, point: Point) -> list[Advice]:
+        """Take all hooks off ``point`` without settling it; returns them."""
+        advices = list(point.advices)
+        for advice in advices:
+            self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
+        point.advices.clear()
+        return advices
+
+    def _rebind(self, pairs: list[Pair]) -> list[Stale]:
+        if not any(pair.extra for pair in pairs):
+            return []
+        ours = frozenset(key for point in self.points for key in point.own_containers())
+        return rebind(pairs, ours)
+
+    def _note_stale(self, installed: list[tuple[Point, str]], found: list[Stale]) -> None:
+        for point, before in installed:
+            names = {before, describe(point.inner)}
+            here = [stale for stale in found if stale.target in names]
+            self.stale[point] = here + (point.stale if isinstance(point, ClassPoint) else [])
+
+    def _follow(self, pairs: list[Pair]) -> None:
+        """Points over something that has changed call what stands there now.
+
+        Hooks on ``Sub.m`` call what ``Base.m`` is now; a point over another one, what is below it.
+        """
+        changed = {id(pair.old): pair.new for pair in pairs}
+        for point in self.points:
+            if not isinstance(point, JoinPoint):
+                continue
+            below = changed.get(id(point.original), point.original)
+            if below is point.replacement:
+                continue
+            if point.place.inherited and is_class(point.place.owner):
+                below = inherited(point.place.owner, point.place.name)
+            if below is not point.original and below is not MISSING:
+                point.follow(below)
+                point.refresh(self.compiling)
+
+    def _evict(self, before: type, outcome: Outcome) -> list[Advice]:
+        """Take the hooks off the members of a class that no longer stands where it stood."""
+        owners = _with_nested(before)
+        points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
+        advices = [advice for point in points for advice in self._vacate(point)]
+        nested = self.settle(points)
+        outcome.refused.update(nested.refused)
+        return list(dict.fromkeys([*advices, *nested.homeless]))
+
+
+def _give_originals(point: JoinPoint) -> None:
+    """The module of a REPLACE hook has the original, also where it was imported after an earlier hook."""
+    for advice in point.advices:
+        home = module_of(advice.hook) if advice.hook_type is HookType.REPLACE else None
+        if home is not None and home is not namespace(point.place.owner):
+            for name in [name for name, value in list(home.items()) if value is point.replacement]:
+                home[name] = point.original
+
+
+def _expected(point: Point) -> Any:
+    """What the dictionary of the point's owner holds as long as nobody else writes there."""
+    if not point.installed and point.place.inherited:
+        return MISSING
+    return point.standing
+
+
+def _with_nested(cls: type) -> list[type]:
+    found = [cls]
+    for owner in found:
+        prefix = f"{owner.__qualname__}."
+        members = namespace(owner).values()
+        # Grows while it is walked.
+        found += [cls for cls in members if is_class(cls) and cls.__qualname__.startswith(prefix)]
+    return found
+
+
+def _pairs(point: Point, before: Any, after: Any, extra: int, keep: Kept) -> Iterator[Pair]:
+    yield Pair(before, after, extra, keep)
+    if isinstance(point, JoinPoint) and point.inner is not point.original:
+        function = point.woven.function
+        old, new = (point.inner, function) if point.installed else (function, point.inner)
+        yield Pair(old, new, -1, keep)

@@ -1,0 +1,87 @@
+"""Interest: which hooks a module that loads may be about.
+
+Asked for every import of the process, so that it must answer at once: by the module's name for plain
+targets, one by one only for patterns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from sgl_aspects.weaving.hooks import Advice
+from sgl_aspects.weaving.places import find, is_class, namespace
+from sgl_aspects.weaving.targets import Alternate
+
+
+class Interest:
+    """Hooks by the modules that they wait for."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[Advice, None]] = {}
+        self._patterns: dict[Advice, None] = {}
+        self._families: dict[Advice, None] = {}  # with `Class+`: any module may define a subclass
+
+    def add(self, advice: Advice) -> None:
+        """Wait for the modules of ``advice``."""
+        for alternate in advice.target.alternates:
+            for name in alternate.module_names():
+                self._by_name.setdefault(name, {})[advice] = None
+            if alternate.has_module_pattern:
+                self._patterns[advice] = None
+            if alternate.has_family:
+                self._families[advice] = None
+
+    def discard(self, advice: Advice) -> None:
+        """Wait no longer."""
+        for alternate in advice.target.alternates:
+            for name in alternate.module_names():
+                waiting = self._by_name.get(name, {})
+                waiting.pop(advice, None)
+                if not waiting:
+                    self._by_name.pop(name, None)
+        self._patterns.pop(advice, None)
+        self._families.pop(advice, None)
+
+    def wants(self, name: str) -> bool:
+        """Whether anybody may wait for the module ``name``; safe to ask without a lock."""
+        return name in self._by_name or bool(self._patterns) or bool(self._families)
+
+    def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
+        """Each hook that ``module``, just loaded, may be about, and where its target is to be looked up."""
+        for advice in {**self._by_name.get(name, {}), **self._patterns}:
+            if any(alternate.attribute_path(name) for alternate in advice.target.alternates):
+                yield advice, name, module
+        defined = _classes_of(module, name) if self._families else []
+        for advice in list(self._families):
+            for home, path in _heads(advice):
+                bases = [place.raw for place in find(sys.modules[home], path) if is_class(place.raw)]
+                if home != name and any(base in cls.__mro__ for cls in defined for base in bases):
+                    yield advice, home, sys.modules[home]
+
+
+def _heads(advice: Advice) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The loaded modules that ``advice`` names a `Class+` in, with the path to that class."""
+    for alternate in advice.target.alternates:
+        if not alternate.has_family:
+            continue
+        end = next(index for index, part in enumerate(alternate.path) if part.endswith("+")) + 1
+        path = tuple(part.removesuffix("+") for part in alternate.path[:end])
+        for home in _loaded_names(alternate):
+            yield home, path
+
+
+def _loaded_names(alternate: Alternate) -> list[str]:
+    names = list(sys.modules) if alternate.has_module_pattern else list(alternate.module_names())
+    return [name for name in names if sys.modules.get(name) is not None and alternate.attribute_path(name)]
+
+
+def _classes_of(module: Any, name: str) -> list[type]:
+    """The classes that ``module`` defines, nested ones too."""
+    found = [
+        value for value in list(namespace(module).values()) if is_class(value) and value.__module__ == name
+    ]
+    for cls in found:
+        found += [value for value in namespace(cls).values() if is_class(value) and value not in found]
+    return found
