@@ -26,7 +26,7 @@ class CpuDeviceMixin(DeviceMixin):
     def device_count(self) -> int:
         return 1
 
-    def get_device(self, local_rank: int) -> torch.device:  # noqa: ARG002 - every worker shares the processors
+    def get_device(self, local_rank: int) -> torch.device:
         import torch
 
         return torch.device("cpu")
@@ -35,21 +35,21 @@ class CpuDeviceMixin(DeviceMixin):
         if device.type != "cpu":
             raise ValueError(f"set_device({device}): the CPU platform has only torch.device('cpu')")
 
-    def get_device_name(self, device_id: int = 0) -> str:  # noqa: ARG002
+    def get_device_name(self, device_id: int = 0) -> str:
         return _processor_name() or host.machine()
 
-    def get_device_uuid(self, device_id: int = 0) -> str:  # noqa: ARG002
+    def get_device_uuid(self, device_id: int = 0) -> str:
         """The host's: derived from its network address, as :func:`uuid.getnode` tells it."""
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{uuid.getnode():012x}"))
 
-    def get_device_total_memory(self, device_id: int = 0) -> int:  # noqa: ARG002
+    def get_device_total_memory(self, device_id: int = 0) -> int:
         return host_memory.available_and_total()[1]
 
-    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:  # noqa: ARG002
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
         """(free, total) bytes of the host, or of the cgroup where that is less."""
         return host_memory.available_and_total()
 
-    def get_current_memory_usage(self, device: torch.device | None = None) -> float:  # noqa: ARG002
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
         """The most bytes that this process has had resident."""
         return float(host_memory.peak_resident())
 

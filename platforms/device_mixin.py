@@ -78,23 +78,23 @@ class DeviceMixin:
         """How many devices this process may use."""
         self._not_implemented("device_count")
 
-    def get_device(self, local_rank: int) -> torch.device:  # noqa: ARG002
+    def get_device(self, local_rank: int) -> torch.device:
         """The torch device of the worker with this rank on this host."""
         self._not_implemented("get_device")
 
-    def set_device(self, device: torch.device) -> None:  # noqa: ARG002
+    def set_device(self, device: torch.device) -> None:
         """Make ``device`` the current one of this thread."""
         self._not_implemented("set_device")
 
-    def get_device_name(self, device_id: int = 0) -> str:  # noqa: ARG002
+    def get_device_name(self, device_id: int = 0) -> str:
         """The product name, as the driver tells it."""
         self._not_implemented("get_device_name")
 
-    def get_device_uuid(self, device_id: int = 0) -> str:  # noqa: ARG002
+    def get_device_uuid(self, device_id: int = 0) -> str:
         """An identifier of this very device, the same after a restart."""
         self._not_implemented("get_device_uuid")
 
-    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:  # noqa: ARG002
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
         """The compute capability; None for devices that have no such number."""
         return None
 
@@ -104,15 +104,15 @@ class DeviceMixin:
 
     # -- memory, in bytes ----------------------------------------------------------------------------
 
-    def get_device_total_memory(self, device_id: int = 0) -> int:  # noqa: ARG002
+    def get_device_total_memory(self, device_id: int = 0) -> int:
         """All memory of the device."""
         self._not_implemented("get_device_total_memory")
 
-    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:  # noqa: ARG002
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
         """(free, total): what could be allocated now, and all there is."""
         self._not_implemented("get_available_memory")
 
-    def get_current_memory_usage(self, device: torch.device | None = None) -> float:  # noqa: ARG002
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
         """The most that this process has had allocated at one time."""
         self._not_implemented("get_current_memory_usage")
 

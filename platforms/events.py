@@ -38,7 +38,7 @@ class ClockEvent(DeviceEvent):
     def __init__(self) -> None:
         self._time_ns: int | None = None
 
-    def record(self, stream: Any = None) -> None:  # noqa: ARG002 - a CPU has no streams
+    def record(self, stream: Any = None) -> None:
         self._time_ns = time.perf_counter_ns()
 
     def query(self) -> bool:

@@ -79,7 +79,7 @@ class SRTPlatform(DeviceMixin):
         """The class that captures and replays; asked only where ``support_cuda_graph()``."""
         self._not_implemented("get_graph_runner_cls")
 
-    def get_compile_backend(self, mode: str | None = None) -> str:  # noqa: ARG002
+    def get_compile_backend(self, mode: str | None = None) -> str:
         """The backend's name for ``torch.compile(backend=…)``."""
         self._not_implemented("get_compile_backend")
 

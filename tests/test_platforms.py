@@ -238,7 +238,7 @@ block = torch.ones(256 * 2**20, dtype=torch.uint8)
 peak = usage()
 assert before + 250 * 2**20 <= peak <= before + 400 * 2**20, (before, peak)
 del block
-assert usage() >= peak
+assert usage() >= peak - 8 * 2**20  # the kernel counts in batches of pages
 """
     done = run_python(code)  # a process of its own: a peak never falls
     assert done.returncode == 0, done.stderr
