@@ -7,7 +7,7 @@ import platform
 import sys
 from pathlib import Path
 
-from benchmarks import calls
+from benchmarks import calls, weaving
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BASE = "SGLang's registry"
@@ -30,6 +30,13 @@ def call_table() -> str:
     return "\n".join(lines)
 
 
+def weaving_table() -> str:
+    """One row a figure."""
+    lines = ["| what | ms | budget |", "| --- | --- | --- |"]
+    lines += [f"| {row.what} | {row.milliseconds:.1f} | {row.budget} |" for row in weaving.measure()]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
@@ -43,6 +50,10 @@ in brackets the ratio to SGLang's own hook registry. {platform.python_implementa
 ## Nanoseconds a call
 
 {call_table()}
+
+## Weaving, rebinding, importing
+
+{weaving_table()}
 """
     sys.stdout.write(page)
     if arguments.write:

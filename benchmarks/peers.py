@@ -42,7 +42,8 @@ def load_sglang_registry() -> Any:
         with zipfile.ZipFile(next(cache.glob("sglang-*.whl"))) as wheel:
             file.write_bytes(wheel.read("sglang/srt/plugins/hook_registry.py"))
     spec = importlib.util.spec_from_file_location("sglang_hook_registry", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

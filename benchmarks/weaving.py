@@ -1,0 +1,118 @@
+"""What weaving itself costs: registering, rebinding, importing; each figure from processes of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = 7
+
+REGISTER = """
+import json, sys, time
+import sgl_aspects as aspects
+def hook(original_fn, *args, **kwargs): return original_fn(*args, **kwargs)
+targets = [f"not_loaded_{i % 50}.module_{i}:Class.method_{i}" for i in range(500)]
+before, start = len(sys.modules), time.perf_counter()
+for target in targets:
+    aspects.HookRegistry.register(target, hook, aspects.HookType.AROUND)
+aspects.HookRegistry.apply_hooks()
+print(json.dumps([(time.perf_counter() - start) * 1e3, len(sys.modules) - before]))
+"""
+
+# 3,000 modules of about 100 attributes; each target is copied into six modules, as `from X import f` does.
+WORLD = """
+import json, sys, time, types
+COUNT, OURS = int(sys.argv[1]), sys.argv[2] == "ours"
+if not OURS:
+    sys.path.insert(0, sys.argv[3])
+    import logging; logging.disable(logging.CRITICAL)
+    from benchmarks.peers import sglang
+    registry, around = sglang.HookRegistry, sglang.HookType.AROUND
+else:
+    import sgl_aspects as aspects
+    registry, around = aspects.HookRegistry, aspects.HookType.AROUND
+modules = []
+for number in range(3000):
+    module = types.ModuleType(f"world_{number}")
+    exec(f"def f_{number}(x): return x", module.__dict__)
+    module.__dict__.update({f"name_{i}": (number, i) for i in range(95)})
+    sys.modules[module.__name__] = module
+    modules.append(module)
+for number in range(COUNT):
+    for copy in range(1, 7):
+        holder = modules[(number * 5 + copy) % 3000]
+        setattr(holder, f"copied_{number}", getattr(modules[number], f"f_{number}"))
+def make():
+    return lambda original_fn, *args, **kwargs: original_fn(*args, **kwargs) + 1
+for number in range(COUNT):
+    registry.register(f"world_{number}.f_{number}", make(), around)
+start = time.perf_counter()
+registry.apply_hooks()
+elapsed = (time.perf_counter() - start) * 1e3
+for number in range(COUNT):
+    assert getattr(modules[(number * 5 + 6) % 3000], f"copied_{number}")(1) == 2
+print(json.dumps([elapsed]))
+"""
+
+IMPORTS = {
+    "import wrapt": "import wrapt",
+    "import sgl_aspects": "import sgl_aspects",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure with its budget, both in ms."""
+
+    what: str
+    milliseconds: float
+    budget: str
+
+
+def _run(program: str, *arguments: str) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    values: list[float] = json.loads(done.stdout)
+    return values
+
+
+def _import_ms(statement: str) -> float:
+    program = (
+        "import time, json; start = time.perf_counter()\n"
+        f"{statement}\nprint(json.dumps([(time.perf_counter() - start) * 1e3]))"
+    )
+    return _run(program)[0]
+
+
+def measure() -> list[Row]:
+    """Medians over processes of their own, rounds interleaved."""
+    registering = [_run(REGISTER) for _ in range(RUNS)]
+    imported = max(int(values[1]) for values in registering)
+    rows = [
+        Row(
+            f"register and apply 500 hooks on unloaded modules ({imported} modules imported)",
+            statistics.median(values[0] for values in registering),
+            "5",
+        )
+    ]
+    for count in (1, 10, 100, 500):
+        ours = statistics.median(_run(WORLD, str(count), "ours")[0] for _ in range(3))
+        theirs = _run(WORLD, str(count), "sglang", str(ROOT))[0]
+        what = f"weave and rebind {count} loaded targets among 3,000 modules"
+        rows.append(Row(what, ours, "100" if count == 500 else ""))
+        rows.append(Row(f"the same with SGLang's registry, {count}", theirs, ""))
+    times: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    for _ in range(RUNS):
+        for name, statement in IMPORTS.items():
+            times[name].append(_import_ms(statement))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    rows += [Row(name, value, "") for name, value in medians.items()]
+    beyond = medians["import sgl_aspects"] - medians["import wrapt"]
+    rows.append(Row("import sgl_aspects beyond import wrapt", beyond, "10"))
+    return rows
