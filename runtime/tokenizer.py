@@ -18,6 +18,8 @@ from sgl_aspects.errors import InvalidRequestError, ModelLoadError
 
 ChatMessage = Mapping[str, Any]
 
+_EXAMPLE = 'a message is a dict such as {"role": "user", "content": "Hello"}'
+
 
 class Tokenizer:
     """A fast tokenizer and the chat template that came with the model.
@@ -49,14 +51,15 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The conversation as the model was trained to read it, open for the assistant's answer."""
+        if not _are_messages(messages):
+            raise InvalidRequestError(f"{messages!r} is no conversation: {_EXAMPLE}")
         try:
             return self._compiled_template.render(
                 messages=list(messages), add_generation_prompt=True, **self._template_tokens
             )
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template that joins text and None
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}. "
-                'A message is a dict such as {"role": "user", "content": "Hello"}.'
+                f"the model's chat template refuses these messages: {error}; {_EXAMPLE}"
             ) from error
 
     @cached_property
@@ -90,6 +93,12 @@ def read_tokenizer_file(file: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _are_messages(messages: object) -> bool:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return False
+    return all(isinstance(message, Mapping) and "role" in message for message in messages)
 
 
 def _raise_template_error(message: str) -> NoReturn:

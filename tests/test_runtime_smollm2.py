@@ -27,7 +27,7 @@ PROMPTS = [
     "def fibonacci(n):\n    ",
     "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who",
     "List three uses of a paperclip.\n\n1.",
-    "Water boils at 100 degrees Celsius at sea level. On a high mountain it boils at a lower temperature, because",
+    "Water boils at 100 degrees Celsius at sea level. On a high mountain it boils earlier, because",
     "The quick brown fox jumps over the lazy dog. " * 12 + "After that, the fox",
 ]
 

@@ -10,7 +10,8 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 #: What the tests' prompts are made of, so that the tokenizer has some merges to do.
@@ -39,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE with all bytes, some merges and three special tokens: <|text|> 0, <|start|> 1, <|end|> 2."""
+    """Byte-level BPE: all bytes, some merges, and the special tokens <|text|> 0, <|start|> 1, <|end|> 2."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

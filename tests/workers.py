@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -103,3 +106,27 @@ def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
     next(chunks)
     ready.send((session.run_folder, session.collector_process_id, engine.scheduler_pid))
     time.sleep(600)
+
+
+def own_an_engine(ready: Connection, folder: str) -> None:
+    """Makes an engine, puts it to work, says the scheduler's process id, and waits to be killed."""
+    import time
+
+    from sgl_aspects.runtime import Engine, SamplingParams
+
+    engine = Engine(model_path=folder, max_total_tokens=20000)
+    next(engine.stream([5], SamplingParams(max_new_tokens=15000, ignore_eos=True)))
+    ready.send(engine.scheduler_pid)
+    time.sleep(600)
+
+
+class FailingPlatform(CpuPlatform):
+    """A CPU whose fortieth step fails."""
+
+    calls = 0
+
+    def inference_mode(self) -> AbstractContextManager[Any]:
+        FailingPlatform.calls += 1
+        if FailingPlatform.calls == 40:
+            raise RuntimeError("the device is on fire")
+        return super().inference_mode()
