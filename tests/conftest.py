@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import sgl_aspects as aspects
+from tests.stand_ins import Engine
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +18,17 @@ def smollm2_path() -> Path:
     from sgl_aspects.cli.models import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Modules of a stand-in engine. Afterwards no hook, import finder or module is left over."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders = list(sys.meta_path)
+    stand_in = Engine(tmp_path)
+    yield stand_in
+    aspects.HookRegistry.reset()
+    stand_in.forget()
+    assert aspects.report().hooks == ()
+    assert sys.meta_path == finders

@@ -140,8 +140,8 @@ class Weaver:
         with self._lock:
             found: dict[Point, None] = {}
             for name, module in _loaded(target):
-                for alternate in target.alternates:
-                    for place in find(module, alternate.attribute_path(name) or ()):
+                for path in [one.attribute_path(name) for one in target.alternates]:
+                    for place in find(module, path) if path else ():
                         point = self._fabric.known(place)
                         if point is not None:
                             found[point] = None
