@@ -26,7 +26,7 @@ from sgl_aspects.tracing import TraceSummary, attach
 from tests import workers
 from tests.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 from tests.test_tracing_collector import is_running, read_file, wait_until
-from tests.tiny_llama import make_tiny_llama
+from tests.tiny_models import make_llama, make_tokenizer
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -36,10 +36,15 @@ COMPLETION = "text_completion tiny"
 CHILDREN = {"tokenize", "queue", "prefill", "decode", "detokenize"}
 STEPS = {"scheduler.step", "schedule", "run_batch", "sample", "process_result"}
 SECRET = "xylophone-quartz"
+CHAT = f"{SECRET} and twenty more"
 
 
 def parent(trace_id: str = TRACE, span_id: str = CALLER, flags: str = "01") -> dict[str, str]:
     return {"traceparent": f"00-{trace_id}-{span_id}-{flags}"}
+
+
+def token_count(text: str) -> int:
+    return len(make_tokenizer().encode(text).ids)
 
 
 def tokens(count: int) -> SamplingParams:
@@ -48,7 +53,9 @@ def tokens(count: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_llama(folder, max_position_embeddings=1024)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +90,9 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with http_receiver() as receiver:
         with (
             attach(level=3, endpoint=receiver.endpoint, file=str(file)) as session,
-            Engine(model_path=model, chunked_prefill_size=16, max_total_tokens=1024) as engine,
+            Engine(model_path=model, chunked_prefill_size=20, max_total_tokens=1024) as engine,
         ):
-            conversation = [{"role": "user", "content": f"{SECRET} and twenty more"}]
+            conversation = [{"role": "user", "content": CHAT}]
             sampling = SamplingParams(
                 max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=7, seed=3, ignore_eos=True
             )
@@ -162,7 +169,7 @@ def test_one_whole_trace(run: Run) -> None:
     first, second, third = spans["prefill"]
     order = [tokenize, queue, first, second, third, decode]
     assert all(before.end <= after.start for before, after in itertools.pairwise(order))
-    assert [span.attributes["sgl_aspects.prefill.tokens"] for span in spans["prefill"]] == [16, 16, 7]
+    assert [span.attributes["sgl_aspects.prefill.tokens"] for span in spans["prefill"]] == [20, 20, 9]
     scheduler, caller = queue.resource["process.pid"], root.resource["process.pid"]
     assert caller == os.getpid() != scheduler
     assert {span.resource["process.pid"] for span in (queue, first, decode)} == {scheduler}
@@ -190,7 +197,7 @@ def test_request_attributes_follow_the_conventions(run: Run) -> None:
         "gen_ai.response.id": "whole",
         "gen_ai.response.model": "tiny",
         "gen_ai.response.finish_reasons": ["length"],
-        "gen_ai.usage.input_tokens": 39,
+        "gen_ai.usage.input_tokens": 49,
         "gen_ai.usage.output_tokens": 6,
         "gen_ai.usage.cache_read.input_tokens": 0,
     }
@@ -210,9 +217,8 @@ def test_eight_requests_at_once_are_eight_whole_traces(run: Run) -> None:
         (root,) = spans[COMPLETION]
         assert (root.trace_id, root.parent_id) == (f"{0xA0 + number:032x}", f"{0xB0 + number:016x}")
         assert set(spans) == {COMPLETION, *CHILDREN}
-        assert sum(span.attributes["sgl_aspects.prefill.tokens"] for span in spans["prefill"]) == 9 * (
-            number + 1
-        )
+        prefilled = sum(span.attributes["sgl_aspects.prefill.tokens"] for span in spans["prefill"])
+        assert prefilled == token_count("together " * (number + 1))
         assert root.attributes["gen_ai.usage.output_tokens"] == 4 + number
         assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == 4 + number
 
