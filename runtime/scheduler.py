@@ -31,7 +31,7 @@ from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-#: While idle, look this often whether the owner still lives: a process that it forked may keep the pipe open.
+#: While idle, look this often whether the owner still lives.
 _OWNER_CHECK_SECONDS = 2.0
 
 
@@ -72,10 +72,11 @@ class Scheduler:
 
     def recv_requests(self) -> list[Any]:
         """All messages that are there; waits for one while there is no work. EOFError: the owner is gone."""
-        if not self.has_work:
-            while not self.connection.poll(_OWNER_CHECK_SECONDS):
-                if os.getppid() != self._owner:
-                    raise EOFError
+        while not self.connection.poll(0 if self.has_work else _OWNER_CHECK_SECONDS):
+            if os.getppid() != self._owner:  # a process that the owner forked may keep the pipe open
+                raise EOFError
+            if self.has_work:
+                break
         messages = []
         while self.connection.poll(0):
             messages.append(self.connection.recv())

@@ -55,13 +55,15 @@ def _platform(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def run_in_process(
-    args: ServerArgs, prompts: list[list[int]], new_tokens: int
+    args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
 ) -> tuple[list[list[int]], set[str]]:
     """Drive a Scheduler step by step, a new request every second step. Returns outputs and forward modes."""
     ours, theirs = multiprocessing.Pipe()
     scheduler = Scheduler(args, theirs)
     arriving = [
-        TokenizedRequest(str(i), prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+        TokenizedRequest(
+            str(i), prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **sampling)
+        )
         for i, prompt in enumerate(prompts)
     ]
     reqs, modes = [], set()
@@ -101,6 +103,21 @@ def test_continuous_batches_of_every_variant_answer_as_transformers(
     outputs, modes = run_in_process(args, prompts, NEW_TOKENS)
     assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
     assert modes == {"extend", "decode", "mixed"}
+
+
+def test_a_seed_gives_the_same_tokens_however_prompts_are_cut(tmp_path: Path) -> None:
+    prompts = prompts_of(make_llama(tmp_path).config.vocab_size)
+    outputs = [
+        run_in_process(
+            ServerArgs(tmp_path, chunked_prefill_size=chunk, max_total_tokens=1024),
+            prompts,
+            NEW_TOKENS,
+            temperature=1.0,
+            seed=1,
+        )[0]
+        for chunk in (7, 33, 512)
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_a_small_cache_makes_requests_wait_and_changes_nothing(tmp_path: Path) -> None:

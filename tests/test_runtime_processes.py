@@ -120,17 +120,23 @@ def test_an_error_in_the_scheduler_reaches_callers_with_its_message(
             engine.generate([5, 6], LONG)
 
 
-def test_the_scheduler_ends_when_its_owner_is_killed(folder: Path) -> None:
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("fork", [True, False])
+def test_the_scheduler_ends_when_its_owner_is_killed(folder: Path, busy: bool, fork: bool) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    owner = context.Process(target=own_an_engine, args=(theirs, str(folder)))
+    owner = context.Process(target=own_an_engine, args=(theirs, str(folder), busy, fork))
     owner.start()
     assert ours.poll(60)
-    scheduler = ours.recv()
+    scheduler, forked = ours.recv()
     assert not is_gone(scheduler)
     os.kill(owner.pid or 0, signal.SIGKILL)
     owner.join()
-    wait_until_gone(scheduler)
+    try:
+        wait_until_gone(scheduler)
+    finally:
+        if forked:
+            os.kill(forked, signal.SIGKILL)
 
 
 # -- ends in order -----------------------------------------------------------------------------------

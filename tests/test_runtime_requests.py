@@ -193,12 +193,13 @@ def sampled(seed: int | None, **settings: Any) -> SamplingParams:
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(
     engine: Engine, settings: dict[str, Any]
 ) -> None:
-    alone = engine.generate([9, 9, 9], sampled(11, **settings))
+    prompt = [9, 10, 11] * 30  # two chunks alone, and others in a batch
+    alone = engine.generate(prompt, sampled(11, **settings))
     others = [sampled(i) for i in range(7)]
-    batch = engine.generate([[9, 9, 9], *PROMPTS[:7]], [sampled(11, **settings), *others])
-    again = engine.generate([*PROMPTS[:3], [9, 9, 9]], [*others[:3], sampled(11, **settings)])
+    batch = engine.generate([prompt, *PROMPTS[:7]], [sampled(11, **settings), *others])
+    again = engine.generate([*PROMPTS[:7], prompt], [*others, sampled(11, **settings)])
     assert alone.output_ids == batch[0].output_ids == again[-1].output_ids
-    assert engine.generate([9, 9, 9], sampled(12, **settings)).output_ids != alone.output_ids
+    assert engine.generate(prompt, sampled(12, **settings)).output_ids != alone.output_ids
 
 
 def test_without_a_seed_requests_differ(engine: Engine) -> None:

@@ -108,15 +108,23 @@ def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
     time.sleep(600)
 
 
-def own_an_engine(ready: Connection, folder: str) -> None:
-    """Makes an engine, puts it to work, says the scheduler's process id, and waits to be killed."""
+def own_an_engine(ready: Connection, folder: str, busy: bool, fork: bool) -> None:
+    """Makes an engine and waits to be killed. Says the process id of the scheduler, and of its own fork or 0.
+
+    The fork does nothing, but it holds everything open that this process holds open.
+    """
+    import os
     import time
 
     from sgl_aspects.runtime import Engine, SamplingParams
 
     engine = Engine(model_path=folder, max_total_tokens=20000)
-    next(engine.stream([5], SamplingParams(max_new_tokens=15000, ignore_eos=True)))
-    ready.send(engine.scheduler_pid)
+    stream = engine.stream([5], SamplingParams(max_new_tokens=15000, ignore_eos=True)) if busy else None
+    if stream is not None:
+        next(stream)
+    child = os.fork() if fork else 0
+    if child or not fork:
+        ready.send((engine.scheduler_pid, child))
     time.sleep(600)
 
 
