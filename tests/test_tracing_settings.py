@@ -71,6 +71,22 @@ def test_a_missing_package_is_named_with_its_remedy(
     attach(exporters=["console"]).close()
 
 
+def test_a_file_or_an_endpoint_chooses_its_exporter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, endpoint = str(tmp_path / "traces.jsonl"), "http://localhost:4318"
+
+    def exporters() -> tuple[str, ...]:
+        return TraceSettings.from_environment().exporters
+
+    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
+    assert exporters() == ("otlp",)
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_FILE", file)
+    assert exporters() == ("otlp-json-file",)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    assert exporters() == ("otlp", "otlp-json-file")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console, otlp")
+    assert exporters() == ("console", "otlp")
+
+
 def test_levels_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, level in {"on": 3, "ON": 3, "off": 0, "2": 2, "0": 0, "": 0}.items():
         monkeypatch.setenv("SGL_ASPECTS_TRACE", value)

@@ -7,6 +7,7 @@
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
 ``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file; or none
+                                        (unset: otlp, or what a file or an endpoint is given for)
 ``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` goes first)
 ``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters
 ``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
@@ -57,15 +58,14 @@ class TraceSettings:
         level = LEVELS[env.choice("SGL_ASPECTS_TRACE", tuple(LEVELS), "off")]
         disabled = env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
         file = env.text("SGL_ASPECTS_TRACE_FILE")
-        named = env.names("OTEL_TRACES_EXPORTER")
+        endpoint = env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.text("OTEL_EXPORTER_OTLP_ENDPOINT")
         settings = cls(
             level=0 if disabled else level,
             disabled=disabled,
-            exporters=named if named else (("otlp-json-file",) if file else ("otlp",)),
+            exporters=env.names("OTEL_TRACES_EXPORTER") or _chosen_by(endpoint, file),
             protocol=env.choice("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", PROTOCOLS, "")
             or env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf"),
-            endpoint=env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-            or env.text("OTEL_EXPORTER_OTLP_ENDPOINT"),
+            endpoint=endpoint,
             file=file,
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
@@ -89,7 +89,7 @@ class TraceSettings:
         if isinstance(exporters, str):
             exporters = [part.strip() for part in exporters.split(",")]
         if exporters is None and (file or endpoint):
-            exporters = (["otlp"] if endpoint else []) + (["otlp-json-file"] if file else [])
+            exporters = _chosen_by(endpoint, file)
         return replace(
             self,
             level=0 if self.disabled else level,
@@ -143,6 +143,13 @@ class TraceSettings:
         if self.service_name:
             values["OTEL_SERVICE_NAME"] = self.service_name
         return values
+
+
+def _chosen_by(endpoint: str | None, file: str | None) -> tuple[str, ...]:
+    """The exporters where none are named: what a given endpoint or file is for; else OTLP."""
+    if not file:
+        return ("otlp",)
+    return ("otlp", "otlp-json-file") if endpoint else ("otlp-json-file",)
 
 
 def _require(package: str, what: str) -> None:
