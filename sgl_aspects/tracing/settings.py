@@ -72,7 +72,8 @@ class TraceSettings:
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
             run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
         )
-        return settings.checked() if settings.level else settings
+        # Children only record: what exports, and whether it can, was settled in the first process.
+        return settings.checked() if settings.level and not settings.run_folder else settings
 
     def with_choices(
         self,
