@@ -1,11 +1,13 @@
 """The weaving core: hooks on functions of other people's modules, loaded or not.
 
 targets     what a target text means               places      where it leads in a module
-hooks       hook types and their rules             kinds       descriptors, and what is no function
-chain       hooks to one callable                  codegen     real functions with the exact signature
-joinpoint   one woven place                        classes     one replaced class
-fabric      all woven places                       keeping     what a replacement holds of its own
-rebind      holders of the old object              references  is there any other holder?
+hooks       hook types and their rules             chain       hooks to one callable
+kinds       descriptors and what is in them        homes       the attribute that is written
+codegen     code with the exact signature          functions   functions made of it, and their steering
+proxies     callables that are no function         joinpoint   one woven place
+classes     one replaced class                     keeping     what a replacement holds of its own
+rebind      every holder of the old object         holders     kinds of them
+references  is there any other holder?             fabric      all woven places
 importing   modules as they load                   interest    which hooks a module may be about
 weaver      brings hooks to their places           missing     targets that are not there
 faces       decorators, handles, SGLang's names    reporting   what every hook did

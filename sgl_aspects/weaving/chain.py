@@ -128,9 +128,8 @@ def _awaited(link: Hook, hook: Hook | None = None) -> Callable[..., Awaitable[An
 
 
 async def _settled(value: Any) -> Any:
-    while inspect.isawaitable(value):
-        value = await value
-    return value
+    # Once only: a coroutine may well return a task or a future.
+    return await value if inspect.isawaitable(value) else value
 
 
 def _async_before(advice: Advice, following: Hook) -> Hook:

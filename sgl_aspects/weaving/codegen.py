@@ -1,17 +1,17 @@
-"""Real Python functions with the exact signature of their target.
+"""Source text for functions with the exact signature of their target, and the code made of it.
 
 Why not a proxy: `torch.compile` traces through a plain function and its closure, and silently bypasses a
-proxy; and a call through a plain function costs a third. Why `__code__` is swapped and not the function:
-the function that stands in the engine keeps its identity, so every binding to it stays good.
+proxy; and a call through a plain function costs a third.
 
 All variants of one woven function share the same free variables (:data:`CELLS`):
 
-    head            the behavioural chain, see chain.py; always callable with the target's arguments
     calls           how often the function was called
     compiling       says whether torch is tracing this call, so that observers stand aside
-    pairs1..pairs4  the observers, flattened: (enter, exit, failed) for each
+    head            the behavioural chain, see chain.py, for torch to trace
+    hooks0          the chain, which takes the target's arguments
+    hooks1..hooks4  the chain, and (enter, exit, failed) for each of that many observers, as one flat tuple
 
-A variant with k observers reads only ``pairs<k>``, and these cells always hold exactly k observers. So a
+A variant with k observers reads only ``hooks<k>``, once, and that is only written for k observers. So a
 thread that entered the function just before its code was swapped sees the hooks from before or after the
 swap, never a mixture: no lock is needed in the call.
 
@@ -22,6 +22,7 @@ them, with defaults filled in. (Functions with ``*args`` pass all positional par
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import types
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ from functools import lru_cache
 from typing import Any
 
 MAX_FLAT_OBSERVERS = 4
-FLAT = tuple(f"pairs{count}" for count in range(1, MAX_FLAT_OBSERVERS + 1))
-CELLS = ("head", "calls", "compiling", *FLAT)
+HOOKS = tuple(f"hooks{count}" for count in range(MAX_FLAT_OBSERVERS + 1))
+CELLS = ("calls", "compiling", "head", *HOOKS)
 
 
 class FunctionKind(enum.Enum):
@@ -42,7 +43,13 @@ class FunctionKind(enum.Enum):
     ASYNC_GENERATOR = "async generator"
 
     @classmethod
-    def of(cls, function: types.FunctionType) -> FunctionKind:
+    def of(cls, function: Any) -> FunctionKind:
+        """The kind of a function, of a partial or method around one, or of an instance's ``__call__``."""
+        if isinstance(function, (functools.partial, types.MethodType)):
+            return cls.of(function.func if isinstance(function, functools.partial) else function.__func__)
+        if not isinstance(function, types.FunctionType):
+            call = inspect.getattr_static(type(function), "__call__", None)
+            return cls.of(call) if isinstance(call, types.FunctionType) else cls.PLAIN
         if inspect.iscoroutinefunction(function):
             return cls.COROUTINE
         if inspect.isasyncgenfunction(function):
@@ -133,7 +140,31 @@ def variant(kind: FunctionKind, signature: Signature, observers: int, guarded: b
     """
     source = _Source(kind, signature, observers, guarded).text()
     factory = compile(source, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0)
-    return _code_named("woven", _code_named("factory", factory))
+    code = _code_named("woven", _code_named("factory", factory))
+    return code.replace(co_consts=tuple(_constant(const) for const in code.co_consts))
+
+
+async def _close(inner: Any) -> None:
+    if hasattr(inner, "aclose"):
+        await inner.aclose()
+
+
+def _throw(inner: Any, error: BaseException) -> Any:
+    if hasattr(inner, "athrow"):
+        return inner.athrow(error)
+    raise error
+
+
+# The source names these by a text that is then replaced in the code's constants: as global names they would
+# be looked up in the target's module, which may have names like these of its own.
+_CONSTANTS: dict[str, Any] = {
+    f"<{value.__name__}>": value
+    for value in (BaseException, Exception, GeneratorExit, StopAsyncIteration, _close, _throw)
+}
+
+
+def _constant(const: Any) -> Any:
+    return _CONSTANTS.get(const, const) if isinstance(const, str) else const
 
 
 def _code_named(name: str, outer: types.CodeType) -> types.CodeType:
@@ -169,25 +200,28 @@ class _Source:
         ]
         body: list[str] = []
         if self.guarded:
-            body += [f"if {self.local('compiling')}():", *_indent(self._hand_on())]
+            body += [f"if {self.local('compiling')}():", *_indent(self._hand_on("head"))]
         body.append(f"{self.local('calls')} += 1")
-        body += self._observed() if self.observers else self._hand_on()
+        body += self._observed() if self.observers else self._hand_on("hooks0")
         lines += ["        " + line for line in body]
         return "\n".join(lines)
 
-    def _hand_on(self) -> list[str]:
-        """Call the chain and return what it gives, as this kind of function does."""
+    def _hand_on(self, chain: str) -> list[str]:
+        """Call the chain in the cell ``chain`` and return what it gives, as this kind of function does."""
         if self.kind is FunctionKind.ASYNC_GENERATOR:
-            return [*self._delegate_async(), "return"]
-        return [f"return ({self._result()})"]
+            return [*self._delegate_async(chain), "return"]
+        return [f"return ({self._result(chain)})"]
 
-    def _result(self) -> str:
-        call = f"{self.local('head')}({self.signature.call})"
+    def _result(self, chain: str) -> str:
+        call = self._call(chain)
         if self.kind is FunctionKind.COROUTINE:
             return f"await {call}"
         if self.kind is FunctionKind.GENERATOR:
             return f"yield from {call}"
         return call
+
+    def _call(self, chain: str) -> str:
+        return f"{self.local(chain)}({self.signature.call})"
 
     def _observed(self) -> list[str]:
         local = self.local
@@ -197,20 +231,20 @@ class _Source:
             f"{local(f'enter{i}')}, {local(f'exit{i}')}, {local(f'failed{i}')}" for i in indices
         )
         lines = [
-            f"{pairs} = {local(f'pairs{self.observers}')}",
+            f"{local('chain')}, {pairs} = {local(f'hooks{self.observers}')}",
             f"{args} = ({self.signature.positional})",
             f"{kwargs} = {{{self.signature.keywords}}}",
         ]
         for i in indices:
             lines += [
                 f"try: {local(f'token{i}')} = {local(f'enter{i}')}({args}, {kwargs})",
-                f"except Exception as {error}: {local(f'token{i}')} = {local(f'failed{i}')}({error})",
+                f"except '<Exception>' as {error}: {local(f'token{i}')} = {local(f'failed{i}')}({error})",
             ]
-        body = [f"{result} = ({self._result()})"]
+        body = [f"{result} = ({self._result('chain')})"]
         if self.kind is FunctionKind.ASYNC_GENERATOR:
-            body = [*self._delegate_async(), f"{result} = None"]
+            body = [*self._delegate_async("chain"), f"{result} = None"]
         lines += ["try:", *_indent(body)]
-        lines += [f"except BaseException as {error}:", *_indent(self._exits("None", error)), "    raise"]
+        lines += [f"except '<BaseException>' as {error}:", *_indent(self._exits("None", error)), "    raise"]
         lines += [*self._exits(result, "None")]
         if self.kind is not FunctionKind.ASYNC_GENERATOR:
             lines.append(f"return {result}")
@@ -224,104 +258,34 @@ class _Source:
             lines += [
                 f"if {local(f'token{i}')} is not {local(f'failed{i}')}:",
                 f"    try: {local(f'exit{i}')}({local(f'token{i}')}, {result}, {error})",
-                f"    except Exception as {local('broken')}: {local(f'failed{i}')}({local('broken')})",
+                f"    except '<Exception>' as {local('broken')}: {local(f'failed{i}')}({local('broken')})",
             ]
         return lines
 
-    def _delegate_async(self) -> list[str]:
+    def _delegate_async(self, chain: str) -> list[str]:
         """``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
         local = self.local
         inner, item, sent, thrown = local("inner"), local("item"), local("sent"), local("thrown")
         return [
-            f"{inner} = {local('head')}({self.signature.call})",
+            # In two steps: Python warns of a call of what looks like a text.
+            f"{local('close')} = '<_close>'; {local('throw')} = '<_throw>'",
+            f"{inner} = {self._call(chain)}.__aiter__()",
             "try:",
             f"    {item} = await {inner}.__anext__()",
             "    while True:",
             "        try:",
             f"            {sent} = yield {item}",
-            "        except GeneratorExit:",
-            f"            await {inner}.aclose()",
+            "        except '<GeneratorExit>':",
+            f"            await {local('close')}({inner})",
             "            raise",
-            f"        except BaseException as {thrown}:",
-            f"            {item} = await {inner}.athrow({thrown})",
+            f"        except '<BaseException>' as {thrown}:",
+            f"            {item} = await {local('throw')}({inner}, {thrown})",
             "        else:",
-            f"            {item} = await {inner}.asend({sent})",
-            "except StopAsyncIteration:",
+            f"            {item} = await ({inner}.__anext__() if {sent} is None else {inner}.asend({sent}))",
+            "except '<StopAsyncIteration>':",
             "    pass",
         ]
 
 
 def _indent(lines: list[str]) -> list[str]:
     return ["    " + line for line in lines]
-
-
-class WovenFunction:
-    """A generated function and the cells that steer it."""
-
-    def __init__(self, original: types.FunctionType) -> None:
-        self.kind = FunctionKind.of(original)
-        self.signature = Signature.of(original)
-        self.steered = False
-        self._code: tuple[Signature, int, bool] | None = None
-        self._cells = {name: types.CellType() for name in CELLS}
-        self._cells["calls"].cell_contents = 0
-        self.function = self._make(original)
-
-    @property
-    def calls(self) -> int:
-        count: int = self._cells["calls"].cell_contents
-        return count
-
-    def steer(
-        self,
-        head: Any,
-        observers: tuple[Any, ...],
-        *,
-        signature: Signature | None = None,
-        compiling: Any = None,
-    ) -> None:
-        """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
-
-        :param observers: (enter, exit, failed) triples, outermost first; ``failed(error)`` returns itself.
-        :param signature: the parameters to accept, where a REPLACE hook changed them.
-        :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
-        """
-        if compiling is not None:
-            self._cells["compiling"].cell_contents = compiling
-        count = len(observers)
-        if count:
-            flat = tuple(part for triple in observers for part in triple)
-            self._cells[FLAT[count - 1]].cell_contents = flat
-        self._cells["head"].cell_contents = head
-        self.steered = True
-        wanted = (signature or self.signature, count, compiling is not None)
-        if wanted != self._code:
-            self.function.__code__ = self._named(variant(self.kind, *wanted))
-            self._code = wanted
-
-    def _make(self, original: types.FunctionType) -> types.FunctionType:
-        self._original_code = original.__code__
-        code = self._named(variant(self.kind, self.signature, 0, False))
-        # Free variables are our cell names with a prefix, sorted by the compiler.
-        closure = tuple(self._cells[name.lstrip("_")] for name in code.co_freevars)
-        function = types.FunctionType(
-            code, original.__globals__, original.__name__, original.__defaults__, closure
-        )
-        function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
-        function.__qualname__ = original.__qualname__
-        function.__module__ = original.__module__
-        function.__doc__ = original.__doc__
-        function.__annotations__ = original.__annotations__
-        if hasattr(original, "__type_params__"):  # Python 3.12
-            function.__type_params__ = original.__type_params__  # type: ignore[attr-defined]
-        function.__dict__.update(original.__dict__)
-        function.__dict__["__wrapped__"] = original
-        self._code = (self.signature, 0, False)
-        return function
-
-    def _named(self, code: types.CodeType) -> types.CodeType:
-        """``code`` under the target's own name, so that profiles and tracebacks read as before."""
-        names: dict[str, Any] = {"co_name": self._original_code.co_name}
-        if hasattr(code, "co_qualname"):
-            names["co_qualname"] = self._original_code.co_qualname  # type: ignore[attr-defined]
-        return code.replace(**names)

@@ -13,10 +13,20 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.classes import ClassPoint
+from sgl_aspects.weaving.homes import Home
 from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.joinpoint import JoinPoint
 from sgl_aspects.weaving.keeping import Kept, kept_by, module_of
-from sgl_aspects.weaving.places import MISSING, Place, current, find, inherited, is_class, namespace
+from sgl_aspects.weaving.places import (
+    MISSING,
+    PROPERTY_PARTS,
+    Place,
+    current,
+    find,
+    inherited,
+    is_class,
+    namespace,
+)
 from sgl_aspects.weaving.rebind import Pair, Stale, describe, rebind
 from sgl_aspects.weaving.references import extra_references
 
@@ -61,9 +71,10 @@ class Fabric:
             if current(place.owner, place.name) is _expected(point):
                 return point
         other = self._by_replacement.get(id(place.raw))
-        if other is not None and other.installed and not place.inherited and other.standing is place.raw:
-            return other  # another name of something that is woven already
-        return None
+        if other is None or not other.installed or other.standing is not place.raw:
+            return None
+        # Another name of something that is woven already.
+        return other if not place.inherited and other.place.part == place.part else None
 
     def displaced(self) -> Iterator[Point]:
         """Points that somebody else's object stands over."""
@@ -89,7 +100,7 @@ class Fabric:
         if point is not None and advice in point.advices:
             return None
         if point is None:
-            point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place)
+            point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
         if isinstance(point, ClassPoint):
             ClassPoint.check(advice, place)
         elif advice.is_class_replacement:
@@ -112,6 +123,14 @@ class Fabric:
             self.points[point] = None
             self._here.setdefault(point.place.key, []).append(point)
             self._by_replacement[id(point.replacement)] = point
+
+    def _home_of(self, place: Place) -> Home | None:
+        """The home that another part of the same property has already."""
+        for part in ("", *PROPERTY_PARTS):
+            for point in self._here.get((id(place.owner), place.name, part), ()):
+                if isinstance(point, JoinPoint) and point.standing is place.raw:
+                    return point.home
+        return None
 
     def _drop(self, point: Point) -> None:
         if point not in self.points:
@@ -227,14 +246,14 @@ class Fabric:
 
         Hooks on ``Sub.m`` call what ``Base.m`` is now; a point over another one, what is below it.
         """
-        changed = {id(pair.old): pair.new for pair in pairs}
+        changed = {id(pair.old): pair.new for pair in pairs if pair.only_bound_to is None}
         for point in self.points:
             if not isinstance(point, JoinPoint):
                 continue
             below = changed.get(id(point.original), point.original)
             if below is point.replacement:
                 continue
-            if point.place.inherited and is_class(point.place.owner):
+            if point.place.inherited:
                 below = inherited(point.place.owner, point.place.name)
             if below is not point.original and below is not MISSING:
                 point.follow(below)
@@ -277,8 +296,16 @@ def _with_nested(cls: type) -> list[type]:
 
 
 def _pairs(point: Point, before: Any, after: Any, extra: int, keep: Kept) -> Iterator[Pair]:
-    yield Pair(before, after, extra, keep)
-    if isinstance(point, JoinPoint) and point.inner is not point.original:
-        function = point.woven.function
-        old, new = (point.inner, function) if point.installed else (function, point.inner)
-        yield Pair(old, new, -1, keep)
+    if not isinstance(point, JoinPoint):
+        yield Pair(before, after, extra, keep)
+        return
+    ours = point.woven.function
+    if not point.place.inherited:
+        yield Pair(before, after, extra, keep)
+        if point.inner is not point.original:
+            old, new = (point.inner, ours) if point.installed else (ours, point.inner)
+            yield Pair(old, new, -1, keep)
+    elif point.installed:
+        yield Pair(point.inner, ours, -1, keep, only_bound_to=point.place.owner)
+    else:
+        yield Pair(ours, point.inner, -1, keep)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import types
 from typing import Any
 
-from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.chain import build_chain, own_containers
-from sgl_aspects.weaving.codegen import ANYTHING, MAX_FLAT_OBSERVERS, FunctionKind, Signature, WovenFunction
+from sgl_aspects.weaving.codegen import ANYTHING, MAX_FLAT_OBSERVERS, FunctionKind, Signature
+from sgl_aspects.weaving.functions import Observers, WovenFunction
+from sgl_aspects.weaving.homes import Home
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.kinds import Observers, is_awaited, open_descriptor, weave_callable
-from sgl_aspects.weaving.places import Place, current
+from sgl_aspects.weaving.kinds import open_attribute
+from sgl_aspects.weaving.places import Place
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -20,43 +22,52 @@ class JoinPoint:
     """Holds the original and what stands in its place; the weaver serialises all changes.
 
     While no hook is active the identical original object is back where it was.
+
+    :param home: shared by the points for the parts of one property.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, home: Home | None = None) -> None:
+        if home is not None:
+            place = dataclasses.replace(place, raw=home.original)
         self.place = place
         self.advices: list[Advice] = []
-        self.original = place.raw
-        self.inner, self._rebuild = open_descriptor(place.raw, place.part, str(place))
-        if isinstance(self.inner, type):
-            raise HookError(
-                f"{place} is a class, and a class takes only REPLACE with a class; "
-                f"to hook its calls use '{place}.__init__' or another of its methods"
-            )
-        self.woven = weave_callable(self.inner, str(place))
-        self.replacement = self._rebuild(self.woven.function)
-        self._head: Any = self.inner
+        opened = open_attribute(place)
+        self.inner = opened.content
+        self._called = opened.called
+        self.woven = opened.weave(str(place))
+        self.home = home or Home(place, opened.rebuild)
+        self._head: Any = self._called
         self.installed = False
+
+    @property
+    def original(self) -> Any:
+        """What stood here before; for a place that is inherited, what the base has now."""
+        return self.home.original
+
+    @property
+    def standing(self) -> Any:
+        """What stands at the place as far as we know: the original, or ours."""
+        return self.home.standing
+
+    @property
+    def replacement(self) -> Any:
+        """Ours, whether it stands there or not."""
+        return self.home.with_resident(self.place.part, self.woven.function)
 
     def own_containers(self) -> set[int]:
         """Ids of everything of ours that holds the original on purpose."""
-        held: list[Any] = [
-            *own_containers(self._head),
-            self,
-            self.__dict__,
-            self.place,
-            self.place.__dict__,
-            self.woven,
-            self.woven.__dict__,
-        ]
-        held += [self.original, self.replacement, *(self._rebuild.__closure__ or ())]
-        if isinstance(self.woven, WovenFunction):
-            held += [self.woven.function.__dict__, *(self.woven.function.__closure__ or ())]
+        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
+        held += [*own_containers(self._head), *self.home.own_containers()]
+        held += [self.woven, self.woven.function, *self.woven.own_containers()]
+        if self._called is not self.inner:
+            held += getattr(self._called, "__closure__", None) or ()
         return {id(holder) for holder in held}
 
-    def follow(self, inherited: Any) -> None:
-        """Call ``inherited`` from now on: what the base class has has been hooked, or is plain again."""
-        self.original = inherited
-        self.inner, _ = open_descriptor(inherited, self.place.part, str(self.place))
+    def follow(self, below: Any) -> None:
+        """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""
+        opened = open_attribute(dataclasses.replace(self.place, raw=below))
+        self.inner, self._called = opened.content, opened.called
+        self.home.follow(below, opened.rebuild)
 
     @property
     def calls(self) -> int:
@@ -72,7 +83,7 @@ class JoinPoint:
         # The last REPLACE wins; the earlier ones stay registered and come back when it goes.
         behavioural = replaces[-1:] + behavioural
         observers = [advice for advice in reversed(active) if advice.hook_type is HookType.OBSERVE]
-        self._head = build_chain(self.inner, behavioural, awaits=is_awaited(self.inner))
+        self._head = build_chain(self._called, behavioural, awaits=self.woven.kind is FunctionKind.COROUTINE)
         self.woven.steer(
             self._head,
             _flattened(observers),
@@ -89,43 +100,39 @@ class JoinPoint:
         if not isinstance(self.woven, WovenFunction):
             return None
         same = (
-            isinstance(replacement, types.FunctionType)
+            type(replacement) is types.FunctionType
             and Signature.of(replacement) == self.woven.signature
             and FunctionKind.of(replacement) is self.woven.kind
+            and _has_same_defaults(replacement, self.woven.function)
         )
         return self.woven.signature if same else ANYTHING
-
-    @property
-    def standing(self) -> Any:
-        """What stands at the place as far as we know: the original, or ours."""
-        return self.replacement if self.installed else self.original
 
     def settle(self, compiling: Any = None) -> None:
         """Put ours in place while a hook is active, the identical original while none is.
 
-        :raises TypeError, AttributeError: the place cannot be written.
+        :raises Exception: the place cannot be written, or its owner does not want it to be.
         """
         self.refresh(compiling)
         if self.active and not self.installed:
-            setattr(self.place.owner, self.place.name, self.replacement)
+            self._exchange_attributes()
+            self.home.move_in(self.place.part, self.woven.function)
             self.installed = True
         elif not self.active and self.installed:
             self.installed = False
-            self._restore()
+            self._exchange_attributes()
+            self.home.move_out(self.place.part)
 
-    def _restore(self) -> None:
-        owner, name = self.place.owner, self.place.name
-        if current(owner, name) is not self.replacement:
-            logger.info("%s: somebody else's patch stands there; it is left in place", self.place)
-        elif self.place.inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, self.original)
+    def _exchange_attributes(self) -> None:
+        if isinstance(self.woven, WovenFunction) and isinstance(self.inner, types.FunctionType):
+            if self.active:
+                self.woven.take_attributes(self.inner)
+            else:
+                self.woven.give_attributes(self.inner)
 
     @property
     def displaced(self) -> bool:
         """Somebody else's object stands where ours was put."""
-        return self.installed and current(self.place.owner, self.place.name) is not self.replacement
+        return self.installed and not self.home.is_ours
 
 
 def _once(advices: list[Advice]) -> list[Advice]:
@@ -138,6 +145,14 @@ def _once(advices: list[Advice]) -> list[Advice]:
         for advice in advices
         if (one := first[id(advice.hook), advice.hook_type]) is advice or one.target == advice.target
     ]
+
+
+def _has_same_defaults(one: types.FunctionType, other: types.FunctionType) -> bool:
+    """Whether ours may fill in the defaults for a replacement (identical: equality may be costly, or odd)."""
+    names = (one.__kwdefaults__ or {}).keys() | (other.__kwdefaults__ or {}).keys()
+    defaults = [*zip(one.__defaults__ or (), other.__defaults__ or ())]
+    defaults += [((one.__kwdefaults__ or {}).get(n), (other.__kwdefaults__ or {}).get(n)) for n in names]
+    return all(mine is theirs for mine, theirs in defaults)
 
 
 class _Failed:

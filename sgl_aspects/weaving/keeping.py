@@ -24,11 +24,11 @@ _CONTAINERS = (list, dict, set, types.CellType)
 
 
 def kept_by(advices: Iterable[Advice]) -> Kept:
-    """What the REPLACE hooks among ``advices`` hold of their own."""
+    """What the hooks of ``advices`` hold of their own: for REPLACE hooks, their modules too."""
     kept: set[Any] = set()
     for advice in advices:
+        kept.update(id(holder) for holder in _holders_in(advice.hook))
         if advice.hook_type is HookType.REPLACE:
-            kept.update(id(holder) for holder in _holders_in(advice.hook))
             home = module_of(advice.hook)
             if home is not None:
                 kept.add(id(home))

@@ -1,45 +1,109 @@
 """Kinds of attributes: taking the callable out of a descriptor, and putting a woven one back in.
 
 A plain Python function, bare or inside a classmethod, staticmethod, property or cached_property, becomes a
-generated function inside a new descriptor of the same type. Everything else that can be called (builtins,
-lru_cache objects, partials, callable instances, other people's proxies) gets one proxy.
+generated function inside a new descriptor of the same type. Everything else that can be called gets a proxy.
+
+Types are asked by `type()`, never by `isinstance`: somebody else's proxy says it is what it wraps.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import wrapt
-
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.codegen import Signature, WovenFunction
+from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.places import Place
+from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 
-Rebuild = Callable[[Any], Any]
-Observers = tuple[tuple[Any, Any, Any], ...]
+Rebuild = Callable[[Mapping[str, Any]], Any]
+Woven = WovenFunction | WovenProxy
 
 
-def open_descriptor(raw: Any, part: str, described: str) -> tuple[Any, Rebuild]:
-    """The callable inside ``raw``, and a function that makes ``raw`` anew around another callable.
+@dataclass(frozen=True)
+class Opened:
+    """An attribute taken apart.
 
-    :raises HookError: there is nothing in ``raw`` that can be called.
+    :param content: the callable in it.
+    :param called: what calling it comes down to: ``content``, or a function that binds it first.
+    :param rebuild: makes the attribute anew with other callables in it, by part; "" but for properties.
     """
-    if isinstance(raw, (classmethod, staticmethod)):
-        return raw.__func__, lambda woven: _like(raw, type(raw)(woven))
-    if isinstance(raw, property):
-        return _open_property(raw, part or "fget", described)
-    if isinstance(raw, functools.cached_property):
-        return raw.func, lambda woven: _rebuilt_cached_property(raw, woven)
-    if not callable(raw) and not hasattr(type(raw), "__get__"):
+
+    content: Any
+    called: Callable[..., Any]
+    rebuild: Rebuild
+
+    def weave(self, place: str) -> Woven:
+        """A stand-in for ``content`` that can be steered."""
+        if type(self.content) is types.FunctionType and not _has_hidden_parameters(self.content):
+            return WovenFunction(self.content)
+        return WovenProxy(self.content, self.called, place)
+
+
+def open_attribute(place: Place) -> Opened:
+    """Take apart what stands at ``place``.
+
+    :raises HookError: there is nothing in it that can be called, or nothing that can be put in its stead.
+    """
+    raw = place.raw
+    if isinstance(raw, type):
         raise HookError(
-            f"{described} is {type(raw).__name__} {raw!r:.80}, which cannot be called, so not hooked"
+            f"{place} is a class, and a class takes only REPLACE with a class; "
+            f"to hook its calls use '{place}.__init__' or another of its methods"
         )
-    return raw, lambda woven: woven
+    if place.binds_to_owner:
+        return _open_for_owner(place)
+    if issubclass(type(raw), (classmethod, staticmethod)):
+        return _opened(place, raw.__func__, lambda woven: _like(raw, type(raw)(woven)))
+    if issubclass(type(raw), property):
+        return _open_property(place)
+    if issubclass(type(raw), functools.cached_property):
+        return _opened(place, raw.func, lambda woven: _rebuilt_cached_property(raw, woven))
+    if isinstance(raw, (functools.partialmethod, functools.singledispatchmethod)):
+        return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
+    _check_new(place)
+    opened = _opened(place, raw, lambda woven: woven)
+    if isinstance(place.owner, type) and type(raw) is not types.FunctionType:
+        return Opened(raw, bound_late(raw, place.owner), opened.rebuild)
+    return opened
+
+
+def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened:
+    if not callable(content):
+        raise HookError(
+            f"{place} is {type(content).__name__} {content!r:.80}, which cannot be called, so not hooked"
+        )
+    return Opened(content, content, lambda woven: rebuild(woven[""]))
+
+
+def _check_new(place: Place) -> None:
+    if place.raw is object.__new__:
+        # Once a class had a __new__ of its own, CPython no longer lets object.__new__ ignore arguments.
+        raise HookError(
+            f"{place} is object's own, and CPython cannot forget another one again; "
+            f"hook '{str(place).removesuffix('__new__')}__init__'"
+        )
+
+
+def _open_for_owner(place: Place) -> Opened:
+    """An instance is given a method of its class, or a class one of its metaclass: bound to it."""
+    raw, owner = place.raw, place.owner
+    if issubclass(type(raw), staticmethod):
+        return _opened(place, raw.__func__, lambda woven: woven)
+    if issubclass(type(raw), classmethod):
+        return _opened(place, raw.__func__, lambda woven: types.MethodType(woven, type(owner)))
+    if not callable(raw) or hasattr(type(raw), "__set__"):
+        raise HookError(
+            f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which rules over whatever the "
+            f"instance has; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
+        )
+    if isinstance(owner, type):
+        return _opened(place, raw, classmethod)
+    return _opened(place, raw, lambda woven: types.MethodType(woven, owner))
 
 
 def _like(raw: Any, rebuilt: Any) -> Any:
@@ -50,20 +114,21 @@ def _like(raw: Any, rebuilt: Any) -> Any:
     return rebuilt
 
 
-def _open_property(raw: property, part: str, described: str) -> tuple[Any, Rebuild]:
+def _open_property(place: Place) -> Opened:
+    raw, part = place.raw, place.part or "fget"
     function = getattr(raw, part)
     if function is None:
         have = ", ".join(name for name in ("fget", "fset", "fdel") if getattr(raw, name) is not None)
-        raise HookError(f"{described}: the property has no {part}; it has {have}")
+        raise HookError(f"{place}: the property has no {part}; it has {have}")
 
-    def rebuild(woven: Any) -> property:
+    def rebuild(woven: Mapping[str, Any]) -> property:
         functions = {name: getattr(raw, name) for name in ("fget", "fset", "fdel")}
-        functions[part] = woven
+        functions.update({key or "fget": value for key, value in woven.items()})
         make: Any = type(raw)
         rebuilt: property = make(*functions.values(), raw.__doc__)
         return rebuilt
 
-    return function, rebuild
+    return Opened(function, function, rebuild)
 
 
 def _rebuilt_cached_property(
@@ -74,118 +139,7 @@ def _rebuilt_cached_property(
     return rebuilt
 
 
-class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands for a callable that is no plain Python function; one per join point, never nested.
-
-    It binds as what it wraps does, and pickles by the qualified name it can be found under.
-    """
-
-    def __init__(self, wrapped: Any, place: str) -> None:
-        super().__init__(wrapped)
-        self._self_place = place
-        self._self_calls = 0
-        self._self_hooks: tuple[Any, Observers] = (wrapped, ())
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        self._self_calls += 1
-        head, observers = self._self_hooks
-        if not observers:
-            return head(*args, **kwargs)
-        return _observed_call(head, observers, args, kwargs)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None or not hasattr(type(self.__wrapped__), "__get__"):
-            return self
-        return types.MethodType(self, instance)
-
-    def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-    def __reduce__(self) -> Any:
-        return self.__reduce_ex__(2)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        module, _, path = self._self_place.partition(":")
-        if not module or "instance." in path:
-            raise pickle.PicklingError(
-                f"{self!r} was hooked on an instance: it has no name to be found under"
-            )
-        return (_found_by_name, (module, path))
-
-
-def _found_by_name(module: str, path: str) -> Any:
-    import importlib
-
-    found: Any = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _observed_call(head: Any, observers: Observers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    entered = []
-    for enter, leave, failed in observers:
-        try:
-            entered.append((leave, failed, enter(args, kwargs)))
-        except Exception as error:  # noqa: BLE001  an observer never breaks the call
-            failed(error)
-    try:
-        result = head(*args, **kwargs)
-    except BaseException as error:
-        _leave(entered, None, error)
-        raise
-    _leave(entered, result, None)
-    return result
-
-
-def _leave(entered: list[tuple[Any, Any, Any]], result: Any, error: BaseException | None) -> None:
-    for leave, failed, token in reversed(entered):
-        try:
-            leave(token, result, error)
-        except Exception as broken:  # noqa: BLE001  an observer never breaks the call
-            failed(broken)
-
-
-class WovenProxy:
-    """The steering of a :class:`CallableProxy`: the same face as :class:`WovenFunction`."""
-
-    steered = True
-
-    def __init__(self, original: Any, place: str) -> None:
-        self.function = CallableProxy(original, place)
-
-    @property
-    def calls(self) -> int:
-        count: int = self.function._self_calls
-        return count
-
-    def steer(
-        self, head: Any, observers: Observers, *, signature: Signature | None = None, compiling: Any = None
-    ) -> None:
-        """Swap the hooks; the other arguments are for generated functions."""
-        del signature, compiling
-        self.function._self_hooks = (head, observers)
-
-
-Woven = WovenFunction | WovenProxy
-
-
-def weave_callable(original: Any, place: str) -> Woven:
-    """A stand-in for ``original`` that can be steered."""
-    if isinstance(original, types.FunctionType) and not _parameters_hidden(original):
-        return WovenFunction(original)
-    return WovenProxy(original, place)
-
-
-def _parameters_hidden(function: types.FunctionType) -> bool:
+def _has_hidden_parameters(function: types.FunctionType) -> bool:
     """Comprehension-like code has parameters that no source text can name."""
     code = function.__code__
     return not all(name.isidentifier() for name in code.co_varnames[: code.co_argcount])
-
-
-def is_awaited(original: Any) -> bool:
-    """Whether calling ``original`` gives a coroutine."""
-    return inspect.iscoroutinefunction(original)

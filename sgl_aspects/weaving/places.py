@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Place:
 
     :param raw: what stands there, descriptors unopened.
     :param inherited: ``raw`` comes from a base class (or, for an instance, from its class).
-    :param part: for a property, which of its functions is meant: ``fget``, ``fset`` or ``fdel``.
+    :param part: for a property, which of its functions is meant: ``fset``, ``fdel``, or "" for ``fget``.
     """
 
     owner: Any
@@ -44,6 +44,13 @@ class Place:
         else:
             prefix = f"{type(self.owner).__module__}:{type(self.owner).__qualname__} instance."
         return prefix + self.name + (f".{self.part}" if self.part else "")
+
+    @property
+    def binds_to_owner(self) -> bool:
+        """``raw`` comes from the class of an instance, or from the metaclass of a class."""
+        if not self.inherited:
+            return False
+        return not is_class(self.owner) or _among(inspect.getmro(self.owner)[1:], self.name) is MISSING
 
 
 def is_class(obj: Any) -> bool:
@@ -78,8 +85,9 @@ def find(module: Any, path: tuple[str, ...]) -> Iterator[Place]:
     """Every place that ``path`` names in ``module``; several for wildcards, none where it is missing."""
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1]):
-            if isinstance(place.raw, property):
-                yield Place(place.owner, place.name, place.raw, place.inherited, path[-1])
+            if issubclass(type(place.raw), property):
+                part = "" if path[-1] == "fget" else path[-1]
+                yield Place(place.owner, place.name, place.raw, place.inherited, part)
                 return
     yield from _walk(module, path)
 
@@ -121,16 +129,20 @@ def _attributes(owner: Any, segment: str) -> Iterator[Place]:
 
 def inherited(owner: Any, name: str) -> Any:
     """What ``owner`` has under ``name`` from its bases (or, for an instance, its class), or MISSING."""
-    found = (current(base, name) for base in _bases(owner))
-    return next((raw for raw in found if raw is not MISSING), MISSING)
-
-
-def _bases(owner: Any) -> tuple[type, ...]:
-    if is_class(owner):
-        return inspect.getmro(owner)[1:] + inspect.getmro(type(owner))[:-1]
     if is_module(owner):
-        return ()
-    return type(owner).__mro__
+        return MISSING
+    if not is_class(owner):
+        return _among(type(owner).__mro__, name)
+    raw = _among(inspect.getmro(owner)[1:], name)
+    if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
+        # What a metaclass says of `__call__` and the like is about the class itself, not its instances.
+        raw = _among([meta for meta in inspect.getmro(type(owner)) if not issubclass(type, meta)], name)
+    return raw
+
+
+def _among(bases: Iterable[type], name: str) -> Any:
+    found = (current(base, name) for base in bases)
+    return next((raw for raw in found if raw is not MISSING), MISSING)
 
 
 def _hookable(raw: Any) -> bool:

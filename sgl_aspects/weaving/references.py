@@ -46,6 +46,6 @@ def _measure(installed: bool, steered: bool) -> int:
     if steered:
         point.refresh()
     if installed:
-        home.__dict__["f"] = point.replacement
+        point.home.move_in("", point.woven.function)
         point.installed = True
     return _count(point)

@@ -1,0 +1,128 @@
+"""Woven functions: a generated function that stands for a target, and what steers it.
+
+The function that stands in the engine keeps its identity while hooks come and go: only its ``__code__`` and
+the contents of its closure change, so every binding to it stays good.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from typing import Any
+
+from sgl_aspects.weaving.codegen import ANYTHING, CELLS, HOOKS, FunctionKind, Signature, variant
+
+Observers = tuple[tuple[Any, Any, Any], ...]
+"""(enter, exit, failed) for each observer, outermost first; ``failed(error)`` returns itself."""
+
+
+class WovenFunction:
+    """A generated function and the cells that steer it.
+
+    :param original: the function whose name, documentation and attributes it carries on.
+    :param signature: for a callable that is no function: what the generated one accepts.
+    """
+
+    def __init__(self, original: Any, signature: Signature | None = None) -> None:
+        self.kind = FunctionKind.of(original)
+        self.signature = signature or Signature.of(original)
+        self.steered = False
+        self._cells = {name: types.CellType() for name in CELLS}
+        self._cells["calls"].cell_contents = 0
+        self._shape = (self.signature, 0, False)
+        self._flags = _code_flags(original) & inspect.CO_ITERABLE_COROUTINE
+        if signature is None:
+            self._like(original)
+        else:
+            self._make({}, "call", "call")
+
+    @property
+    def calls(self) -> int:
+        count: int = self._cells["calls"].cell_contents
+        return count
+
+    def own_containers(self) -> list[Any]:
+        """Everything of ours that holds the original on purpose."""
+        return [self.__dict__, self._cells, self.function.__dict__, *self._cells.values()]
+
+    def steer(
+        self,
+        head: Any,
+        observers: tuple[Any, ...],
+        *,
+        signature: Signature | None = None,
+        compiling: Any = None,
+    ) -> None:
+        """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
+
+        :param observers: (enter, exit, failed) triples, outermost first; ``failed(error)`` returns itself.
+        :param signature: the parameters to accept, where a REPLACE hook changed them.
+        :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
+        """
+        if compiling is not None:
+            self._cells["compiling"].cell_contents = compiling
+        shape = (signature or self.signature, len(observers), compiling is not None)
+        if self.steered and shape[0] != self._shape[0]:
+            # A call that runs meanwhile must fit the old chain and the new one.
+            self._reshape((ANYTHING, *self._shape[1:]))
+        flat = (head, *(part for triple in observers for part in triple))
+        self._cells[HOOKS[len(observers)]].cell_contents = flat if observers else head
+        self._cells["head"].cell_contents = head
+        self._reshape(shape)
+        self.steered = True
+
+    def _reshape(self, shape: tuple[Signature, int, bool]) -> None:
+        if shape != self._shape:
+            self.function.__code__ = self._named(variant(self.kind, *shape))
+            self._shape = shape
+
+    def take_attributes(self, original: types.FunctionType) -> None:
+        """Carry over what was set on ``original`` up to now."""
+        _copy_attributes(original, self.function)
+        self.function.__dict__["__wrapped__"] = original
+
+    def give_attributes(self, original: types.FunctionType) -> None:
+        """Hand back what was set on our function while it stood in the place of ``original``."""
+        _copy_attributes(self.function, original)
+
+    def _like(self, original: types.FunctionType) -> None:
+        code = original.__code__
+        function = self._make(original.__globals__, code.co_name, getattr(code, "co_qualname", ""))
+        function.__name__ = original.__name__
+        function.__qualname__ = original.__qualname__
+        function.__module__ = original.__module__
+        function.__doc__ = original.__doc__
+        function.__defaults__ = original.__defaults__
+        function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
+        function.__annotations__ = original.__annotations__
+        if hasattr(original, "__type_params__"):  # Python 3.12
+            function.__type_params__ = original.__type_params__  # type: ignore[attr-defined]
+        self.take_attributes(original)
+
+    def _make(self, namespace: dict[str, Any], name: str, qualname: str) -> types.FunctionType:
+        # Under the target's own name, so that profiles and tracebacks read as before.
+        self._identity: dict[str, Any] = {"co_name": name}
+        if sys.version_info >= (3, 11):
+            self._identity["co_qualname"] = qualname
+        code = self._named(variant(self.kind, *self._shape))
+        # Free variables are our cell names with a prefix, sorted by the compiler.
+        closure = tuple(self._cells[cell.lstrip("_")] for cell in code.co_freevars)
+        self.function = types.FunctionType(code, namespace, name, None, closure)
+        return self.function
+
+    def _named(self, code: types.CodeType) -> types.CodeType:
+        # `await` takes a generator only with the flag that types.coroutine sets.
+        return code.replace(co_flags=code.co_flags | self._flags, **self._identity)
+
+
+def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:
+    for name in target.__dict__.keys() - source.__dict__.keys() - {"__wrapped__"}:
+        del target.__dict__[name]
+    for name, value in list(source.__dict__.items()):
+        if name != "__wrapped__":
+            target.__dict__[name] = value
+
+
+def _code_flags(function: Any) -> int:
+    return function.__code__.co_flags if isinstance(function, types.FunctionType) else 0

@@ -1,0 +1,168 @@
+"""Proxies: what stands for a callable that is no plain Python function.
+
+Builtins, lru_cache objects, partials, callable instances, singledispatchmethods and other people's proxies
+keep their type, attributes and equality. A call goes on to a generated function, see functions.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import importlib
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from sgl_aspects.weaving.codegen import ANYTHING, FunctionKind
+from sgl_aspects.weaving.functions import Observers, WovenFunction
+
+_LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
+_CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
+_PICKLED_BY_NAME = (
+    *(types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, functools.partial),
+    *_CALLED_AS_BOUND,
+)
+
+
+class Binding(enum.Enum):
+    """What is put before the arguments when an attribute of a class is called."""
+
+    NONE = enum.auto()
+    INSTANCE = enum.auto()
+    CLASS = enum.auto()
+
+    @classmethod
+    def of(cls, raw: Any) -> Binding:
+        if isinstance(raw, (functools.singledispatchmethod, functools.partialmethod)):
+            return cls.of(raw.func)
+        if isinstance(raw, functools.partial):  # Python 3.14 made it bind
+            return cls.NONE if sys.version_info < (3, 14) else cls.INSTANCE
+        if isinstance(raw, (staticmethod, types.MethodType)):
+            return cls.NONE
+        if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
+            return cls.CLASS
+        return cls.INSTANCE if hasattr(type(raw), "__get__") else cls.NONE
+
+
+def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
+    """A descriptor as a function that takes explicitly what the descriptor would bind."""
+    binding = Binding.of(raw)
+    if binding is Binding.NONE:
+        return raw if callable(raw) else _bound(raw, None, owner)
+    if isinstance(raw, _CALLED_AS_BOUND):
+        return _without_surplus(raw)
+    if binding is Binding.CLASS:
+        return lambda cls, /, *args, **kwargs: _bound(raw, None, cls)(*args, **kwargs)
+    return lambda self, /, *args, **kwargs: _bound(raw, self, type(self))(*args, **kwargs)
+
+
+def _bound(raw: Any, instance: Any, owner: Any) -> Callable[..., Any]:
+    bound: Callable[..., Any] = type(raw).__get__(raw, instance, owner)
+    return bound
+
+
+_OBJECT_INIT: Any = vars(object)["__init__"]
+_OBJECT_NEW: Any = object.__new__
+
+
+def _without_surplus(raw: Any) -> Callable[..., Any]:
+    """`object.__init__` ignores the arguments of a class's own `__new__` only where it is inherited."""
+    if raw is not _OBJECT_INIT:
+        called: Callable[..., Any] = raw
+        return called
+
+    def initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if type(self).__new__ is _OBJECT_NEW:
+            raw(self, *args, **kwargs)
+
+    return initialise
+
+
+class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands for a callable; one per join point, never nested.
+
+    What has a name to be found under is pickled by it; an instance is pickled and copied as it is.
+    """
+
+    def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
+        super().__init__(wrapped)
+        self._self_run = run
+        self._self_place = place
+        self._self_binding = Binding.of(wrapped)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._self_run(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if self._self_binding is Binding.CLASS:
+            return types.MethodType(self, owner)
+        if self._self_binding is Binding.NONE or instance is None:
+            return self
+        return types.MethodType(self, instance)
+
+    def __copy__(self) -> Any:
+        return self._self_unless_copied(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._self_unless_copied(copy.deepcopy(self.__wrapped__, memo))
+
+    def _self_unless_copied(self, copied: Any) -> Any:
+        return self if copied is self.__wrapped__ else copied
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
+            return self.__wrapped__.__reduce_ex__(protocol)
+        module, _, path = self._self_place.partition(":")
+        if not module or "instance." in path:
+            raise pickle.PicklingError(
+                f"{self!r} was hooked on an instance: it has no name to be found under"
+            )
+        return (found_by_name, (module, path))
+
+
+def found_by_name(module: str, path: str) -> Any:
+    """What stands at ``module:path`` in the process that unpickles it."""
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class WovenProxy:
+    """A proxy and what steers it: the same face as :class:`WovenFunction`.
+
+    :param called: what a call of ``original`` comes down to.
+    """
+
+    def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
+        self._run = WovenFunction(original, ANYTHING)
+        self._run.steer(called, ())
+        self.function = CallableProxy(original, self._run.function, place)
+
+    @property
+    def kind(self) -> FunctionKind:
+        return self._run.kind
+
+    @property
+    def steered(self) -> bool:
+        return self._run.steered
+
+    @property
+    def calls(self) -> int:
+        return self._run.calls
+
+    def own_containers(self) -> list[Any]:
+        return [self.__dict__, *self._run.own_containers()]
+
+    def steer(self, head: Any, observers: Observers, *, signature: Any = None, compiling: Any = None) -> None:
+        """Swap the hooks; the signature is for generated functions: a proxy accepts anything."""
+        del signature
+        self._run.steer(head, observers, compiling=compiling)
