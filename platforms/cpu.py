@@ -75,6 +75,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_dispatch_key_name(self) -> str:
+        return "cpu"
+
 
 def _processor_name() -> str:
     """The model name from /proc/cpuinfo on Linux, what the standard library knows elsewhere."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.weaving import Advice, HookSource, HookType, Target
+from sgl_aspects.weaving import HookType, Target
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +44,7 @@ _TYPES = tuple(kind.value for kind in HookType)
 
 @dataclass(frozen=True)
 class DeclaredHook:
-    """One ``[[hook]]``; ``hook`` is imported when :meth:`advice` is called."""
+    """One ``[[hook]]``; ``hook`` is imported by :meth:`load`."""
 
     target: Target
     hook: str
@@ -53,8 +53,8 @@ class DeclaredHook:
     required: bool
     where: str
 
-    def advice(self) -> Advice:
-        """Import the hook.
+    def load(self) -> Any:
+        """Import the hook; an observer's class is instantiated.
 
         :raises ConfigError: its module or name is not there.
         """
@@ -67,9 +67,7 @@ class DeclaredHook:
             if not hasattr(found, name):
                 raise ConfigError(f"{self.where}: hook {self.hook!r}: {found!r} has no {name!r}")
             found = getattr(found, name)
-        if self.hook_type is HookType.OBSERVE and isinstance(found, type):
-            found = found()
-        return Advice(self.target, self.hook_type, found, self.order, HookSource(self.where), self.required)
+        return found() if self.hook_type is HookType.OBSERVE and isinstance(found, type) else found
 
 
 @dataclass(frozen=True)

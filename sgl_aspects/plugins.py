@@ -44,10 +44,37 @@ def load_plugins() -> None:
         for plugin in _selected():
             _run(plugin)
         try:
+            _register_declared_hooks()
             HookRegistry.apply_hooks()
         except AspectsError as error:
             # Not as an error that the engine might catch: it would serve without the hook.
             raise SystemExit(f"sgl-aspects: {error}") from error
+        _write_report()
+
+
+def _register_declared_hooks() -> None:
+    """The hooks of the configuration file. A fault in it stops the process: whoever wrote it is watching."""
+    if env.text("SGL_ASPECTS_CONFIG") is None:
+        return
+    from sgl_aspects import config
+
+    for declared in config.from_environment().hooks:
+        HookRegistry.register(
+            str(declared.target),
+            declared.load(),
+            declared.hook_type,
+            source=HookSource(declared.where),
+            order=declared.order,
+            required=declared.required,
+        )
+
+
+def _write_report() -> None:
+    if env.text("SGL_ASPECTS_REPORT") is None:
+        return
+    from sgl_aspects import process_reports
+
+    process_reports.write_from_environment()
 
 
 def _renew_lock() -> None:

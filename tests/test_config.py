@@ -101,7 +101,7 @@ def test_a_hook_that_is_not_there_is_named_with_its_place_in_the_file(tmp_path: 
     for hook, message in [("no_such_module:f", "No module named"), ("json:no_such_name", "'no_such_name'")]:
         (declared,) = config.read(written(tmp_path, text.format(hook))).hooks
         with pytest.raises(ConfigError, match=message) as caught:
-            declared.advice()
+            declared.load()
         assert "hook 1" in str(caught.value)
 
 

@@ -141,3 +141,34 @@ def test_a_missing_required_hook_stops_the_program_with_its_reason(site: Path) -
     assert "victim:gone" in done.stderr
     assert "victim_hooks.hundred" in done.stderr
     assert "main" not in done.stdout
+
+
+def test_hooks_declared_in_a_file_reach_every_process(site: Path) -> None:
+    (site / "victim_hooks-1.0.dist-info" / "entry_points.txt").unlink()
+    (site / "aspects.toml").write_text(
+        '[[hook]]\ntarget = "victim:f"\nhook = "declared:thousand"\ntype = "around"\n'
+    )
+    (site / "declared.py").write_text(
+        "def thousand(original_fn, *a, **k): return original_fn(*a, **k) + 1000\n"
+    )
+    options = ("--level", "0", "--config", "aspects.toml")
+    done = sgl_aspects_run(site, sys.executable, "program.py", options=options)
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"1001"}, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[hook]]\ntarget = "victim:f"\nhook = "declared:gone"\ntype = "around"', "has no 'gone'"),
+        ('[[hook]]\ntarget = "victim:f"\nhook = "json:dumps"\ntype = "round"', "'round'"),
+    ],
+)
+def test_a_fault_in_the_file_stops_the_program_with_one_line(site: Path, text: str, message: str) -> None:
+    (site / "aspects.toml").write_text(text)
+    (site / "declared.py").touch()
+    done = sgl_aspects_run(
+        site, sys.executable, "program.py", options=("--level", "0", "--config", "aspects.toml")
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -118,6 +118,11 @@ class Fabric:
             point.advices.remove(advice)
         return points
 
+    def count_anew(self) -> None:
+        """Calls are counted from here: a forked child reports its own, not its parent's."""
+        for advice, entries in self._at.items():
+            self._at[advice] = [(point, point.calls) for point, _ in entries]
+
     def _remember(self, point: Point) -> None:
         if point not in self.points:
             self.points[point] = None

@@ -311,6 +311,7 @@ def _keep_lock_over_forks(weaver: weakref.ref[Weaver]) -> None:
         this = weaver()
         if this is not None:
             this._lock = threading.RLock()
+            this._fabric.count_anew()
 
     os.register_at_fork(before=take, after_in_parent=give, after_in_child=renew)
 

@@ -1,0 +1,125 @@
+"""Reports of every process of a run, and what the commands make of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = """
+import sgl_aspects as aspects
+
+def passes_on(original_fn, *args, **kwargs):
+    return original_fn(*args, **kwargs)
+
+def activate():
+    for target in ("victim:used", "victim:idle", "victim:gone", "nowhere.at_all:f", "victim:Number"):
+        aspects.HookRegistry.register(target, passes_on, aspects.HookType.AROUND)
+"""
+
+VICTIM = """
+Number = int
+def used(): return 1
+def idle(): return 2
+def serve():
+    used()
+"""
+
+PROGRAM = """
+import multiprocessing, os, signal, victim
+def killed():
+    import victim
+    victim.used()
+    os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    victim.used()
+    for method in ("spawn", "fork"):
+        process = multiprocessing.get_context(method).Process(target=victim.serve)
+        process.start(); process.join()
+    process = multiprocessing.get_context("spawn").Process(target=killed)
+    process.start(); process.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reports of a program whose plugin has a good hook, an idle one, and three that cannot work."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "hooks_of_victim.py").write_text(PLUGIN)
+    (site / "victim.py").write_text(VICTIM)
+    (site / "program.py").write_text(PROGRAM)
+    info = site / "hooks_of_victim-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hooks-of-victim\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nvictim = hooks_of_victim:activate\n")
+    options = ["--level", "0", "--report", str(site / "reports")]
+    subprocess.run(
+        [sys.executable, "-m", "sgl_aspects", "run", *options, "--", sys.executable, "program.py"],
+        cwd=site,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    return site / "reports"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_every_process_leaves_a_report_with_what_its_hooks_did(folder: Path) -> None:
+    done = command("hooks", "--from", str(folder), "--json")
+    assert done.returncode == 0, done.stderr
+    processes = json.loads(done.stdout)
+    calls = {
+        process["process_id"]: {hook["target"]: hook["calls"] for hook in process["report"]["hooks"]}
+        for process in processes
+    }
+    assert len(calls) == 4
+    ended = [process["process_id"] for process in processes if process["ended"]]
+    assert [calls[process]["victim:used"] for process in ended] == [1, 1, 1]
+    # The one that was killed left what it had at its start, and is told apart.
+    assert [process["ended"] for process in processes].count(False) == 1
+    sources = {tuple(hook["source"]) for process in processes for hook in process["report"]["hooks"]}
+    assert sources == {("victim", "hooks-of-victim")}
+
+
+def test_doctor_names_what_is_wrong_and_what_to_do(folder: Path) -> None:
+    done = command("doctor", "--from", str(folder), "--json")
+    findings = {finding["what"].rpartition(" on ")[2]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 1
+    assert set(findings) == {"victim:idle", "victim:gone", "nowhere.at_all:f", "victim:Number"}
+    assert findings["victim:gone"]["severity"] == "error"
+    assert "has no gone" in findings["victim:gone"]["why"]
+    assert "alternates" in findings["victim:gone"]["advice"]
+    assert findings["victim:idle"]["severity"] == "warning"
+    assert "never called" in findings["victim:idle"]["why"]
+    assert "not loaded" in findings["nowhere.at_all:f"]["why"]
+    assert "is a class" in findings["victim:Number"]["why"]
+
+
+def test_doctor_speaks_to_people_too(folder: Path) -> None:
+    text = command("doctor", "--from", str(folder)).stdout
+    assert text.splitlines()[0] == "5 hooks in 4 processes, 4 findings"
+    assert "error: hooks_of_victim.passes_on on victim:gone" in text
+
+
+def test_hooks_speaks_to_people_too(folder: Path) -> None:
+    text = command("hooks", "--from", str(folder)).stdout
+    assert "woven" in text
+    assert "[victim (hooks-of-victim)]" in text
+    assert "not ended in order" in text
+
+
+def test_a_folder_without_reports_is_one_line(tmp_path: Path) -> None:
+    done = command("doctor", "--from", str(tmp_path))
+    assert done.returncode == 2
+    assert "sgl-aspects run --report" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
