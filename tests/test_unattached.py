@@ -11,7 +11,7 @@ import pytest
 
 from sgl_aspects.engines.embedded import EMBEDDED
 from sgl_aspects.runtime import Engine, SamplingParams
-from tests.tiny_llama import make_tiny_llama
+from tests.tiny_models import make_llama
 
 # A plugin runs in the scheduler process before the engine's modules are imported there. This one looks, from
 # inside, at what each module's own code left, and later at what stands there while requests are served.
@@ -93,7 +93,8 @@ def test_the_schedulers_functions_are_the_original_objects(
     else:
         monkeypatch.delenv("SGL_ASPECTS_TRACE", raising=False)
 
-    with Engine(model_path=str(make_tiny_llama(tmp_path / "model")), max_total_tokens=512) as engine:
+    make_llama(tmp_path / "model")
+    with Engine(model_path=str(tmp_path / "model"), max_total_tokens=512) as engine:
         assert engine.generate([5, 6, 7], SamplingParams(max_new_tokens=4, temperature=0.0)).output_ids
         (tmp_path / "answer.json.ask").touch()
         deadline = time.monotonic() + 30
