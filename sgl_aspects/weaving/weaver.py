@@ -58,6 +58,8 @@ class Weaver:
         """
         with self._lock:
             new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
+            if not new:
+                return
             for advice in new:
                 self._advices[advice] = None
                 self._interest.add(advice)
