@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sgl_aspects as aspects
+from sgl_aspects.weaving.faces import weaver
 from tests.stand_ins import Engine
 
 
@@ -29,6 +30,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     stand_in = Engine(tmp_path)
     yield stand_in
     aspects.HookRegistry.reset()
+    left_over = aspects.report().hooks
+    weaver.remove(weaver.advices)  # a test that fails must not fail those after it
     stand_in.forget()
-    assert aspects.report().hooks == ()
+    assert left_over == ()
     assert sys.meta_path == finders

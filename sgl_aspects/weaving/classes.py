@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import logging
+import weakref
 from typing import Any
 
 from sgl_aspects.errors import HookError
@@ -12,6 +14,9 @@ from sgl_aspects.weaving.places import Place, current
 from sgl_aspects.weaving.rebind import Stale
 
 logger = logging.getLogger("sgl_aspects")
+
+_hooks: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that were ever meant to replace another one: they keep their bases, whatever stands there."""
 
 
 class ClassPoint:
@@ -26,28 +31,37 @@ class ClassPoint:
         self.inner = self.original
         self.replacement: type = self.original
         self.installed = False
+        self.superseded = False
+        """The code of the module ran again: another point has the place now."""
         self.stale: list[Stale] = []
         self._kept: Kept = frozenset()
         self._own: dict[type, OwnHolders] = {}
         self._subclasses: set[type] = set()  # of the replacement, before it stood here
+        self._moved: set[type] = set()
 
     def own_containers(self) -> set[int]:
         """Ids of everything of ours that holds the original on purpose."""
-        held = (self, self.__dict__, self.place, self.place.__dict__, self._own, self._subclasses)
+        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
+        held += [self._own, self._subclasses, self._moved]
         return {id(holder) for holder in held}
 
     @property
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
-    @staticmethod
-    def check(advice: Advice, place: Place) -> None:
-        """Raise :class:`HookError` unless ``advice`` replaces a class by a class."""
+    def admit(self, advice: Advice) -> None:
+        """Make sure that ``advice`` replaces a class by a class, which is then no class of the engine.
+
+        :raises HookError: it is a hook for functions.
+        """
         if not advice.is_class_replacement:
             raise HookError(
-                f"{place} is a class, and a class takes only REPLACE with a class; to hook what it does, "
-                f"name one of its methods: '{place}.__init__'"
+                f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
+                f"does, name one of its methods: '{self.place}.__init__'"
             )
+        _hooks.add(advice.hook)
+        if advice.hook in self._moved:
+            self._move(advice.hook, self.replacement, self.original)
 
     @property
     def keeps(self) -> Kept:
@@ -77,6 +91,7 @@ class ClassPoint:
             self._restore()
         if active:
             self._install(wanted)
+        _forget_checks(self.original, self.replacement)
 
     def _install(self, replacement: type) -> None:
         if replacement not in self._own:
@@ -85,10 +100,9 @@ class ClassPoint:
         setattr(self.place.owner, self.place.name, replacement)
         self.replacement = replacement
         self.installed = True
-        hooks = {advice.hook for advice in self.advices}
         subclasses: list[type] = type.__subclasses__(self.original)
         for subclass in subclasses:
-            if subclass not in hooks and not issubclass(replacement, subclass):
+            if subclass not in _hooks and not issubclass(replacement, subclass):
                 self._move(subclass, self.original, replacement)
 
     def _move(self, subclass: type, old: type, new: type) -> None:
@@ -100,17 +114,18 @@ class ClassPoint:
             fault = f"the bases of {subclass.__module__}:{subclass.__qualname__}: {error}"
             self.stale.append(Stale(str(self.place), fault))
             logger.warning("%s: %s", self.place, fault)
+        else:
+            (self._moved.discard if new is self.original else self._moved.add)(subclass)
 
     def _restore(self) -> None:
         self.installed = False
         self.stale.clear()
-        hooks = {advice.hook for advice in self.advices}
         subclasses: list[type] = type.__subclasses__(self.replacement)
         for subclass in subclasses:
             # Those it has had before are its own; all others were made, or moved, while it stood here.
-            if subclass not in self._subclasses and subclass not in hooks:
+            if subclass not in self._subclasses and subclass not in _hooks:
                 self._move(subclass, self.replacement, self.original)
-        if current(self.place.owner, self.place.name) is not self.replacement:
+        if self.superseded or current(self.place.owner, self.place.name) is not self.replacement:
             logger.info("%s: somebody else's class stands there; it is left in place", self.place)
         elif self.place.inherited:
             delattr(self.place.owner, self.place.name)
@@ -120,3 +135,9 @@ class ClassPoint:
     @property
     def displaced(self) -> bool:
         return self.installed and current(self.place.owner, self.place.name) is not self.replacement
+
+
+def _forget_checks(*classes: type) -> None:
+    """Abstract base classes remember who was a subclass of theirs; now others are."""
+    for base in {base for cls in classes for base in cls.__mro__ if isinstance(base, abc.ABCMeta)}:
+        base._abc_caches_clear()  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from sgl_aspects.weaving.classes import ClassPoint
 from sgl_aspects.weaving.homes import Home
 from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.joinpoint import JoinPoint
-from sgl_aspects.weaving.keeping import Kept, kept_by, module_of
+from sgl_aspects.weaving.keeping import Kept, give_back, kept_by
 from sgl_aspects.weaving.places import (
     MISSING,
     PROPERTY_PARTS,
@@ -40,11 +40,12 @@ class Outcome:
     """What came of settling points.
 
     :param refused: hooks whose place could not be written, each with the reason.
-    :param homeless: hooks on members of classes that have changed: they belong to the class that stands
-        there now.
+    :param classes: whether a class was replaced, or is back.
+    :param homeless: hooks on members of such a class: they belong to the class that stands there now.
     """
 
     refused: dict[Advice, HookError] = field(default_factory=dict)
+    classes: bool = False
     homeless: list[Advice] = field(default_factory=list)
 
 
@@ -64,6 +65,12 @@ class Fabric:
     def of(self, advice: Advice) -> list[tuple[Point, int]]:
         """Where ``advice`` is, each with the number of calls before it came."""
         return self._at.get(advice, [])
+
+    def at(self, place: Place) -> list[Point]:
+        """All points at ``place``, those below somebody else's patch too; the one on top comes last."""
+        standing = self.known(place)
+        below = [point for point in self._here.get(place.key, ()) if point is not standing]
+        return below if standing is None else [*below, standing]
 
     def known(self, place: Place) -> Point | None:
         """The point that stands at ``place`` now, under this name or another one; None where none does."""
@@ -102,11 +109,17 @@ class Fabric:
         if point is None:
             point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
         if isinstance(point, ClassPoint):
-            ClassPoint.check(advice, place)
+            point.admit(advice)
         elif advice.is_class_replacement:
             raise HookError(f"{advice}: {place} is no class, so a class cannot replace it; pass a function")
         self._warn_of_second_replace(advice, point)
-        self._remember(point)
+        if point.installed and advice.hook_type is HookType.REPLACE:
+            give_back(advice.hook, point.standing, point.original)
+        if point not in self.points:
+            for below in here:
+                if isinstance(below, ClassPoint):
+                    below.superseded = True
+            self._remember(point)
         point.advices.append(advice)
         self._at.setdefault(advice, []).append((point, point.calls))
         return point
@@ -124,10 +137,9 @@ class Fabric:
             self._at[advice] = [(point, point.calls) for point, _ in entries]
 
     def _remember(self, point: Point) -> None:
-        if point not in self.points:
-            self.points[point] = None
-            self._here.setdefault(point.place.key, []).append(point)
-            self._by_replacement[id(point.replacement)] = point
+        self.points[point] = None
+        self._here.setdefault(point.place.key, []).append(point)
+        self._by_replacement[id(point.replacement)] = point
 
     def _home_of(self, place: Place) -> Home | None:
         """The home that another part of the same property has already."""
@@ -188,15 +200,13 @@ class Fabric:
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
         self._note_stale(installed, self._rebind(pairs))
-        for point in unique:
-            if isinstance(point, JoinPoint):
-                _give_originals(point)
         self._follow(pairs)
         for point in unique:
             if not point.advices:
                 self._drop(point)
         for pair in pairs:
             if is_class(pair.old):
+                outcome.classes = True
                 outcome.homeless += self._evict(pair.old, outcome)
         return outcome
 
@@ -272,15 +282,6 @@ class Fabric:
         nested = self.settle(points)
         outcome.refused.update(nested.refused)
         return list(dict.fromkeys([*advices, *nested.homeless]))
-
-
-def _give_originals(point: JoinPoint) -> None:
-    """The module of a REPLACE hook has the original, also where it was imported after an earlier hook."""
-    for advice in point.advices:
-        home = module_of(advice.hook) if advice.hook_type is HookType.REPLACE else None
-        if home is not None and home is not namespace(point.place.owner):
-            for name in [name for name, value in list(home.items()) if value is point.replacement]:
-                home[name] = point.original
 
 
 def _expected(point: Point) -> Any:

@@ -66,10 +66,14 @@ class ModuleWatcher:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
-            find_spec = getattr(finder, "find_spec", None)
-            if finder is self or find_spec is None:
+            if finder is self:
                 continue
-            spec: ModuleSpec | None = find_spec(fullname, path, target)
+            spec: ModuleSpec | None = None
+            if hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+            elif hasattr(finder, "find_module") and sys.version_info < (3, 12):
+                loader = finder.find_module(fullname, path)
+                spec = None if loader is None else importlib.util.spec_from_loader(fullname, loader)
             if spec is not None:
                 return spec
         return None

@@ -117,7 +117,8 @@ class JoinPoint:
             self._exchange_attributes()
             self.home.move_in(self.place.part, self.woven.function)
             self.installed = True
-        elif not self.active and self.installed:
+        elif not self.active and self.installed and not (self.advices and self.displaced):
+            # Under somebody's patch, ours stays where that patch calls it, until its last hook has gone.
             self.installed = False
             self._exchange_attributes()
             self.home.move_out(self.place.part)

@@ -29,13 +29,30 @@ def kept_by(advices: Iterable[Advice]) -> Kept:
     for advice in advices:
         kept.update(id(holder) for holder in _holders_in(advice.hook))
         if advice.hook_type is HookType.REPLACE:
-            home = module_of(advice.hook)
+            home = _home_of(advice.hook)
             if home is not None:
                 kept.add(id(home))
     return frozenset(kept)
 
 
-def module_of(hook: Any) -> dict[str, Any] | None:
+def give_back(hook: Any, standing: Any, original: Any) -> None:
+    """Let a hook that is about to replace ``original`` hold it, where it was given what stands there now.
+
+    A class that derives from the one that stands there means that one, and keeps it.
+    """
+    if is_class(hook) and is_class(standing) and issubclass(hook, standing):
+        return
+    home = _home_of(hook)
+    # Where it was defined, it is no copy.
+    if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
+        for name in [name for name, value in list(home.items()) if value is standing]:
+            home[name] = original
+    for holder in _holders_in(hook):
+        if isinstance(holder, types.CellType) and holder.cell_contents is standing:
+            holder.cell_contents = original
+
+
+def _home_of(hook: Any) -> dict[str, Any] | None:
     """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
     module = sys.modules.get(getattr(hook, "__module__", None) or "")
     return namespace(module) if module is not None else None

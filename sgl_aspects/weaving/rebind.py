@@ -102,6 +102,8 @@ class _Collected:
         self.ours = ours
         self.kept: frozenset[Any] = frozenset().union(*(pair.keep for pair in self.pairs.values()))
         self.stale: list[Stale] = []
+        self.attributes: set[int] = set()
+        """Ids of the dictionaries of our own instances, where Python makes such dictionaries."""
 
     def rebind(self) -> list[Stale]:
         """One round for the holders of old objects, then one for the holders of what was made anew."""
@@ -115,9 +117,11 @@ class _Collected:
         owners = self._owners([holder for holder in found if _needs_owner(holder)])
         anew: list[Pair] = []
         for holder in found:
+            if id(holder) in self.attributes:
+                continue
             if self._is_class_dict(holder, owners):
                 for cls in owners[id(holder)]:
-                    if is_class(cls):
+                    if is_class(cls) and id(cls) not in self.kept:
                         holders.replace_in_class(cls, self._new)
             elif isinstance(holder, types.MethodType):
                 anew += self._remade(holder, holders.bound_anew(holder, self._new))
@@ -175,10 +179,14 @@ class _Collected:
         known = {id(holder) for holder in held}
         owners: dict[int, list[Any]] = {}
         for owner in _referrers(held) if held else ():
-            if not isinstance(owner, types.FrameType) and not self._is_ours(owner):
-                for referent in gc.get_referents(owner):
-                    if id(referent) in known:
-                        owners.setdefault(id(referent), []).append(owner)
+            if isinstance(owner, types.FrameType):
+                continue
+            for referent in gc.get_referents(owner):
+                if id(referent) in known and self._is_ours(owner):
+                    if isinstance(referent, dict):
+                        self.attributes.add(id(referent))
+                elif id(referent) in known:
+                    owners.setdefault(id(referent), []).append(owner)
         return owners
 
     # -- what stays -------------------------------------------------------------------------------------

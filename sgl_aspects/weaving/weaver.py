@@ -144,9 +144,7 @@ class Weaver:
             for name, module in _loaded(target):
                 for path in [one.attribute_path(name) for one in target.alternates]:
                     for place in find(module, path) if path else ():
-                        point = self._fabric.known(place)
-                        if point is not None:
-                            found[point] = None
+                        found.update(dict.fromkeys(self._fabric.at(place)))
             return list(found)
 
     # -- modules as they load ---------------------------------------------------------------------------
@@ -247,10 +245,11 @@ class Weaver:
 
     def _settle(self, points: Iterable[Point], *, strict: bool) -> None:
         outcome: Outcome = self._fabric.settle(points)
-        if outcome.homeless:
+        if outcome.classes:
             for advice in outcome.homeless:
-                advice.state, advice.detail = State.PENDING, "the class it is for was replaced"
-            self._weave(self._in_loaded_modules(outcome.homeless), strict=False)
+                advice.state, advice.detail = State.PENDING, "the class that it is for has changed"
+            absent = [advice for advice in self._advices if advice.state is State.MISSING]
+            self._weave(self._in_loaded_modules([*outcome.homeless, *absent]), strict=False)
         for advice, fault in outcome.refused.items():
             if not self._fabric.of(advice):
                 self._fail(advice, fault, strict=strict)
