@@ -114,7 +114,7 @@ class _Collected:
             for holder in _referrers(olds)
             if id(holder) not in own and id(holder) not in self.kept and not self._is_ours(holder)
         ]
-        owners = self._owners([holder for holder in found if _needs_owner(holder)])
+        owners = self._owners([holder for holder in found if _needs_owner(holder)], found)
         anew: list[Pair] = []
         for holder in found:
             if id(holder) in self.attributes:
@@ -174,12 +174,12 @@ class _Collected:
     def _is_class_dict(self, holder: Any, owners: dict[int, list[Any]]) -> bool:
         return isinstance(holder, dict) and any(is_class(owner) for owner in owners.get(id(holder), ()))
 
-    def _owners(self, held: list[Any]) -> dict[int, list[Any]]:
+    def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """What holds each of ``held``: classes their dictionaries, functions their defaults."""
         known = {id(holder) for holder in held}
         owners: dict[int, list[Any]] = {}
         for owner in _referrers(held) if held else ():
-            if isinstance(owner, types.FrameType):
+            if owner is found or isinstance(owner, types.FrameType):
                 continue
             for referent in gc.get_referents(owner):
                 if id(referent) in known and self._is_ours(owner):
