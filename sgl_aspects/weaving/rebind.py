@@ -37,7 +37,7 @@ class Stale:
     holder: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: no dictionary that would be found as a holder
 class Pair:
     """Holders of ``old`` shall hold ``new``.
 
@@ -108,7 +108,7 @@ class _Collected:
     def rebind(self) -> list[Stale]:
         """One round for the holders of old objects, then one for the holders of what was made anew."""
         olds = [pair.old for pair in self.pairs.values()]
-        own = {id(self.pairs), id(olds), id(self.__dict__), *(id(p) for p in self.pairs.values())}
+        own = {id(self.pairs), id(self.__dict__)}
         found = [
             holder
             for holder in _referrers(olds)
