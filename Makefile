@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench clean sglang-env test-sglang
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
 	@echo "make test    all tests"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
+	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 1.7 GB)"
 	@echo "make clean   remove .venv and build output"
 
 demo: $(VENV)/.demo
@@ -28,8 +29,26 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
+# Real SGLang on a plain CPU. Plain `pip install sglang` would bring gigabytes of CUDA: what a CPU needs is
+# listed, the rest is left out.
+SGLANG_VENV := .sglang-venv
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+sglang-env: $(SGLANG_VENV)/.ready
+
+test-sglang: $(SGLANG_VENV)/.ready
+	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py
+
+$(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang-requirements-alone.txt
+	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 1.7 GB, two minutes) ..."
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) -r tests/sglang-requirements.txt
+	$(SGLANG_PIP) --no-deps -r tests/sglang-requirements-alone.txt
+	$(SGLANG_PIP) --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,17 @@
+"""What SGLang gets for SGLANG_PLATFORM=sgl_aspects_cpu. Importing this imports SGLang's interface."""
+
+from __future__ import annotations
+
+from sgl_aspects.platforms.cpu import CpuPlatform
+from sgl_aspects.platforms.sglang_bridge import bridged
+
+
+class _PlainCpu(CpuPlatform):
+    """SGLang's own ``forward_cpu`` operators need its CPU kernels; the native ones need only torch."""
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+
+_PlainCpu.__name__ = _PlainCpu.__qualname__ = "SGLangCpuPlatform"
+SGLangCpuPlatform = bridged(_PlainCpu)
