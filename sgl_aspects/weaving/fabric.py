@@ -25,6 +25,7 @@ from sgl_aspects.weaving.places import (
     find,
     inherited,
     is_class,
+    is_module,
     namespace,
 )
 from sgl_aspects.weaving.rebind import Pair, Stale, describe, rebind
@@ -59,6 +60,7 @@ class Fabric:
         self._at: dict[Advice, list[tuple[Point, int]]] = {}
         self._here: dict[tuple[int, str, str], list[Point]] = {}
         self._by_replacement: dict[int, Point] = {}
+        self._by_original: dict[int, Point] = {}  # in modules, where one thing often has several names
 
     # -- looking ----------------------------------------------------------------------------------------
 
@@ -77,8 +79,12 @@ class Fabric:
         for point in reversed(self._here.get(place.key, ())):
             if current(place.owner, place.name) is _expected(point):
                 return point
-        other = self._by_replacement.get(id(place.raw))
-        if other is None or not other.installed or other.standing is not place.raw:
+        other = self._by_replacement.get(id(place.raw)) or self._by_original.get(id(place.raw))
+        if (
+            other is None
+            or other.standing is not place.raw
+            or not (other.installed or is_module(place.owner))
+        ):
             return None
         # Another name of something that is woven already.
         return other if not place.inherited and other.place.part == place.part else None
@@ -140,6 +146,8 @@ class Fabric:
         self.points[point] = None
         self._here.setdefault(point.place.key, []).append(point)
         self._by_replacement[id(point.replacement)] = point
+        if is_module(point.place.owner):
+            self._by_original[id(point.original)] = point
 
     def _home_of(self, place: Place) -> Home | None:
         """The home that another part of the same property has already."""
@@ -158,9 +166,10 @@ class Fabric:
         if not here:
             del self._here[point.place.key]
         self.stale.pop(point, None)
-        for seen in (point.replacement, point.standing):
-            if self._by_replacement.get(id(seen)) is point:
-                del self._by_replacement[id(seen)]
+        for seen in (point.replacement, point.standing, point.original):
+            for index in (self._by_replacement, self._by_original):
+                if index.get(id(seen)) is point:
+                    del index[id(seen)]
 
     def _warn_of_second_replace(self, advice: Advice, point: Point) -> None:
         if advice.hook_type is not HookType.REPLACE:

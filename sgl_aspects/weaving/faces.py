@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -107,7 +108,13 @@ class Aspect:
     def _advices(self) -> list[Advice]:
         found = []
         for name in dir(type(self)):
-            for advice in getattr(getattr(type(self), name), _ADVICES, ()):
+            raw = inspect.getattr_static(type(self), name)
+            function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+            # The mark may be outside of @staticmethod or inside.
+            marked: list[Advice] = getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(
+                function, _ADVICES, []
+            )
+            for advice in marked:
                 hook = advice.hook if advice.hook_type is HookType.OBSERVE else getattr(self, name)
                 found.append(
                     Advice(
