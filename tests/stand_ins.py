@@ -54,9 +54,7 @@ class Engine:
         places = [names.get("__file__"), getattr(spec, "origin", None), *_search_path(names.get("__path__"))]
         return any(str(place).startswith(str(self.folder)) for place in places if place)
 
-    def run(
-        self, script: str, *, timeout: float = 60, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run ``script`` in a process of its own that can import from this folder."""
         root = Path(sgl_aspects.__file__).parents[1]
         path = os.pathsep.join([str(self.folder), str(root)])
@@ -65,7 +63,7 @@ class Engine:
             env={**os.environ, **environment, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=60,
             check=False,
         )
 

@@ -244,8 +244,8 @@ class HookRegistry:
             all others have been.
         """
         fresh = [advice for advice in cls._advices if advice.state is State.REMOVED]
-        cls._add_all([advice for advice in fresh if not advice.required])
         weaver.apply()
+        cls._add_all([advice for advice in fresh if not advice.required])
         failures: list[AspectsError] = []
         for advice in fresh:
             if advice.required:

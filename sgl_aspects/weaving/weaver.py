@@ -141,7 +141,7 @@ class Weaver:
         """The points that ``target`` leads to in loaded modules, whichever names their hooks gave."""
         with self._lock:
             found: dict[Point, None] = {}
-            for name, module in _loaded(target):
+            for name, module in _loaded(target) if self._fabric.points else ():
                 for path in [one.attribute_path(name) for one in target.alternates]:
                     for place in find(module, path) if path else ():
                         found.update(dict.fromkeys(self._fabric.at(place)))
