@@ -2,8 +2,9 @@
 
 from sgl_aspects.engines.catalog import Catalog, Role
 from sgl_aspects.engines.embedded import EMBEDDED
+from sgl_aspects.engines.sglang import SGLANG
 
 #: Every engine that the built-in aspects know.
-CATALOGS: tuple[Catalog, ...] = (EMBEDDED,)
+CATALOGS: tuple[Catalog, ...] = (EMBEDDED, SGLANG)
 
-__all__ = ["CATALOGS", "EMBEDDED", "Catalog", "Role"]
+__all__ = ["CATALOGS", "EMBEDDED", "SGLANG", "Catalog", "Role"]

@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 import sgl_aspects as aspects
 from sgl_aspects.engines import CATALOGS
+from sgl_aspects.tracing.aspects.detokenizer import DetokenizerAspect
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.observer import Observation
+from sgl_aspects.tracing.aspects.overlapped import OverlappedRequestAspect, OverlappedStepAspect
 from sgl_aspects.tracing.aspects.request import RequestAspect
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequestAspect, SchedulerState
+from sgl_aspects.tracing.aspects.served import ServedRequestAspect
 from sgl_aspects.tracing.aspects.step import StepAspect
 from sgl_aspects.tracing.recorder import Recorder
 
@@ -30,11 +33,17 @@ def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
     for catalog in CATALOGS:
         state = SchedulerState()
         found: list[Observation] = []
-        if level >= 1:
+        loop_is_a_function = "step" in catalog.roles
+        if level >= 1 and loop_is_a_function:
             found += RequestAspect(recorder, catalog).observations()
             found += ScheduledRequestAspect(recorder, catalog, state).observations()
+        elif level >= 1:
+            found += ServedRequestAspect(recorder, catalog).observations()
+            found += DetokenizerAspect(recorder, catalog).observations()
+            found += OverlappedRequestAspect(recorder, catalog, state).observations()
         if level >= 2:
-            found += StepAspect(recorder, catalog, state).observations()
+            step = StepAspect if loop_is_a_function else OverlappedStepAspect
+            found += step(recorder, catalog, state).observations()
         if level >= 3:
             forward = ForwardAspect(recorder, catalog, state)
             undo.append(forward.flush)

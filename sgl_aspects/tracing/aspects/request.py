@@ -30,7 +30,7 @@ REQUEST = SpanType(
 )
 
 # Attributes known when the request comes in, read from the request.
-_REQUEST_ATTRIBUTES = (
+REQUEST_ATTRIBUTES = (
     "max_tokens",
     "temperature",
     "top_p",
@@ -76,7 +76,7 @@ class RequestAspect:
         self._operation = reader("request.operation")
         self._request_rid = reader("request.rid")
         self._attributes = [
-            (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in _REQUEST_ATTRIBUTES
+            (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
         ]
         self._choice_count = reader("request.choice_count")
         self._rid = reader("state.rid")

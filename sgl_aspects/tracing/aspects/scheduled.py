@@ -25,6 +25,7 @@ class ScheduledRequest:
     queue_id: int
     queued_ns: int
     chunks: int = 0
+    is_running: bool = False
     decode_id: int = 0
     decode_ns: int = 0
 

@@ -1,0 +1,228 @@
+"""SGLang, 0.5.10 to 0.5.23 and newer: which of its functions plays which role.
+
+What moved is given as alternates, newest first. Readers tolerate what a version does not have: it reads as
+None and the attribute is left out.
+
+Three things differ from an engine with a plain loop. A scheduler without work spins, thousands of times a
+second, through ``schedule``: nothing may be recorded there without a batch. With its overlapped loop the
+result of a batch is processed after the next batch was launched, so that two steps are open at once. And
+outputs reach the tokenizer manager for many requests in one call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog, Role
+
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+
+# SGLang's own health checks are requests, too; their ids begin so.
+_PROBE = "HEALTH_CHECK"
+
+
+def _rids(request: Any) -> tuple[str, ...]:
+    """The ids of a request: one, or one for each prompt of a batch."""
+    rid = request.rid
+    return tuple(rid) if isinstance(rid, list) else (rid,)
+
+
+def _is_probe(request: Any) -> bool:
+    return str(_rids(request)[0]).startswith(_PROBE)
+
+
+def _received_ns(request: Any) -> int | None:
+    """When the HTTP server got it, since the epoch; SGLang notes it on a clock of its own."""
+    received = request.received_time
+    if not received:
+        return None
+    for clock in (time.monotonic, time.perf_counter):
+        age = clock() - received
+        if 0 <= age < 3600:
+            return time.time_ns() - int(age * 1e9)
+    return None
+
+
+def _sampling(name: str) -> Any:
+    def read(request: Any) -> Any:
+        parameters = request.sampling_params
+        if isinstance(parameters, list):  # one for each prompt of a batch
+            parameters = parameters[0] if parameters else None
+        return parameters.get(name) if isinstance(parameters, dict) else getattr(parameters, name, None)
+
+    return read
+
+
+def _stop(request: Any) -> Any:
+    stop = _sampling("stop")(request)
+    return [stop] if isinstance(stop, str) else stop or None
+
+
+def _samples(request: Any) -> int | None:
+    count = getattr(request, "parallel_sample_num", 1)
+    return count if count and count > 1 else None
+
+
+def _operation(http: Any) -> str | None:
+    path = http.scope.get("path", "")
+    if "embed" in path:
+        return "embeddings"
+    return "chat" if "chat" in path or "messages" in path else None
+
+
+def _outputs(batch: Any) -> Iterator[tuple[str, str | None, int | None, int | None, int | None]]:
+    """For each request in a message to the tokenizer manager: rid, finish reason, and its token counts."""
+    rids = batch.rids
+    nothing = [None] * len(rids)
+    prompt = getattr(batch, "prompt_tokens", None) or nothing
+    completion = getattr(batch, "completion_tokens", None) or nothing
+    cached = getattr(batch, "cached_tokens", None) or nothing
+    for rid, reason, *counts in zip(rids, batch.finished_reasons, prompt, completion, cached):
+        yield rid, _reason_text(reason), *counts
+
+
+def _reason_text(reason: Any) -> str | None:
+    """``{"type": "stop", …}`` on the wire, an object with ``to_json`` in the scheduler."""
+    if reason is None:
+        return None
+    if hasattr(reason, "to_json"):
+        reason = reason.to_json()
+    return str(reason.get("type", "unknown")) if isinstance(reason, dict) else str(reason)
+
+
+def _mode(batch: Any) -> str:
+    mode = batch.forward_mode
+    return str(getattr(mode, "name", mode)).lower()
+
+
+def _batch_size(batch: Any) -> int:
+    size = batch.batch_size
+    return int(size() if callable(size) else size)
+
+
+def _num_tokens(batch: Any) -> int:
+    """Tokens fed to the model: those of the prompts, or one for each request that is decoded."""
+    mode = batch.forward_mode
+    extends = mode.is_extend() if hasattr(mode, "is_extend") else False
+    return int(batch.extend_num_tokens) if extends and batch.extend_num_tokens else _batch_size(batch)
+
+
+def _prefills(batch: Any) -> list[tuple[Any, int]]:
+    """The requests whose prompts a batch works on, with the tokens of each in it."""
+    lengths = getattr(batch, "extend_lens", None)
+    return list(zip(batch.reqs, lengths)) if lengths else []
+
+
+def _is_middle_chunk(req: Any) -> bool:
+    """Whether more of the prompt is to come after the chunk whose result is being processed."""
+    return bool(getattr(req, "inflight_middle_chunks", None) or getattr(req, "is_chunked", 0))
+
+
+def _kv_usage(scheduler: Any) -> float | None:
+    """The share of the KV cache that requests use, from 0 to 1: what only the prefix cache holds is free."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    total = allocator.size
+    free = allocator.available_size() + scheduler.tree_cache.evictable_size()
+    return 1.0 - free / total if total else None
+
+
+SGLANG = Catalog(
+    engine="sglang",
+    provider_name="sglang",
+    roles={
+        # In the process with the HTTP server, and in each of its tokenizer workers.
+        "serve_request": Role(
+            (f"{_TOKENIZER}.generate_request",), ("manager:self", "request:obj", "http:request")
+        ),
+        "receive_request": Role(
+            (f"{_TOKENIZER}._init_req_state", f"{_TOKENIZER}._req_stats_init"),
+            ("manager:self", "request:obj", "http:request"),
+        ),
+        "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("manager:self", "request:obj")),
+        "send_request": Role(
+            (f"{_TOKENIZER}._send_one_request",), ("manager:self", "tokenized:tokenized_obj")
+        ),
+        "send_requests": Role(
+            (f"{_TOKENIZER}._send_batch_request",), ("manager:self", "tokenized:tokenized_objs")
+        ),
+        "receive_outputs": Role(
+            (f"{_TOKENIZER}._handle_batch_output",), ("manager:self", "outputs:recv_obj")
+        ),
+        "receive_abort": Role((f"{_TOKENIZER}._handle_abort_req",), ("manager:self", "message:recv_obj")),
+        # In the detokenizer's process.
+        "detokenize": Role(
+            (f"{_DETOKENIZER}.handle_batch_token_id_out",), ("detokenizer:self", "outputs:recv_obj")
+        ),
+        # In each scheduler's process.
+        "add_request": Role(
+            (f"{_SCHEDULER}.handle_generate_request",), ("scheduler:self", "message:recv_req")
+        ),
+        "abort_scheduled_request": Role(
+            (f"{_SCHEDULER}.abort_request",), ("scheduler:self", "message:recv_req")
+        ),
+        "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",)),
+        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
+        "process_batch_result": Role(
+            (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
+        ),
+        "stream_output": Role(
+            (
+                f"{_COMPONENTS}.output_streamer:SchedulerOutputStreamer.stream_output",
+                f"{_SCHEDULER}.stream_output",
+            ),
+            ("streamer:self", "reqs"),
+        ),
+        "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch")),
+        "sample": Role(
+            (f"{_RUNNER}.sample",), ("model_runner:self", "logits:logits_output", "batch:forward_batch")
+        ),
+    },
+    attributes={
+        "request.rids": _rids,
+        "request.is_probe": _is_probe,
+        "request.is_single": "is_single",
+        "request.headers": "external_trace_header",
+        "request.received_ns": _received_ns,
+        "request.choice_count": _samples,
+        "request.stream": "stream",
+        "request.max_tokens": _sampling("max_new_tokens"),
+        "request.temperature": _sampling("temperature"),
+        "request.top_p": _sampling("top_p"),
+        "request.top_k": _sampling("top_k"),
+        "request.seed": _sampling("sampling_seed"),
+        "request.frequency_penalty": _sampling("frequency_penalty"),
+        "request.presence_penalty": _sampling("presence_penalty"),
+        "request.stop_sequences": _stop,
+        "http.headers": "headers",
+        "http.operation": _operation,
+        "manager.model": "served_model_name",
+        "tokenized.rid": "rid",
+        "tokenized.count": lambda tokenized: len(tokenized.input_ids),
+        "outputs.each": _outputs,
+        "message.rid": "rid",
+        "message.abort_all": "abort_all",
+        "message.is_probe": lambda message: str(message.rid).startswith(_PROBE),
+        "rid.is_probe": lambda rid: str(rid).startswith(_PROBE),
+        "req.rid": "rid",
+        "req.finish_reason": lambda req: _reason_text(req.finished_reason),
+        "req.output_tokens": lambda req: len(req.output_ids),
+        "req.is_middle_chunk": _is_middle_chunk,
+        "schedule.batch": lambda result: getattr(result, "batch_to_run", result),
+        "batch.step_id": "forward_iter",
+        "batch.mode": _mode,
+        "batch.reqs": "reqs",
+        "batch.prefills": _prefills,
+        "batch.batch_size": _batch_size,
+        "batch.num_tokens": _num_tokens,
+        "scheduler.waiting": lambda scheduler: len(scheduler.waiting_queue),
+        "scheduler.waiting_rids": lambda scheduler: {req.rid for req in scheduler.waiting_queue},
+        "scheduler.running": lambda scheduler: len(scheduler.running_batch.reqs),
+        "scheduler.kv_usage": _kv_usage,
+    },
+)

@@ -1,0 +1,59 @@
+"""Level 1, in a detokenizer with a process of its own: one span for each request over all its calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing.aspects.observer import Observation
+from sgl_aspects.tracing.aspects.request import DETOKENIZE
+from sgl_aspects.tracing.recorder import Recorder
+
+
+@dataclass(eq=False)
+class _Detokenized:
+    """A request whose tokens become text; ``key`` is its name in this process's records."""
+
+    key: int
+    start_ns: int
+    calls: int = 0
+    busy_ns: float = 0.0
+
+
+class DetokenizerAspect:
+    """Spans ``detokenize``; the time of a call is shared out over the requests in it."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+        self._recorder = recorder
+        self._live: dict[str, _Detokenized] = {}
+        self._batch = catalog.roles["detokenize"].argument("outputs")
+        self._each = catalog.reader("outputs.each")
+        self._is_probe = catalog.reader("rid.is_probe")
+
+    def observations(self) -> list[Observation]:
+        return [Observation("detokenize", self._enter, self._exit)]
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return time_ns(), self._batch(args, kwargs)
+
+    def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        start_ns, batch = token
+        now = time_ns()
+        found = list(self._each(batch))
+        share = (now - start_ns) / (len(found) or 1)
+        for rid, reason, *_ in found:
+            request = self._live.get(rid)
+            if request is None:
+                if self._is_probe(rid):
+                    continue
+                request = self._live[rid] = _Detokenized(self._recorder.new_id(), start_ns)
+                self._recorder.request_seen(request.key, rid, start_ns)
+            request.calls += 1
+            request.busy_ns += share
+            if reason is not None:
+                del self._live[rid]
+                values = (request.calls, request.busy_ns / 1e9)
+                recorder, key = self._recorder, request.key
+                recorder.span(recorder.new_id(), key, key, DETOKENIZE, request.start_ns, now, values)

@@ -1,0 +1,298 @@
+"""The scheduler's side, for an engine whose loop is no function and may overlap.
+
+The result of a batch is processed in a call of its own, possibly after the next batch was launched. So what
+belongs to a batch is kept from its launch until its result comes, and a step is the life of a batch: from
+its scheduling to the end of its processing. A turn of the loop that finds nothing to run leaves no trace.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from time import time_ns
+from typing import Any, Generic, TypeVar
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.aspects.scheduled import DECODE, PREFILL, QUEUE, ScheduledRequest, SchedulerState
+from sgl_aspects.tracing.aspects.step import PROCESS_RESULT, RUN_BATCH, SAMPLE, SCHEDULE, STEP
+from sgl_aspects.tracing.recorder import Recorder
+
+_T = TypeVar("_T")
+
+
+class _Launched(Generic[_T]):
+    """What is kept of launched batches until their results are processed: found by the result object."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[tuple[Any, _T]] = collections.deque(maxlen=64)
+
+    def put(self, result: Any, item: _T) -> None:
+        self._waiting.append((result, item))
+
+    def take(self, result: Any) -> _T | None:
+        for number, (known, item) in enumerate(self._waiting):
+            if known is result:
+                del self._waiting[number]
+                return item
+        return None
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A part of one request's prompt in a batch. ``is_last`` is settled when the result comes."""
+
+    req: Any
+    request: ScheduledRequest
+    tokens: int
+    is_last: bool = False
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """A batch that works on prompts."""
+
+    start_ns: int
+    chunks: list[_Chunk]
+
+
+class OverlappedRequestAspect:
+    """Level 1: spans ``queue``, ``prefill`` (one for each chunk) and ``decode``."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._launched: _Launched[_Prefill] = _Launched()
+        self._processed: _Prefill | None = None
+        roles, reader = catalog.roles, catalog.reader
+        self._added = roles["add_request"].argument("message")
+        self._scheduler = roles["abort_scheduled_request"].argument("scheduler")
+        self._aborted = roles["abort_scheduled_request"].argument("message")
+        self._ran = roles["run_batch"].argument("batch")
+        self._result = roles["process_batch_result"].argument("result")
+        self._streamed = roles["stream_output"].argument("reqs")
+        self._message_rid = reader("message.rid")
+        self._is_probe = reader("message.is_probe")
+        self._abort_all = reader("message.abort_all")
+        self._waiting_rids = reader("scheduler.waiting_rids")
+        self._rid = reader("req.rid")
+        self._finish_reason = reader("req.finish_reason")
+        self._output_tokens = reader("req.output_tokens")
+        self._is_middle_chunk = reader("req.is_middle_chunk")
+        self._mode = reader("batch.mode")
+        self._prefills = reader("batch.prefills")
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("add_request", self._add_enter, self._add_exit),
+            Observation("abort_scheduled_request", self._abort_enter, self._abort_exit),
+            Observation("run_batch", self._run_enter, self._run_exit),
+            Observation("process_batch_result", self._process_enter, self._process_exit),
+            Observation("stream_output", self._stream_enter, _nothing),
+        ]
+
+    def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        message = self._added(args, kwargs)
+        if self._is_probe(message):
+            return None
+        rid = self._message_rid(message)
+        recorder = self._recorder
+        now = time_ns()
+        request = ScheduledRequest(recorder.new_id(), recorder.new_id(), now)
+        recorder.request_seen(request.key, rid, now)
+        recorder.span_begin(request.queue_id, request.key, request.key, QUEUE, now)
+        self._state.requests[rid] = request
+        return rid
+
+    def _add_exit(self, rid: Any, result: Any, error: BaseException | None) -> None:
+        if error is not None and rid is not None:
+            self._end(rid, None, None, error_type(error))
+
+    def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._scheduler(args, kwargs), self._aborted(args, kwargs)
+
+    def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        """A request that waits is thrown out here; one that runs ends with its next step."""
+        scheduler, message = token
+        prefix, everything = self._message_rid(message), self._abort_all(message)
+        waiting = self._waiting_rids(scheduler) or set()
+        for rid, request in list(self._state.requests.items()):
+            concerned = everything or (prefix and rid.startswith(prefix))
+            if concerned and not request.chunks and not request.is_running and rid not in waiting:
+                self._end(rid, None, "abort", "")
+
+    def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = self._ran(args, kwargs)
+        if self._mode(batch) == "decode":
+            return None  # nearly every step: nothing begins in it
+        now = time_ns()
+        chunks = []
+        for req, tokens in self._prefills(batch) or ():
+            request = self._state.requests.get(self._rid(req))
+            if request is None or request.decode_id:
+                continue  # not ours, or decoded along with other requests' prompts
+            if not request.is_running:
+                request.is_running = True
+                self._recorder.span(request.queue_id, request.key, request.key, QUEUE, request.queued_ns, now)
+            chunks.append(_Chunk(req, request, tokens))
+        return _Prefill(now, chunks) if chunks else None
+
+    def _run_exit(self, prefill: _Prefill | None, result: Any, error: BaseException | None) -> None:
+        if prefill is None:
+            return
+        if error is None:
+            self._launched.put(result, prefill)
+        else:
+            self._record(prefill, error_type(error))
+
+    def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        prefill = self._processed = self._launched.take(self._result(args, kwargs))
+        if prefill is not None:
+            for chunk in prefill.chunks:
+                chunk.is_last = not self._is_middle_chunk(chunk.req)
+
+    def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        prefill, self._processed = self._processed, None
+        if prefill is not None:
+            self._record(prefill, error_type(error))
+
+    def _stream_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # On entry: before others are told, so that the request's own span ends after these.
+        prefill, self._processed = self._processed, None
+        if prefill is not None:
+            self._record(prefill, "")  # the results are here, and leave the scheduler now
+        requests = self._state.requests
+        for req in self._streamed(args, kwargs):
+            reason = self._finish_reason(req)
+            if reason is not None and self._rid(req) in requests:
+                problem = reason if reason == "abort" else ""
+                self._end(self._rid(req), self._output_tokens(req), reason, problem)
+
+    def _record(self, prefill: _Prefill, problem: str) -> None:
+        recorder, start_ns, end_ns = self._recorder, prefill.start_ns, time_ns()
+        for chunk in prefill.chunks:
+            request = chunk.request
+            key, values = request.key, (chunk.tokens, request.chunks)
+            request.chunks += 1
+            recorder.span(recorder.new_id(), key, key, PREFILL, start_ns, end_ns, values, problem)
+            if chunk.is_last and not problem:
+                request.decode_id, request.decode_ns = recorder.new_id(), end_ns
+                recorder.span_begin(request.decode_id, key, key, DECODE, end_ns)
+
+    def _end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str) -> None:
+        request = self._state.requests.pop(rid, None)
+        if request is None:
+            return
+        recorder, key, now = self._recorder, request.key, time_ns()
+        if request.decode_id:
+            values = (output_tokens, reason)
+            recorder.span(request.decode_id, key, key, DECODE, request.decode_ns, now, values, problem)
+        elif not request.is_running:
+            recorder.span(request.queue_id, key, key, QUEUE, request.queued_ns, now, (reason,), problem)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A batch from its scheduling to its result."""
+
+    id: int
+    start_ns: int
+    values: list[Any] = field(default_factory=list)
+    links: list[int] = field(default_factory=list)
+    batch: Any = None
+
+
+class OverlappedStepAspect:
+    """Level 2: spans ``scheduler.step``, a trace of its own for each batch, and its children."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._scheduled: _Step | None = None
+        self._launched: _Launched[_Step] = _Launched()
+        roles, reader = catalog.roles, catalog.reader
+        self._ran = roles["run_batch"].argument("batch")
+        self._processing = roles["process_batch_result"].argument("scheduler")
+        self._result = roles["process_batch_result"].argument("result")
+        self._batch_of = reader("schedule.batch")
+        self._rid = reader("req.rid")
+        self._reqs = reader("batch.reqs")
+        self._step_number = reader("batch.step_id")
+        self._batch_readers = [reader(f"batch.{name}") for name in ("mode", "batch_size", "num_tokens")]
+        self._scheduler_readers = [reader(f"scheduler.{name}") for name in ("waiting", "running", "kv_usage")]
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("schedule", _start, self._schedule_exit),
+            Observation("run_batch", self._run_enter, self._run_exit),
+            Observation("sample", _start, self._sample_exit),
+            Observation("process_batch_result", self._process_enter, self._process_exit),
+        ]
+
+    def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
+        if not self._batch_of(result):
+            return  # nothing to run: thousands of times a second
+        step = self._scheduled = self._begin(start_ns)
+        self._child(step.id, step.id, SCHEDULE, start_ns)
+
+    def _begin(self, start_ns: int) -> _Step:
+        step = _Step(self._recorder.new_id(), start_ns)
+        # The step's own record has to come first: its children name it.
+        self._recorder.span_begin(step.id, step.id, 0, STEP, start_ns)
+        return step
+
+    def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = time_ns()
+        step, self._scheduled = self._scheduled or self._begin(now), None
+        step.batch = batch = self._ran(args, kwargs)
+        # Now: a batch that decodes goes on into the next step, changed.
+        step.values = [read(batch) for read in self._batch_readers]
+        requests, rid = self._state.requests, self._rid
+        found = [requests.get(rid(req)) for req in self._reqs(batch) or ()]
+        step.links = [request.key for request in found if request is not None]
+        self._state.step_id, self._state.run_id = step.id, self._recorder.new_id()
+        return now, step
+
+    def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        start_ns, step = token
+        run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
+        recorder, problem = self._recorder, error_type(error)
+        recorder.span(run_id, step.id, step.id, RUN_BATCH, start_ns, time_ns(), (), problem)
+        step.values = [self._step_number(step.batch), *step.values]
+        step.batch = None
+        if error is None:
+            self._launched.put(result, step)
+        else:
+            self._end(step, [None, None, None], problem)
+
+    def _sample_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
+        step_id = self._state.step_id
+        if step_id:
+            self._child(step_id, self._state.run_id, SAMPLE, start_ns, error_type(error))
+
+    def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return time_ns(), self._processing(args, kwargs), self._launched.take(self._result(args, kwargs))
+
+    def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        start_ns, scheduler, step = token
+        if step is None:
+            return
+        problem = error_type(error)
+        self._child(step.id, step.id, PROCESS_RESULT, start_ns, problem)
+        self._end(step, [read(scheduler) for read in self._scheduler_readers], problem)
+
+    def _end(self, step: _Step, scheduler_values: list[Any], problem: str) -> None:
+        values = [*step.values, *scheduler_values]
+        self._recorder.span(step.id, step.id, 0, STEP, step.start_ns, time_ns(), values, problem, step.links)
+
+    def _child(self, step_id: int, parent_id: int, type: Any, start_ns: int, problem: str = "") -> None:
+        recorder = self._recorder
+        recorder.span(recorder.new_id(), step_id, parent_id, type, start_ns, time_ns(), (), problem)
+
+
+def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return time_ns()
+
+
+def _nothing(token: Any, result: Any, error: BaseException | None) -> None:
+    """The work is done on entry."""

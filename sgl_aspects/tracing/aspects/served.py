@@ -1,0 +1,266 @@
+"""Level 1, the caller's side, for an engine that answers many requests in one call and each by a generator.
+
+A request is served by a generator (``serve_request``) that lives until the answer is complete, the request
+fails, or the client is gone: so every request ends, whatever happens. A request for several answers (a batch
+of prompts, or n > 1) is one span, with a child span for each answer.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from dataclasses import dataclass, field
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing import context
+from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
+from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import AttributeValue
+
+
+@dataclass(eq=False)
+class _Answer:
+    """One span of a request: the request itself, or one of its several answers."""
+
+    span_id: int
+    rid: str
+    start_ns: int
+    streams: bool
+    first_ns: int = 0
+    end_ns: int = 0
+    counts: tuple[int | None, int | None, int | None] = (None, None, None)
+
+
+@dataclass(eq=False)
+class _Serving:
+    """A generator at work. ``root`` is None until the request got its id."""
+
+    start_ns: int
+    manager: Any
+    http: Any
+    origin: TraceContext | None = None
+    name: str = ""
+    root: _Answer | None = None
+    is_group: bool = False
+    rids: set[str] = field(default_factory=set)
+
+
+# Set while a generator runs: what it makes of one request it makes in its own task, or in tasks of its own.
+_serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar(
+    "sgl_aspects_serving", default=None
+)
+
+
+class ServedRequestAspect:
+    """Spans ``chat {model}`` or ``text_completion {model}``, with ``tokenize`` below them."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+        self._recorder = recorder
+        self._provider = catalog.provider_name
+        self._live: dict[str, _Answer] = {}
+        roles, reader = catalog.roles, catalog.reader
+        self._manager = roles["serve_request"].argument("manager")
+        self._http = roles["serve_request"].argument("http")
+        self._received = roles["receive_request"].argument("request")
+        self._tokenized = roles["tokenize_request"].argument("request")
+        self._sent = roles["send_request"].argument("tokenized")
+        self._all_sent = roles["send_requests"].argument("tokenized")
+        self._got = roles["receive_outputs"].argument("outputs")
+        self._aborted = roles["receive_abort"].argument("message")
+        self._rids = reader("request.rids")
+        self._is_probe = reader("request.is_probe")
+        self._is_single = reader("request.is_single")
+        self._received_ns = reader("request.received_ns")
+        self._streams = reader("request.stream")
+        self._headers = reader("request.headers")
+        self._http_headers = reader("http.headers")
+        self._operation = reader("http.operation")
+        self._model = reader("manager.model")
+        self._choice_count = reader("request.choice_count")
+        self._attributes = [
+            (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
+        ]
+        self._sent_rid = reader("tokenized.rid")
+        self._token_count = reader("tokenized.count")
+        self._each_output = reader("outputs.each")
+        self._aborted_rid = reader("message.rid")
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("serve_request", self._serve_enter, self._serve_exit),
+            Observation("receive_request", self._receive_enter, self._receive_exit),
+            Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
+            Observation("send_request", self._send_enter, nothing),
+            Observation("send_requests", self._send_all_enter, nothing),
+            Observation("receive_outputs", self._outputs_enter, self._outputs_exit),
+            Observation("receive_abort", self._abort_enter, nothing),
+        ]
+
+    # -- the life of a request ------------------------------------------------------------------------------
+
+    def _serve_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving:
+        serving = _Serving(time_ns(), self._manager(args, kwargs), self._http(args, kwargs))
+        _serving.set(serving)
+        return serving
+
+    def _serve_exit(self, serving: _Serving, result: Any, error: BaseException | None) -> None:
+        if _serving.get() is serving:
+            _serving.set(None)
+        # Whoever wants one answer only takes it and closes the generator: an end like any other, then.
+        closed = isinstance(error, GeneratorExit)
+        problem = "" if error is None else "cancelled" if closed else error_type(error)
+        for rid in serving.rids:
+            answer = self._live.pop(rid, None)
+            if answer is not None and answer is not serving.root:
+                self._end(answer, None, problem or "unfinished")
+        root = serving.root
+        if root is None or (root.end_ns and not serving.is_group):
+            return
+        self._end(root, None, "" if serving.is_group and closed else problem)
+
+    def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._received(args, kwargs)
+
+    def _receive_exit(self, request: Any, result: Any, error: BaseException | None) -> None:
+        serving = _serving.get()
+        if serving is None or self._is_probe(request):
+            return
+        rids = self._rids(request)
+        if serving.root is not None:
+            # n > 1: the prompt once, to have it in the cache, and each answer, come one by one.
+            self._begin_answers(serving, rids, request)
+            return
+        samples = self._choice_count(request)
+        serving.is_group = not self._is_single(request)
+        start_ns = self._received_ns(request) or serving.start_ns
+        http = serving.http
+        headers = self._headers(request) or (self._http_headers(http) if http is not None else None)
+        serving.origin = context.of_request(headers)
+        operation = (self._operation(http) if http is not None else None) or "text_completion"
+        model = str(self._model(serving.manager) or "unknown")
+        serving.name = f"{operation} {model}"
+        attributes = self._request_attributes(request, operation, model, rids[0])
+        root = self._begin(
+            serving, rids[0], start_ns, serving.origin, attributes, bool(self._streams(request))
+        )
+        serving.root = root
+        if error is not None:
+            self._end(root, None, error_type(error))
+        elif not serving.is_group or samples:
+            for rid in rids:
+                self._live[rid] = root
+                serving.rids.add(rid)
+        else:
+            self._begin_answers(serving, rids, request)
+
+    def _begin_answers(self, serving: _Serving, rids: tuple[str, ...], request: Any) -> None:
+        origin, root = serving.origin, serving.root
+        if origin is None or root is None:
+            return
+        parent = TraceContext(origin.trace_id, root.span_id, origin.sampled, origin.state, False)
+        now = time_ns()
+        for rid in rids:
+            attributes: dict[str, AttributeValue] = {"gen_ai.request.id": rid}
+            self._live[rid] = self._begin(serving, rid, now, parent, attributes, root.streams)
+            serving.rids.add(rid)
+
+    def _begin(
+        self,
+        serving: _Serving,
+        rid: str,
+        start_ns: int,
+        origin: TraceContext,
+        attributes: dict[str, AttributeValue],
+        streams: bool,
+    ) -> _Answer:
+        answer = _Answer(self._recorder.new_id(), rid, start_ns, streams)
+        self._recorder.request_begin(answer.span_id, rid, start_ns, origin, serving.name, attributes)
+        return answer
+
+    def _request_attributes(
+        self, request: Any, operation: str, model: str, rid: str
+    ) -> dict[str, AttributeValue]:
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": self._provider,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.request.id": rid,
+            "gen_ai.request.choice.count": self._choice_count(request),
+        }
+        for name, read in self._attributes:
+            value = read(request)
+            if value is not None and value != ():
+                attributes[name] = value
+        return {name: value for name, value in attributes.items() if value is not None}
+
+    def _end(self, answer: _Answer, reason: str | None, problem: str) -> None:
+        answer.end_ns = end_ns = time_ns()
+        prompt, output, cached = answer.counts
+        # Where the answer comes in one piece its first token is not seen here.
+        first_ns = answer.first_ns if answer.streams else 0
+        to_first = (first_ns - answer.start_ns) / 1e9 if first_ns else None
+        values: list[AttributeValue] = [
+            answer.rid,
+            None,
+            [reason] if reason else None,
+            to_first,
+            prompt,
+            output,
+            cached,
+            to_first,
+            (end_ns - answer.start_ns) / 1e9,
+        ]
+        span_id = answer.span_id
+        self._recorder.span(span_id, span_id, 0, REQUEST, answer.start_ns, end_ns, values, problem)
+
+    # -- on its way -----------------------------------------------------------------------------------------
+
+    def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return time_ns(), self._rids(self._tokenized(args, kwargs))[0]
+
+    def _tokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        start_ns, rid = token
+        answer = self._live.get(rid)
+        if answer is not None:
+            recorder, root = self._recorder, answer.span_id
+            count = None if error is not None else self._token_count(result)
+            problem = error_type(error)
+            recorder.span(recorder.new_id(), root, root, TOKENIZE, start_ns, time_ns(), (count,), problem)
+
+    def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        answer = self._live.get(self._sent_rid(self._sent(args, kwargs)))
+        if answer is not None:
+            self._recorder.request_sent(answer.span_id)
+
+    def _send_all_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tokenized in self._all_sent(args, kwargs):
+            answer = self._live.get(self._sent_rid(tokenized))
+            if answer is not None:
+                self._recorder.request_sent(answer.span_id)
+
+    # -- and back -------------------------------------------------------------------------------------------
+
+    def _outputs_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._got(args, kwargs)
+
+    def _outputs_exit(self, outputs: Any, result: Any, error: BaseException | None) -> None:
+        live, now = self._live, time_ns()
+        for rid, reason, *counts in self._each_output(outputs):
+            answer = live.get(rid)
+            if answer is None:
+                continue
+            if not answer.first_ns:
+                answer.first_ns = now
+            answer.counts = tuple(counts)
+            if reason is not None:
+                del live[rid]
+                self._end(answer, reason, reason if reason == "abort" else "")
+
+    def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        answer = self._live.pop(self._aborted_rid(self._aborted(args, kwargs)), None)
+        if answer is not None:
+            self._end(answer, "abort", "abort")
