@@ -18,9 +18,11 @@ import pytest
 from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from sgl_aspects.tracing import TraceSession, attach, context, spool
+from sgl_aspects.tracing import TraceSession, attach, context, ring_format
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import Dropped, SpanEnd, SpanType
+from sgl_aspects.tracing.records import SpanEnd, SpanType
+from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.ring_reader import RunReader
 from tests import workers
 from tests.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 
@@ -224,7 +226,7 @@ def test_a_collector_outlives_the_first_process_for_the_others(tmp_path: Path) -
     folder, collector = ready.recv()
     other = spawn.Process(target=workers.record_like_a_scheduler, args=(folder, [], "hang"))
     other.start()
-    wait_until(lambda: len(list(Path(folder).glob("*.spool"))) == 2)
+    wait_until(lambda: len(list(Path(folder).glob("*.ring"))) == 2)
     owner.kill()
     owner.join()
     time.sleep(0.5)
@@ -299,50 +301,45 @@ def test_values_that_no_encoder_takes_do_not_cost_the_batch(receiver: Receiver) 
     assert span.attributes == {"huge": str(1 << 70), "text": "a?b", "thing": "1j", "list": [1, 2]}
 
 
-def test_a_line_cut_short_is_skipped(receiver: Receiver) -> None:
-    with attach(endpoint=receiver.endpoint) as session:
-        begin(session, "r1")()
-        (path,) = Path(session.run_folder).glob("*.spool")
-        # Appended by another process: this one would give up its own lock by closing the file.
-        subprocess.run(["sh", "-c", f"printf '[\"S\",12,\\n[1]\\nnonsense' >> {path}"], check=True)
-    assert [span.name for span in receiver.spans] == ["chat m"]
-    assert session.summary is not None
-    assert session.summary.damaged == 2
-
-
 def test_a_writer_far_ahead_drops_and_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(spool, "SEGMENT_BYTES", 2000)
-    alone = tmp_path / "run"
-    alone.mkdir()
-    recorder = spool.SpoolRecorder(str(alone))
-    for _ in range(1000):
-        span_id = recorder.new_id()
-        recorder.span(span_id, span_id, 0, REQUEST, 1, 2, [3])
+    monkeypatch.setattr(ring_format, "SLOTS", 256)
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(1000):
+        recorder.span(recorder.new_id(), 1, 1, REQUEST, 1, 2, [number])
+    reader = RunReader(str(tmp_path))
+    first = [record for _, record in reader.poll()]
+    assert [record.values for record in first if isinstance(record, SpanEnd)] == [[n] for n in range(255)]
+    while reader.has_more:
+        first += [record for _, record in reader.poll()]
+    assert len(first) == 256
+    assert reader.dropped == 744
+    recorder.span(recorder.new_id(), 1, 1, REQUEST, 1, 2, [2000])
+    (record,) = [record for _, record in reader.poll()]
+    assert isinstance(record, SpanEnd)
+    assert record.values == [2000]
     recorder.close()
-    size = sum(path.stat().st_size for path in alone.glob("*.spool"))
-    assert 2000 * spool.SEGMENTS < size < 2500 * (spool.SEGMENTS + 1)
-
-    reader = spool.SpoolReader(str(alone))
-    records = [record for _, record in reader.poll()]
     reader.close()
-    dropped = sum(record.records for record in records if isinstance(record, Dropped))
-    assert dropped > 0
-    assert dropped + sum(isinstance(record, SpanEnd) for record in records) == 1000
 
 
 def test_a_long_run_uses_bounded_space_and_loses_nothing(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool, "SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr(ring_format, "SLOTS", 1024)
     with attach(endpoint=receiver.endpoint) as session:
-        for _ in range(30):
-            for number in range(100):
+        for batch in range(30):
+            for number in range(100):  # 3 slots each
                 begin(session, f"r{number}")()
-            folder = Path(session.run_folder)
-            wait_until(lambda: len(list(folder.glob("*.spool"))) <= 3)  # noqa: B023
+            (ring,) = Path(session.run_folder).glob("*.ring")
+            wait_until(lambda: _taken(ring) == 300 * batch + 300)  # noqa: B023
     assert session.summary is not None
     assert session.summary.dropped == 0
     assert session.summary.spans_recorded == 3000 == len(receiver.spans)
+
+
+def _taken(ring: Path) -> int:
+    with ring.open("rb") as file:
+        file.seek(ring_format.WORD_TAKEN * 8)
+        return int.from_bytes(file.read(8), "little")
 
 
 def test_a_forked_child_records_on_its_own(receiver: Receiver) -> None:
@@ -393,8 +390,8 @@ def test_the_run_folder_is_kept_on_request(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with attach(file=str(tmp_path / "traces.jsonl")) as session:
         begin(session, "r1")()
-    (kept,) = Path(session.run_folder).glob("*.spool")
-    assert '"r1"' in kept.read_text()
+    (kept,) = Path(session.run_folder).glob("*.ring")
+    assert b'"r1"' in kept.read_bytes()
     subprocess.run(["rm", "-r", session.run_folder], check=True)
 
 

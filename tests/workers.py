@@ -31,9 +31,9 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     import time
 
     from sgl_aspects.tracing.records import SpanType
-    from sgl_aspects.tracing.spool import SpoolRecorder
+    from sgl_aspects.tracing.ring import RingRecorder
 
-    recorder = SpoolRecorder(folder)
+    recorder = RingRecorder(folder)
     step, queue = SpanType("scheduler.step", ("sgl_aspects.batch.size",)), SpanType("queue")
     decode = SpanType("decode", ("gen_ai.usage.output_tokens",))
     begin = time.time_ns()

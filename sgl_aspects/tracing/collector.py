@@ -23,9 +23,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.exporters import Pipeline, close_all, make_exporter, quiet_exporters
 from sgl_aspects.tracing.join import Joiner
+from sgl_aspects.tracing.ring_reader import RunReader
 from sgl_aspects.tracing.run_folder import CLOSING, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.spool import SpoolReader
 from sgl_aspects.tracing.summary import TraceSummary
 
 POLL_SECONDS = 0.05
@@ -41,7 +41,7 @@ class Collector:
     def __init__(self, folder: str, settings: TraceSettings) -> None:
         self._folder = folder
         self._settings = settings
-        self._reader = SpoolReader(folder)
+        self._reader = RunReader(folder)
         self._gone: set[str] = set()
         self._end_by: float | None = None
         self._pipelines = [Pipeline(name, make_exporter(name, settings)) for name in settings.exporters]
@@ -68,18 +68,19 @@ class Collector:
             self._joiner.writer_gone(writer)
         self._joiner.finish()
         close_all(self._pipelines, self._settings.flush_seconds)
-        self._reader.close()
         joiner = self._joiner
-        return TraceSummary(
+        summary = TraceSummary(
             spans_recorded=joiner.recorded,
             exported={pipeline.name: pipeline.exported for pipeline in self._pipelines},
             not_delivered={pipeline.name: pipeline.not_delivered for pipeline in self._pipelines},
             unfinished=joiner.unfinished,
             not_sampled=joiner.not_sampled,
-            dropped=joiner.dropped,
+            dropped=self._reader.dropped,
             unjoined=joiner.unjoined,
             damaged=self._reader.damaged,
         )
+        self._reader.close()
+        return summary
 
     def _offer(self, span: ReadableSpan) -> None:
         for pipeline in self._pipelines:
@@ -91,7 +92,7 @@ class Collector:
         if self._end_by is None and Path(self._folder, CLOSING).exists():
             self._end_by = time.monotonic() + _CLOSING_SECONDS
         living = {writer.name for writer in self._reader.living()}
-        for name, writer in self._reader.writers.items():
+        for name, writer in list(self._reader.writers.items()):
             if name not in living and name not in self._gone:
                 self._read()  # to the end of what it wrote
                 if not self._reader.has_more:

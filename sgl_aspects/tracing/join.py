@@ -19,7 +19,6 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from sgl_aspects import __version__
 from sgl_aspects.tracing.records import (
     AttributeValue,
-    Dropped,
     Record,
     RequestBegin,
     RequestSeen,
@@ -28,7 +27,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
-from sgl_aspects.tracing.spool import Writer
+from sgl_aspects.tracing.ring_reader import RingReader as Writer
 
 UNFINISHED = "unfinished"
 _WAITING_RECORDS = 20_000
@@ -63,7 +62,7 @@ class Joiner:
 
     ``recorded``: spans given to ``emit``; ``unfinished``: those of them whose process ended first;
     ``unjoined``: records that belong to no request that was read; ``not_sampled``: spans of requests whose
-    caller did not want them; ``dropped``: records that a writer had no room for.
+    caller did not want them.
     """
 
     def __init__(self, resource: Resource, emit: Callable[[ReadableSpan], None]) -> None:
@@ -80,7 +79,7 @@ class Joiner:
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._has_news = False
-        self.recorded = self.unfinished = self.unjoined = self.not_sampled = self.dropped = 0
+        self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
 
     def add(self, writer: Writer, record: Record) -> None:
         """One record, in the order in which its writer wrote it."""
@@ -160,8 +159,6 @@ class Joiner:
                 self._has_news = True
         elif isinstance(record, RequestSeen):
             return self._see_request(writer, record, is_last_chance)
-        elif isinstance(record, Dropped):
-            self.dropped += record.records
         return True
 
     def _begin_request(self, writer: Writer, record: RequestBegin) -> None:

@@ -1,4 +1,4 @@
-"""The one interface through which aspects record; storages stand behind it (:mod:`.spool`)."""
+"""The one interface through which aspects record; storages stand behind it (:mod:`.ring`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced process writes and the collector reads: five kinds of record.
+"""What a traced process writes and the collector reads: the kinds of record.
 
 Ids are 64-bit numbers, unique in the run. A *root* is a span with a trace of its own (a request, a
 scheduler step). In the process that received it, a request's root id is the span id of its span; any
@@ -83,10 +83,4 @@ class SpanEnd(NamedTuple):
     links: list[int]
 
 
-class Dropped(NamedTuple):
-    """So many records could not be written since the last of these."""
-
-    records: int
-
-
-Record: TypeAlias = "RequestBegin | RequestSent | RequestSeen | SpanBegin | SpanEnd | Dropped"
+Record: TypeAlias = "RequestBegin | RequestSent | RequestSeen | SpanBegin | SpanEnd"

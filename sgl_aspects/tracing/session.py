@@ -10,9 +10,9 @@ from types import TracebackType
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.ring import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.spool import SpoolRecorder
 from sgl_aspects.tracing.summary import TraceSummary
 
 logger = logging.getLogger(__name__)
@@ -40,17 +40,17 @@ class TraceSession:
         self._undo: list[Callable[[], None]] = []
         self.run_folder = ""
         if settings.level == 0:
-            self.recorder = SpoolRecorder(self.run_folder)
+            self.recorder = RingRecorder(self.run_folder)
             self.recorder.close()
             self.summary = TraceSummary()
             return
         if settings.run_folder is not None:
             # A child of a traced process: it records from its first span on, others do the rest.
             self.run_folder = settings.run_folder
-            self.recorder = SpoolRecorder(self.run_folder)
+            self.recorder = RingRecorder(self.run_folder, settings.level)
         else:
             self.run_folder = make_run_folder()
-            self.recorder = SpoolRecorder(self.run_folder)
+            self.recorder = RingRecorder(self.run_folder, settings.level)
             try:
                 self.recorder.open()
                 self._collector = CollectorProcess(self.run_folder, settings, environment)

@@ -1,0 +1,118 @@
+"""A writer's ring file: made, locked, mapped, with its definitions and its control block."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import time
+
+from sgl_aspects.tracing import ring_format as layout
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+
+
+class RingFile:
+    """The file of one process. ``words`` are the header's 64-bit numbers, ``memory`` is the whole file.
+
+    A writer holds a POSIX lock on its file. The kernel releases it when the process is gone, however it
+    went, and no other process with the same number can be taken for it.
+    """
+
+    def __init__(self, descriptor: int, memory: mmap.mmap, slots: int) -> None:
+        self._descriptor = descriptor
+        self.memory = memory
+        self.words = memoryview(memory).cast("Q")
+        self.slots = slots
+        self._definitions = 0
+
+    @classmethod
+    def make(cls, folder: str, level: int) -> RingFile | None:
+        """A new file in the run folder; None, with a warning unless the run has ended, where it cannot be."""
+        path = os.path.join(folder, f"{os.getpid()}-{os.urandom(4).hex()}{layout.SUFFIX}")
+        try:
+            descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                logger.warning("tracing stops in process %d: %s", os.getpid(), error)
+            return None
+        try:
+            slots = _allocate(descriptor)
+            memory = _map(descriptor, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
+            file = cls(descriptor, memory, slots)
+            file._write_header(level)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It gets its name once it is whole and locked: nobody sees it before.
+            os.rename(path + ".new", path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(path + ".new")
+            os.close(descriptor)
+            logger.warning("tracing stops in process %d: %s", os.getpid(), error)
+            return None
+        return file
+
+    def _write_header(self, level: int) -> None:
+        self.words[layout.WORD_MAGIC] = int.from_bytes(layout.MAGIC, "little")
+        self.words[layout.WORD_VERSION] = layout.VERSION
+        self.words[layout.WORD_PROCESS_ID] = os.getpid()
+        self.words[layout.WORD_STARTED_NS] = time.time_ns()
+        self.words[layout.WORD_SLOTS] = self.slots
+        self.words[layout.WORD_SLOT_BYTES] = layout.SLOT_BYTES
+        self.words[layout.WORD_DEFINITIONS_OFFSET] = layout.HEADER_BYTES
+        self.words[layout.WORD_SLOTS_OFFSET] = layout.SLOTS_OFFSET
+        self.words[layout.WORD_LEVEL] = self.words[layout.WORD_WANTED_LEVEL] = level
+        self.words[layout.WORD_SAMPLE] = layout.SAMPLE_ALL
+
+    def define(self, kind: str, text: str) -> int | None:
+        """The number of a new definition, from 1 on; None where there is no room for it. Not thread-safe."""
+        data = (kind + text).encode("utf-8", "replace")
+        start = self.words[layout.WORD_DEFINITIONS_END]
+        end = start + _LENGTH.size + len(data)
+        if end > layout.DEFINITIONS_BYTES:
+            return None
+        offset = layout.HEADER_BYTES + start
+        _LENGTH.pack_into(self.memory, offset, len(data))
+        self.memory[offset + _LENGTH.size : layout.HEADER_BYTES + end] = data
+        self.words[layout.WORD_DEFINITIONS_END] = end  # last: a reader sees whole definitions only
+        self._definitions += 1
+        return self._definitions
+
+    def end(self) -> None:
+        """This process writes no more. The mapping lives on for a thread that is just writing to it."""
+        self.words[layout.WORD_CLOSED] = 1
+        os.close(self._descriptor)  # and with it the lock is gone
+
+    def close(self) -> None:
+        """In a forked child: gives up the copy, with nothing said to anybody."""
+        self.words.release()
+        self.memory.close()
+        os.close(self._descriptor)
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    # Populated at once: a page's first touch would cost the engine more than the record.
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+
+
+def _allocate(descriptor: int) -> int:
+    """Reserves the file's memory, for as many slots as there is room for.
+
+    A page that is not there when it is written to would end the engine with SIGBUS.
+    """
+    slots = layout.SLOTS
+    while True:
+        try:
+            os.posix_fallocate(descriptor, 0, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
+            return slots
+        except OSError as error:
+            if error.errno != errno.ENOSPC or slots <= layout.FEWEST_SLOTS:
+                raise
+            os.ftruncate(descriptor, 0)
+            slots //= 2

@@ -1,0 +1,68 @@
+"""The layout of a ring file, in numbers. docs/recorder.md is the same in words."""
+
+from __future__ import annotations
+
+import struct
+
+MAGIC = b"SGLARING"
+VERSION = 1
+SUFFIX = ".ring"
+
+HEADER_BYTES = 4096
+DEFINITIONS_BYTES = 256 << 10
+SLOTS_OFFSET = HEADER_BYTES + DEFINITIONS_BYTES
+SLOT_BYTES = 256
+SLOT_SHIFT = 8
+#: A power of two; a ring is made smaller where the memory for it is not there.
+SLOTS = 1 << 15
+FEWEST_SLOTS = 1 << 8
+
+# Words of the header: unsigned 64-bit numbers, by index.
+(
+    WORD_MAGIC,
+    WORD_VERSION,
+    WORD_PROCESS_ID,
+    WORD_STARTED_NS,
+    WORD_CLOCK_OFFSET_NS,
+    WORD_SLOTS,
+    WORD_SLOT_BYTES,
+    WORD_DEFINITIONS_OFFSET,
+    WORD_SLOTS_OFFSET,
+) = range(9)
+WORD_DEFINITIONS_END = 16  # the rest: written while the ring is in use, first by the writer
+WORD_DROPPED = 17
+WORD_CLOSED = 18
+WORD_TAKEN = 24  # by the collector
+WORD_LEVEL = 32  # by whoever controls the run
+WORD_WANTED_LEVEL = 33
+WORD_SAMPLE = 34
+#: The value of WORD_SAMPLE that keeps every request.
+SAMPLE_ALL = 1 << 32
+
+# Kinds of records: the first byte of a slot. 0 is none.
+KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG = range(1, 8)
+
+# The first word of a slot: kind in the lowest byte, a 32-bit number in the upper half.
+HEAD_SHIFT = 32
+
+# Values and links that a span's own slot has room for.
+SPAN_WORDS = 25
+LINKS_WORDS = 29
+#: head, span id, root id, parent id, start; for SENT the span id alone is meant.
+BEGIN = struct.Struct(f"<5Q{SLOT_BYTES - 48}xQ")
+LINKS = struct.Struct(f"<2Q{LINKS_WORDS}QQ")
+#: kind, number of this part or (LONG) of the parts before, bytes of the whole text, key, text.
+TEXT_BYTES = SLOT_BYTES - 24
+TEXT = struct.Struct(f"<BxHIQ{TEXT_BYTES}sQ")
+MARK = struct.Struct("<Q")
+MARK_OFFSET = SLOT_BYTES - 8
+
+#: How each code of a span's values is packed: integer, float, boolean, text (its definition), none.
+CODES = {"i": "q", "f": "d", "b": "q", "t": "Q", "n": "Q"}
+
+
+def span_struct(codes: str, links: int) -> struct.Struct:
+    """head, span id, root id, parent id, start, end, one word a value, the links, the mark."""
+    words = len(codes) + links
+    packed = "".join(CODES[code] for code in codes)
+    return struct.Struct(f"<6Q{packed}{'Q' * links}{(SPAN_WORDS - words) * 8}xQ")

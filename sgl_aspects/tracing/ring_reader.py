@@ -1,0 +1,404 @@
+"""The reader of ring files: the collector's, and that of everybody who looks at a live or dead process.
+
+Nothing in a file is trusted: a process may have died at any point of its writing, and a file may be damaged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sgl_aspects.tracing import ring_format as layout
+from sgl_aspects.tracing.records import (
+    Record,
+    RequestBegin,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+
+# So many slots are read at once.
+_CHUNK = 512
+# A slot that a living process took and never filled (its thread was interrupted there) is then passed over.
+_PATIENCE_SECONDS = 5.0
+_PENDING_TEXTS = 1024
+_WORDS = layout.HEADER_BYTES // 8
+
+
+class _Layout(NamedTuple):
+    type: SpanType
+    codes: str
+    has_error: bool
+    links: int
+    struct: struct.Struct
+
+
+class DamagedError(Exception):
+    """Raised for what cannot be read; contained in this module."""
+
+
+class RingReader:
+    """One process's ring. ``taken`` is the number of the last record that was read."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self.name = path.name.removesuffix(layout.SUFFIX)
+        self.last_ns = 0
+        self.damaged = 0
+        self._read_only = read_only
+        self._descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
+        self._definitions: list[_Layout | str | None] = [None]
+        self._definitions_end = 0
+        self._texts: dict[int, list[bytes]] = {}
+        self._links: dict[int, list[int]] = {}
+        self._stuck_since: float | None = None
+        try:
+            self._check()
+        except DamagedError:
+            os.close(self._descriptor)
+            raise
+        self.taken = self._first_taken()
+
+    def _check(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size < layout.SLOTS_OFFSET:
+            raise DamagedError(f"{self.path} is too short for a ring")
+        words = self._header()
+        self.slots = words[layout.WORD_SLOTS]
+        if (
+            words[layout.WORD_MAGIC] != int.from_bytes(layout.MAGIC, "little")
+            or words[layout.WORD_VERSION] != layout.VERSION
+            or words[layout.WORD_SLOT_BYTES] != layout.SLOT_BYTES
+            or words[layout.WORD_SLOTS_OFFSET] != layout.SLOTS_OFFSET
+            or words[layout.WORD_DEFINITIONS_OFFSET] != layout.HEADER_BYTES
+            or not 0 < self.slots <= 1 << 24
+            or self.slots & (self.slots - 1)
+            or size < layout.SLOTS_OFFSET + self.slots * layout.SLOT_BYTES
+        ):
+            raise DamagedError(f"{self.path} is no ring of version {layout.VERSION}")
+        self.process_id = words[layout.WORD_PROCESS_ID]
+        self.started_ns = words[layout.WORD_STARTED_NS]
+        self._clock_offset = struct.unpack("<q", struct.pack("<Q", words[layout.WORD_CLOCK_OFFSET_NS]))[0]
+
+    def _first_taken(self) -> int:
+        taken, newest = self._header()[layout.WORD_TAKEN], self._newest()
+        # What was taken was there: a number beyond is damage, and then everything that is there is read.
+        return taken if taken <= newest else max(0, newest - self.slots)
+
+    def _header(self) -> tuple[int, ...]:
+        return struct.unpack(f"<{_WORDS}Q", self._read(0, layout.HEADER_BYTES))
+
+    def _read(self, offset: int, size: int) -> bytes:
+        data = os.pread(self._descriptor, size, offset)
+        return data if len(data) == size else data.ljust(size, b"\0")
+
+    @property
+    def dropped(self) -> int:
+        """Records that the process had no room for."""
+        return self._header()[layout.WORD_DROPPED]
+
+    def is_alive(self) -> bool:
+        """Whether a process still holds the file's lock."""
+        kind = fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX
+        try:
+            fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def poll(self, alive: bool = True) -> tuple[list[Record], bool]:
+        """The records since the last time, and whether there may be more to read at once.
+
+        ``alive``: the process may still finish a record that it has begun.
+        """
+        records: list[Record] = []
+        first = self.taken + 1
+        count = min(_CHUNK, self.slots - (first & (self.slots - 1)))
+        offset = layout.SLOTS_OFFSET + (first & (self.slots - 1)) * layout.SLOT_BYTES
+        whole = _whole(self._read(offset, count * layout.SLOT_BYTES), first)
+        if not whole:
+            if self._pass_over(first, alive):
+                return records, True
+            return records, False
+        # The marks were there, so the records are: only now are they read.
+        data = self._read(offset, whole * layout.SLOT_BYTES)
+        self._stuck_since = None
+        self.taken += whole
+        for position in range(0, len(data), layout.SLOT_BYTES):
+            record = self._decode(data, position)
+            if record is not None:
+                records.append(record)
+        return records, whole == count
+
+    def history(self) -> Iterator[Record]:
+        """What is still in the ring of the records up to ``taken``, oldest first; ``taken`` stays."""
+        oldest = max(1, self.taken - self.slots + 1)
+        for number in range(oldest, self.taken + 1):
+            offset = layout.SLOTS_OFFSET + (number & (self.slots - 1)) * layout.SLOT_BYTES
+            data = self._read(offset, layout.SLOT_BYTES)
+            # Read again: its process may be writing over it.
+            if layout.MARK.unpack_from(data, layout.MARK_OFFSET)[0] != number or data != self._read(
+                offset, layout.SLOT_BYTES
+            ):
+                continue
+            damaged = self.damaged
+            record = self._decode(data, 0)
+            self.damaged = damaged
+            if record is not None:
+                yield record
+
+    def skip_to_newest(self) -> None:
+        """Takes everything as read, so that ``history`` gives all that the ring holds."""
+        self.taken = self._newest()
+
+    def commit(self) -> None:
+        """Gives the slots read so far back to the writer, and tells a later collector where to go on."""
+        if os.pwrite(self._descriptor, struct.pack("<Q", self.taken), layout.WORD_TAKEN * 8) != 8:
+            raise OSError(f"{self.path}: the read position could not be written")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _marks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.slots, _CHUNK):
+            count = min(_CHUNK, self.slots - start)
+            data = self._read(layout.SLOTS_OFFSET + start * layout.SLOT_BYTES, count * layout.SLOT_BYTES)
+            for index in range(count):
+                (mark,) = layout.MARK.unpack_from(data, index * layout.SLOT_BYTES + layout.MARK_OFFSET)
+                if mark and (mark - start - index) & (self.slots - 1) == 0:
+                    yield start + index, mark
+
+    def _newest(self) -> int:
+        """The highest number of a finished record. One wild mark in a damaged file does not count."""
+        marks = sorted(mark for _, mark in self._marks())
+        while len(marks) > 1 and marks[-1] - marks[-2] > self.slots:
+            marks.pop()
+        return marks[-1] if marks and marks[-1] < 1 << 62 else 0
+
+    def _pass_over(self, first: int, alive: bool) -> bool:
+        """Whether the slot ``first`` was given up: something after it is finished, and it will never be."""
+        now = time.monotonic()
+        if alive:
+            if self._stuck_since is None:
+                self._stuck_since = now
+            if now - self._stuck_since < _PATIENCE_SECONDS:
+                return False
+        self._stuck_since = now
+        later = [mark for _, mark in self._marks() if first < mark < first + self.slots]
+        if not later:
+            return False
+        self._stuck_since = None
+        self.damaged += min(later) - first
+        self.taken = min(later) - 1
+        return True
+
+    def _decode(self, data: bytes, position: int) -> Record | None:
+        """The record in a slot; None for a part of one, and for what is damaged."""
+        try:
+            record = self._decoded(data, position)
+        except (DamagedError, ValueError, TypeError, LookupError, struct.error, RecursionError):
+            self.damaged += 1
+            return None
+        if record is not None:
+            self.last_ns = max(self.last_ns, _time_of(record))
+        return record
+
+    def _decoded(self, data: bytes, position: int) -> Record | None:
+        kind = data[position]
+        if kind == layout.KIND_SPAN:
+            return self._span(data, position)
+        if kind == layout.KIND_BEGIN:
+            head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
+            found = self._layout(head >> layout.HEAD_SHIFT)
+            return SpanBegin(span_id, root_id, parent_id, found.type, start + self._clock_offset)
+        if kind == layout.KIND_SENT:
+            return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
+        if kind == layout.KIND_LINKS:
+            _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
+            _bound(self._links)
+            self._links.setdefault(span_id, []).extend(link for link in links if link)
+            return None
+        if kind in (layout.KIND_PART, layout.KIND_LONG):
+            return self._text(data, position)
+        if kind == layout.KIND_VOID:
+            return None
+        raise DamagedError(f"a record of kind {kind}")
+
+    def _span(self, data: bytes, position: int) -> SpanEnd:
+        (head,) = layout.MARK.unpack_from(data, position)
+        found = self._layout(head >> layout.HEAD_SHIFT)
+        fields = found.struct.unpack_from(data, position)
+        span_id, root_id, parent_id, start, end = fields[1:6]
+        values: list[Any] = [
+            value if code in "if" else self._value(code, value)
+            for code, value in zip(found.codes, fields[6:])
+        ]
+        error = values.pop() if found.has_error else ""
+        first_link = 6 + len(found.codes)
+        links = self._links.pop(span_id, []) + list(fields[first_link : first_link + found.links])
+        offset = self._clock_offset
+        return SpanEnd(
+            span_id, root_id, parent_id, found.type, start + offset, end + offset, error, values, links
+        )
+
+    def _value(self, code: str, value: int) -> Any:
+        if code == "b":
+            return bool(value)
+        if code == "n":
+            return None
+        text = self._definition(value)
+        if not isinstance(text, str):
+            raise DamagedError(f"definition {value} is no text")
+        return text
+
+    def _text(self, data: bytes, position: int) -> Record | None:
+        kind, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
+        pieces = self._texts.pop(key, [])
+        if len(pieces) != index:
+            raise DamagedError("a part of a record is missing")
+        pieces.append(piece)
+        if kind == layout.KIND_PART:
+            _bound(self._texts)
+            self._texts[key] = pieces
+            return None
+        whole = b"".join(pieces)
+        if not 0 <= len(whole) - size < layout.TEXT_BYTES:
+            raise DamagedError("a record of the wrong length")
+        name, *fields = json.loads(whole[:size])
+        if name == "S":
+            fields[3:5] = [SpanType(str(fields[3]), tuple(str(name) for name in fields[4]))]
+        make, kinds = _TEXT_RECORDS[name]
+        if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
+            raise DamagedError("a record with fields of the wrong type")
+        record: Record = make(*fields)
+        return record
+
+    def _layout(self, index: int) -> _Layout:
+        found = self._definition(index)
+        if not isinstance(found, _Layout):
+            raise DamagedError(f"definition {index} is no layout")
+        return found
+
+    def _definition(self, index: int) -> _Layout | str | None:
+        if index >= len(self._definitions):
+            self._read_definitions()
+        return self._definitions[index]
+
+    def _read_definitions(self) -> None:
+        end = min(self._header()[layout.WORD_DEFINITIONS_END], layout.DEFINITIONS_BYTES)
+        data = self._read(layout.HEADER_BYTES, end)
+        while self._definitions_end + 4 <= end:
+            start = self._definitions_end + 4
+            size = int.from_bytes(data[start - 4 : start], "little")
+            if start + size > end:
+                break
+            self._definitions_end = start + size
+            self._definitions.append(_parse_definition(data[start : start + size]))
+
+
+def _whole(data: bytes, first: int) -> int:
+    """How many records from number ``first`` on are finished, one after the other."""
+    offset = layout.MARK_OFFSET
+    unpack = layout.MARK.unpack_from
+    for index in range(len(data) // layout.SLOT_BYTES):
+        if unpack(data, offset)[0] != first + index:
+            return index
+        offset += layout.SLOT_BYTES
+    return len(data) // layout.SLOT_BYTES
+
+
+def _parse_definition(data: bytes) -> _Layout | str | None:
+    try:
+        text = data[1:].decode()
+        if data[:1] == b"T":
+            return text
+        name, attributes, codes, has_error, links = json.loads(text)
+        if data[:1] != b"L" or len(codes) + links > layout.SPAN_WORDS or (has_error and codes[-1] != "t"):
+            return None
+        type = SpanType(str(name), tuple(str(attribute) for attribute in attributes))
+        return _Layout(type, str(codes), bool(has_error), links, layout.span_struct(codes, links))
+    except (ValueError, TypeError, LookupError, struct.error, RecursionError):
+        return None
+
+
+def _bound(pending: dict[int, Any]) -> None:
+    """Parts whose end never came are given up, the oldest first."""
+    while len(pending) >= _PENDING_TEXTS:
+        del pending[next(iter(pending))]
+
+
+_TEXT_RECORDS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
+    "R": (RequestBegin, (int, str, int, int, int, bool, str, bool, str, dict)),
+    "A": (RequestSeen, (int, str, int)),
+    "S": (SpanEnd, (int, int, int, SpanType, int, int, str, list, list)),
+}
+
+
+def _time_of(record: Record) -> int:
+    if isinstance(record, SpanEnd):
+        return record.end_ns
+    if isinstance(record, (RequestBegin, SpanBegin)):
+        return record.start_ns
+    return record.time_ns if isinstance(record, RequestSeen) else 0
+
+
+class RunReader:
+    """Follows every ring of a run folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._refused: set[Path] = set()
+        self.writers: dict[str, RingReader] = {}
+        self.has_more = False
+
+    @property
+    def damaged(self) -> int:
+        return len(self._refused) + sum(writer.damaged for writer in self.writers.values())
+
+    @property
+    def dropped(self) -> int:
+        return sum(writer.dropped for writer in self.writers.values())
+
+    def poll(self) -> Iterator[tuple[RingReader, Record]]:
+        """What was written since the last time. ``has_more`` afterwards: some ring has a lot left to read."""
+        self.find()
+        self.has_more = False
+        for writer in list(self.writers.values()):
+            records, more = writer.poll(writer.is_alive())
+            self.has_more = self.has_more or more
+            if records:
+                writer.commit()
+            for record in records:
+                yield writer, record
+
+    def living(self) -> list[RingReader]:
+        """The writers whose processes are still there."""
+        self.find()
+        return [writer for writer in self.writers.values() if writer.is_alive()]
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+
+    def find(self) -> list[RingReader]:
+        """Opens the rings that are new."""
+        found = []
+        for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
+            name = path.name.removesuffix(layout.SUFFIX)
+            if name in self.writers or path in self._refused:
+                continue
+            try:
+                reader = self.writers[name] = RingReader(path)
+                found.append(reader)
+            except (DamagedError, OSError):
+                self._refused.add(path)
+        return found
