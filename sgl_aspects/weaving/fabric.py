@@ -275,7 +275,7 @@ class Fabric:
             if not isinstance(point, JoinPoint):
                 continue
             below = changed.get(id(point.original), point.original)
-            if below is point.replacement:
+            if below is point.replacement or below is point.standing:
                 continue
             if point.place.inherited:
                 below = inherited(point.place.owner, point.place.name)

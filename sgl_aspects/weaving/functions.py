@@ -6,6 +6,7 @@ the contents of its closure change, so every binding to it stays good.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import sys
 import types
@@ -35,7 +36,7 @@ class WovenFunction:
         if signature is None:
             self._like(original)
         else:
-            self._make({}, "call", "call")
+            self._make({"__name__": __name__, "__builtins__": builtins}, "call", "call")
 
     @property
     def calls(self) -> int:

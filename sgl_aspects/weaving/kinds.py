@@ -9,7 +9,9 @@ Types are asked by `type()`, never by `isinstance`: somebody else's proxy says i
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.functions import WovenFunction
-from sgl_aspects.weaving.places import Place
+from sgl_aspects.weaving.places import Place, is_class
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
@@ -50,7 +52,7 @@ def open_attribute(place: Place) -> Opened:
     :raises HookError: there is nothing in it that can be called, or nothing that can be put in its stead.
     """
     raw = place.raw
-    if isinstance(raw, type):
+    if is_class(raw):
         raise HookError(
             f"{place} is a class, and a class takes only REPLACE with a class; "
             f"to hook its calls use '{place}.__init__' or another of its methods"
@@ -58,7 +60,9 @@ def open_attribute(place: Place) -> Opened:
     if place.binds_to_owner:
         return _open_for_owner(place)
     if issubclass(type(raw), (classmethod, staticmethod)):
-        return _opened(place, raw.__func__, lambda woven: _like(raw, type(raw)(woven)))
+        opened = _opened(place, raw.__func__, lambda woven: _like(raw, type(raw)(woven)))
+        binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
+        return _late(opened, place) if binds else opened
     if issubclass(type(raw), property):
         return _open_property(place)
     if issubclass(type(raw), functools.cached_property):
@@ -67,9 +71,7 @@ def open_attribute(place: Place) -> Opened:
         return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
     _check_new(place)
     opened = _opened(place, raw, lambda woven: woven)
-    if isinstance(place.owner, type) and type(raw) is not types.FunctionType:
-        return Opened(raw, bound_late(raw, place.owner), opened.rebuild)
-    return opened
+    return _late(opened, place) if is_class(place.owner) else opened
 
 
 def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened:
@@ -78,6 +80,13 @@ def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened
             f"{place} is {type(content).__name__} {content!r:.80}, which cannot be called, so not hooked"
         )
     return Opened(content, content, lambda woven: rebuild(woven[""]))
+
+
+def _late(opened: Opened, place: Place) -> Opened:
+    """What somebody's descriptor gives may be bound in a way of its own: then it is what binds."""
+    if type(opened.content) is types.FunctionType:
+        return opened
+    return dataclasses.replace(opened, called=bound_late(opened.content, place.owner))
 
 
 def _check_new(place: Place) -> None:
@@ -101,7 +110,7 @@ def _open_for_owner(place: Place) -> Opened:
             f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which rules over whatever the "
             f"instance has; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
-    if isinstance(owner, type):
+    if is_class(owner):
         return _opened(place, raw, classmethod)
     return _opened(place, raw, lambda woven: types.MethodType(woven, owner))
 

@@ -99,11 +99,12 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return self._self_run(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if self._self_binding is Binding.CLASS:
-            return types.MethodType(self, owner)
-        if self._self_binding is Binding.NONE or instance is None:
+        if self._self_binding is Binding.NONE:
             return self
-        return types.MethodType(self, instance)
+        subject = owner if self._self_binding is Binding.CLASS else instance
+        if isinstance(self.__wrapped__, _CALLED_AS_BOUND):
+            return self if subject is None else types.MethodType(self, subject)
+        return BoundProxy(_bound(self.__wrapped__, instance, owner), self._self_run, subject)
 
     def __copy__(self) -> Any:
         return self._self_unless_copied(copy.copy(self.__wrapped__))
@@ -126,6 +127,32 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
         return (found_by_name, (module, path))
+
+
+class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands for what somebody's descriptor gives; hooks get explicitly what it is bound to.
+
+    :param subject: the instance or class that it is bound to; None for a method that was got from its class.
+    """
+
+    def __init__(self, bound: Any, run: Callable[..., Any], subject: Any) -> None:
+        super().__init__(bound)
+        self._self_run = run if subject is None else types.MethodType(run, subject)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._self_run(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.__wrapped__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__wrapped__.__reduce_ex__(protocol)
 
 
 def found_by_name(module: str, path: str) -> Any:
