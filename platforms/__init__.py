@@ -5,9 +5,13 @@ An engine never branches on a device's name; it asks :data:`current_platform`, a
     identity.py      names and plain data: PlatformEnum, CpuArchEnum, DeviceCapability, PlatformCapabilities
     device_mixin.py  DeviceMixin: identity queries and device operations
     srt_platform.py  SRTPlatform: what a text engine asks beyond that
+    mm_platform.py   MMPlatform: the same for a multimodal engine
     events.py        moments on a device's timeline, for device times in traces
-    cpu.py, cuda.py  the built-in devices; builtins.py is their table
-    discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection
+    graphs.py        work that a device records once and replays
+    torch_device.py  what all devices share that torch serves through a module like torch.cuda
+    cpu.py, cuda.py, rocm.py, xpu.py, npu.py, musa.py, mps.py, hpu.py, tpu.py
+                     the built-in devices; builtins.py is their table
+    discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection; bounded.py: but not for ever
     current.py       current_platform, chosen at its first use
 
 Importing this package detects nothing and does not load torch.
@@ -32,7 +36,9 @@ from sgl_aspects.platforms.current import (
 from sgl_aspects.platforms.device_mixin import DeviceMixin
 from sgl_aspects.platforms.discovery import Candidate, PlatformChoice, choose_platform, resolve_qualified_name
 from sgl_aspects.platforms.events import ClockEvent, DeviceEvent
+from sgl_aspects.platforms.graphs import DeviceGraph
 from sgl_aspects.platforms.identity import CpuArchEnum, DeviceCapability, PlatformCapabilities, PlatformEnum
+from sgl_aspects.platforms.mm_platform import MMPlatform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 __all__ = [
@@ -41,7 +47,9 @@ __all__ = [
     "CpuArchEnum",
     "DeviceCapability",
     "DeviceEvent",
+    "DeviceGraph",
     "DeviceMixin",
+    "MMPlatform",
     "PlatformCapabilities",
     "PlatformChoice",
     "PlatformEnum",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 from typing import Any, cast
@@ -11,27 +12,28 @@ from sgl_aspects.platforms.discovery import PlatformChoice, choose_platform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 _choice: PlatformChoice | None = None
-_choosing = False
+#: True in the thread that chooses, and in those where it asks the plugins: they get its context.
+_choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing the platform", default=False)
 _lock = threading.RLock()
 
 
 def current_platform_choice() -> PlatformChoice:
     """The choice and its reasons; made now if it was not made before. Raises PlatformError, at each call."""
-    global _choice, _choosing
+    global _choice
     if _choice is not None:
         return _choice
+    if _choosing.get():  # before the lock: the thread that holds it waits for this one
+        raise PlatformError(
+            "current_platform was used while the platform was being chosen: a platform plugin's "
+            "activation, or the constructor of its class, must not ask for it."
+        )
     with _lock:
         if _choice is None:
-            if _choosing:
-                raise PlatformError(
-                    "current_platform was used while the platform was being chosen: a platform plugin's "
-                    "activation, or the constructor of its class, must not ask for it."
-                )
-            _choosing = True
+            token = _choosing.set(True)
             try:
                 _choice = choose_platform()  # published last: a failed choice leaves nothing behind
             finally:
-                _choosing = False
+                _choosing.reset(token)
         return _choice
 
 
@@ -121,9 +123,8 @@ def is_out_of_tree() -> bool:
 
 def _renew_lock_after_fork() -> None:
     """Another thread may have held the lock when this process was forked; it does not exist here."""
-    global _lock, _choosing
+    global _lock
     _lock = threading.RLock()
-    _choosing = False
 
 
 if hasattr(os, "register_at_fork"):

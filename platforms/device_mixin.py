@@ -8,15 +8,17 @@ the device and the method.
 from __future__ import annotations
 
 import platform as host
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from sgl_aspects.platforms.identity import CpuArchEnum, DeviceCapability, PlatformEnum
+from sgl_aspects.platforms.visible_devices import only_one_visible
 
 if TYPE_CHECKING:
     import torch
 
     from sgl_aspects.platforms.events import DeviceEvent
+    from sgl_aspects.platforms.graphs import DeviceGraph
 
 
 class DeviceMixin:
@@ -27,6 +29,10 @@ class DeviceMixin:
     device_name: ClassVar[str] = "unspecified"
     #: What torch reads: ``torch.device(device_type, index)``.
     device_type: ClassVar[str] = "unspecified"
+    #: The environment variable that says which devices a process sees; None where there is none.
+    visible_devices_variable: ClassVar[str | None] = None
+    #: The quantization methods that this device can run.
+    supported_quantization: ClassVar[tuple[str, ...]] = ()
 
     def _not_implemented(self, method: str) -> NoReturn:
         cls = type(self)
@@ -98,6 +104,16 @@ class DeviceMixin:
         """The compute capability; None for devices that have no such number."""
         return None
 
+    def reindex_device_id(self, device_id: int) -> AbstractContextManager[int]:
+        """A context in which a worker is started that is to see one device alone; gives its id there.
+
+        With a visible-devices variable it is narrowed to the device, restored afterwards, and the id is 0.
+        Without one the worker sees all devices, and the id stays.
+        """
+        if self.visible_devices_variable is None:
+            return nullcontext(device_id)
+        return only_one_visible(self.visible_devices_variable, device_id)
+
     def get_cpu_architecture(self) -> CpuArchEnum:
         """The architecture of the host's processor."""
         return CpuArchEnum.from_machine(host.machine())
@@ -138,6 +154,20 @@ class DeviceMixin:
         """The stream that work goes to now; None for devices without streams."""
         self._not_implemented("current_stream")
 
+    def create_stream(self) -> Any:
+        """A second stream, for work beside the current one; None for devices that do one thing at a time."""
+        return None
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work goes to ``stream``; None leaves everything as it is."""
+        if stream is not None:
+            self._not_implemented("use_stream")
+        return nullcontext()
+
+    def create_graph(self) -> DeviceGraph:
+        """A new, empty :class:`~sgl_aspects.platforms.graphs.DeviceGraph`."""
+        self._not_implemented("create_graph")
+
     def is_capturing(self) -> bool:
         """True while a graph is being captured: nothing may synchronise, and no event may be timed."""
         return False
@@ -163,9 +193,12 @@ class DeviceMixin:
 
     def verify_quantization(self, quant: str) -> None:
         """Raise ValueError where this device cannot run the quantization method ``quant``."""
+        if quant in self.supported_quantization:
+            return
+        declared = ", ".join(self.supported_quantization) or "no quantization method"
         raise ValueError(
-            f"{type(self).__qualname__} (device {self.device_name!r}) declares no quantization method, "
-            f"and {quant!r} was asked for. Load an unquantized checkpoint, or write verify_quantization."
+            f"{type(self).__qualname__} (device {self.device_name!r}) declares {declared}, and {quant!r} was "
+            f"asked for. Load an unquantized checkpoint, or add it to supported_quantization."
         )
 
     # -- several devices -----------------------------------------------------------------------------
@@ -174,9 +207,13 @@ class DeviceMixin:
         """The name for ``torch.distributed.init_process_group(backend=…)``."""
         self._not_implemented("get_torch_distributed_backend_str")
 
-    def get_communicator_class(self) -> type | str:
-        """The class, or its qualified name, whose collectives this device uses."""
-        self._not_implemented("get_communicator_class")
+    def get_communicator_class(self) -> type | str | None:
+        """The class, or its qualified name, whose collectives are used; None: torch.distributed's own."""
+        return None
+
+    def get_group_coordinator_device(self, local_rank: int) -> torch.device:
+        """The device on which the collectives of this rank run."""
+        return self.get_device(local_rank)
 
     def get_profiler_activities(self) -> list[Any]:
         """The ``torch.profiler.ProfilerActivity`` values that see this device's work."""

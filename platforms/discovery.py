@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from sgl_aspects import env
 from sgl_aspects.errors import PlatformError, PlatformTypeError
+from sgl_aspects.platforms.bounded import DetectionTimeoutError, ask_within_bound
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS, BuiltinPlatform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
@@ -63,7 +64,9 @@ class PlatformPlugin:
     def activate(self) -> str | None:
         """Import the plugin and ask it: its class's qualified name, or None where the hardware is absent."""
         try:
-            answer = self.entry_point.load()()
+            answer = ask_within_bound(f"Platform plugin {self}", lambda: self.entry_point.load()())
+        except DetectionTimeoutError:
+            raise
         except Exception as error:
             raise PlatformError(
                 f"Platform plugin {self} failed while it was activated ({self.entry_point.value}): "
@@ -223,7 +226,12 @@ def _not_asked(plugins: Sequence[PlatformPlugin], *, except_for: str | None, bec
 
 def _detect(row: BuiltinPlatform) -> str | None:
     try:
-        return row.detect()
+        import torch  # noqa: F401  # not within the bound: loading it from a cold disk is slow and no fault
+
+        reason: str | None = ask_within_bound(f"Built-in platform {row.name!r}", row.detect)
+        return reason
+    except DetectionTimeoutError:
+        raise
     except Exception as error:
         raise PlatformError(
             f"Built-in platform {row.name!r} failed while its hardware was detected: {type(error).__name__}: "

@@ -79,6 +79,14 @@ class SRTPlatform(DeviceMixin):
         """The class that captures and replays; asked only where ``support_cuda_graph()``."""
         self._not_implemented("get_graph_runner_cls")
 
+    def get_graph_label(self) -> str:
+        """What logs and traces call a step that was replayed, "cuda graph"."""
+        return f"{self.device_name} graph"
+
+    def needs_graph_recapture(self) -> bool:
+        """Whether captured graphs are stale once weights were updated. True is always right, and slower."""
+        return True
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         """The backend's name for ``torch.compile(backend=…)``."""
         self._not_implemented("get_compile_backend")
@@ -95,8 +103,19 @@ class SRTPlatform(DeviceMixin):
     def supports_fp8(self) -> bool:
         return self.capabilities.supports_fp8
 
-    # -- several devices -----------------------------------------------------------------------------
+    # -- quantization and speculative decoding --------------------------------------------------------
 
-    def get_group_coordinator_device(self, local_rank: int) -> torch.device:
-        """The device on which the collectives of this rank run."""
-        return self.get_device(local_rank)
+    def get_quantization_config(self, quantization: str) -> type | str | None:
+        """The class that reads and runs ``quantization`` on this device; None: the engine's own."""
+        return None
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return False
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | str:
+        """The worker that drafts tokens; asked only where ``supports_speculative_algorithm``."""
+        self._not_implemented("get_speculative_worker_cls")
+
+    def get_speculative_graph_runner_cls(self, algorithm: str) -> type | str:
+        """The class that captures and replays drafting; asked only where graphs are supported too."""
+        self._not_implemented("get_speculative_graph_runner_cls")

@@ -135,13 +135,16 @@ def test_identity_queries_say_exactly_one_family(member: PlatformEnum) -> None:
         "create_event()",
         "current_stream()",
         "get_torch_distributed_backend_str()",
-        "get_communicator_class()",
+        "create_graph()",
+        "use_stream(object())",
         "get_default_attention_backend()",
         "get_mla_kv_pool_cls()",
         "get_nsa_kv_pool_cls()",
         "get_graph_runner_cls()",
         "get_compile_backend()",
         "get_piecewise_backend_cls()",
+        "get_speculative_worker_cls('eagle')",
+        "get_speculative_graph_runner_cls('eagle')",
     ],
 )
 def test_what_is_not_written_names_class_device_and_method(call: str) -> None:
@@ -166,8 +169,26 @@ def test_defaults_of_a_bare_platform_promise_nothing() -> None:
     assert bare.get_device_capability() is None
     assert bare.get_attention_backends() == {}
     assert bare.get_dispatch_key_name() == "native"
+    assert bare.create_stream() is None
+    assert bare.get_communicator_class() is None
+    assert bare.get_quantization_config("fp8") is None
+    assert not bare.supports_speculative_algorithm("eagle")
+    assert bare.needs_graph_recapture()
+    assert bare.get_graph_label() == "unspecified graph"
+    with bare.reindex_device_id(3) as device_id, bare.use_stream(None):
+        assert device_id == 3
     with pytest.raises(ValueError, match="'fp8'"):
         bare.verify_quantization("fp8")
+
+
+def test_declared_quantization_is_accepted_and_named() -> None:
+    class Acme(SRTPlatform):
+        device_name = "acme"
+        supported_quantization = ("fp8", "awq")
+
+    Acme().verify_quantization("awq")
+    with pytest.raises(ValueError, match=r"'acme'.*fp8, awq.*'gptq'"):
+        Acme().verify_quantization("gptq")
 
 
 def test_kv_pool_by_kind_answers_through_the_named_methods() -> None:

@@ -50,7 +50,7 @@ class Site:
     def imported(self) -> set[str]:
         return {file.stem for file in self.folder.glob("*.imported")}
 
-    def choose(self, platform: str | None = None) -> dict[str, object]:
+    def choose(self, platform: str | None = None, **environment: str) -> dict[str, object]:
         """Use current_platform in a new process; what it answers, or the error."""
         code = """
 import json
@@ -67,6 +67,7 @@ print(json.dumps(answer))
         env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"}
         env["PYTHONPATH"] = os.pathsep.join([str(self.folder), *filter(None, [env.get("PYTHONPATH")])])
         env["CUDA_VISIBLE_DEVICES"] = ""  # the answers below are those of a machine without a GPU
+        env |= environment
         if platform is not None:
             env["SGLANG_PLATFORM"] = platform
         done = subprocess.run(
@@ -90,6 +91,7 @@ def error_of(answer: dict[str, object], *types: str) -> str:
     return str(answer["error"])
 
 
+BUILTINS = ("cuda", "rocm", "npu", "musa", "hpu", "tpu", "xpu", "mps", "cpu")
 HERE = 'return "{0}_pkg.platform:Platform"'
 ABSENT = "return None"
 
@@ -100,6 +102,13 @@ def test_no_plugin_the_cpu_is_chosen(site: Site) -> None:
     assert answer["same"]
     assert answer["candidates"] == {
         "cuda": ["built-in", False, "torch.cuda.is_available() is False"],
+        "rocm": ["built-in", False, "this torch is not built for ROCm (torch.version.hip is None)"],
+        "npu": ["built-in", False, "torch_npu is not installed"],
+        "musa": ["built-in", False, "torch_musa is not installed"],
+        "hpu": ["built-in", False, "habana_frameworks is not installed"],
+        "tpu": ["built-in", False, "torch_xla is not installed"],
+        "xpu": ["built-in", False, "torch.xpu.is_available() is False"],
+        "mps": ["built-in", False, "torch.backends.mps.is_available() is False"],
         "cpu": ["built-in", True, "the highest built-in whose hardware was found"],
     }
 
@@ -110,8 +119,7 @@ def test_one_plugin_comes_before_every_builtin(site: Site) -> None:
     assert answer["device"] == "acme"
     assert answer["candidates"] == {
         "acme": ["acme-dist 1.2", True, "the only plugin that found its hardware"],
-        "cuda": ["built-in", False, "not asked: a plugin comes first"],
-        "cpu": ["built-in", False, "not asked: a plugin comes first"],
+        **{name: ["built-in", False, "not asked: a plugin comes first"] for name in BUILTINS},
     }
 
 
@@ -167,7 +175,7 @@ def test_a_builtin_without_its_hardware_is_an_error(site: Site) -> None:
 def test_an_unknown_name_lists_what_there_is(site: Site) -> None:
     site.install("acme", HERE.format("acme"))
     error = error_of(site.choose("amce"), "PlatformError")
-    for part in ("SGLANG_PLATFORM=amce", "'acme' of acme-dist 1.2", "cuda, cpu"):
+    for part in ("SGLANG_PLATFORM=amce", "'acme' of acme-dist 1.2", ", ".join(BUILTINS)):
         assert part in error
     assert site.imported() == set()
 
@@ -261,3 +269,35 @@ def test_a_plugin_that_asks_for_the_platform_while_it_is_chosen(site: Site) -> N
     error = error_of(site.choose(), "PlatformError")
     assert "while the platform was being chosen" in error
     assert "acme-dist 1.2" in error
+
+
+# -- a driver that hangs --------------------------------------------------------------------------------
+
+HANGS = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("platform", [None, "acme"])
+def test_a_plugin_that_hangs_is_an_error_within_its_bound(site: Site, platform: str | None) -> None:
+    site.install("acme", HANGS)
+    error = error_of(site.choose(platform, SGL_ASPECTS_DETECT_SECONDS="1"), "PlatformError", "TimeoutError")
+    for part in ("'acme' of acme-dist 1.2", "1 s", "SGLANG_PLATFORM", "SGL_ASPECTS_DETECT_SECONDS"):
+        assert part in error
+
+
+def test_a_plugin_that_hangs_does_not_disturb_another_choice(site: Site) -> None:
+    site.install("acme", HANGS)
+    assert site.choose("cpu")["device"] == "cpu"
+
+
+def test_a_slow_plugin_is_waited_for(site: Site) -> None:
+    site.install("acme", f"import time; time.sleep(1); {HERE.format('acme')}")
+    assert site.choose(SGL_ASPECTS_DETECT_SECONDS="60")["device"] == "acme"
+
+
+def test_without_a_bound_the_plugin_is_asked_in_the_main_thread(site: Site) -> None:
+    site.install(
+        "acme",
+        "import threading; assert threading.current_thread() is threading.main_thread(); "
+        + HERE.format("acme"),
+    )
+    assert site.choose(SGL_ASPECTS_DETECT_SECONDS="0")["device"] == "acme"
