@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,17 @@ def remove_run_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+# Starts the collector as nobody's child: an engine may kill whatever descends from it when it ends.
+_LAUNCH = """
+import os, sys
+process_id = os.fork()
+if process_id:
+    os.write(int(sys.argv[1]), b"%d\\n" % process_id)
+    os._exit(0)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
 class CollectorProcess:
     """The collector of one run, started by the run's first process.
 
@@ -41,24 +53,29 @@ class CollectorProcess:
         self._folder = folder
         self._report, report_writer = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sgl_aspects.tracing.collector", folder, str(report_writer)],
+            collector = ["-m", "sgl_aspects.tracing.collector", folder, str(report_writer)]
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(report_writer), *collector],
                 env=_collector_environment(settings, environment),
                 pass_fds=(report_writer,),
                 stdin=subprocess.DEVNULL,
                 stdout=None if "console" in settings.exporters else subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the engine
+                check=True,
             )
+            digits = b""
+            while not digits.endswith(b"\n"):
+                digits += os.read(self._report, 1)
+            self.process_id = int(digits)
+        except BaseException:
+            os.close(self._report)
+            raise
         finally:
             os.close(report_writer)
 
     @property
-    def process_id(self) -> int:
-        return self._process.pid
-
-    @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._report < 0 or self._is_ending(0)
 
     def ask_to_end(self) -> None:
         """The run ends now, even if some of its processes live on."""
@@ -67,11 +84,7 @@ class CollectorProcess:
 
     def wait(self, seconds: float) -> str | None:
         """Its report once it has ended; None where it needs longer or ended without one."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        if self._report < 0:
+        if self._report < 0 or not self._is_ending(seconds):
             return None
         with open(self._report, encoding="utf-8") as report:
             self._report = -1
@@ -82,9 +95,12 @@ class CollectorProcess:
         if self._report >= 0:
             os.close(self._report)
             self._report = -1
-        if self._process.poll() is None:
-            # Popen would complain when it is collected; the process is meant to outlive it.
-            self._process.returncode = 0
+
+    def _is_ending(self, seconds: float) -> bool:
+        """Its report is the last that it does; without one the pipe ends with the process."""
+        poll = select.poll()
+        poll.register(self._report, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
 
 def _collector_environment(settings: TraceSettings, environment: Mapping[str, str]) -> dict[str, str]:
