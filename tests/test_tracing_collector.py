@@ -389,6 +389,38 @@ def test_a_killed_collector_is_reported(receiver: Receiver) -> None:
     assert not os.path.exists(session.run_folder)
 
 
+def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    session = attach(file=str(file))
+    ended, still_open = begin(session, "ended"), begin(session, "open")
+    ended()
+    wait_until(lambda: file.exists() and '"ended"' in file.read_text())
+    assert session.collector_process_id is not None
+    os.kill(session.collector_process_id, signal.SIGKILL)
+    wait_until(lambda: not is_running(session.collector_process_id or 0))
+    begin(session, "while nobody looked")()
+    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
+        wait_until(lambda: "while nobody looked" in file.read_text())
+        second = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert second.returncode == 1
+        assert "has a collector" in second.stderr
+        still_open()
+        Path(session.run_folder, "closing").touch()
+        assert again.wait(20) == 0
+        assert again.stdout is not None
+        assert json.loads(again.stdout.read())["spans_recorded"] == 2
+    assert "killed" in session.close().problem
+    spans = [span for message in read_file(file) for span in spans_of(message)]
+    assert sorted(span.attributes["gen_ai.request.id"] for span in spans) == [
+        "ended",
+        "open",
+        "while nobody looked",
+    ]
+    assert not any(span.is_error for span in spans)
+
+
 def test_the_run_folder_is_kept_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE_KEEP", "1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -138,3 +139,35 @@ class FailingPlatform(CpuPlatform):
         if FailingPlatform.calls == 40:
             raise RuntimeError("the device is on fire")
         return super().inference_mode()
+
+
+def record_until_killed(folder: str, count: int) -> None:
+    """Records spans 1, 2, 3 … and writes each one's number to ``count`` once it is finished."""
+    from sgl_aspects.tracing.records import SpanType
+    from sgl_aspects.tracing.ring import RingRecorder
+
+    recorder = RingRecorder(folder)
+    small = SpanType("small", ("number", "half", "mode"))
+    large = SpanType("large", ("number", "half", "mode", "list"))
+    recorder.open()
+    os.set_blocking(count, False)
+    number = 0
+    while True:
+        number += 1
+        values: list[Any] = [number, number / 2, "decode"]
+        type = small if number % 3 else large
+        recorder.span_begin(number, 1, 1, type, 5)
+        recorder.span(number, 1, 1, type, 5, 5 + number, values if number % 3 else [*values, [number]])
+        if number <= 4000:  # what a pipe holds
+            os.write(count, number.to_bytes(8, "little"))
+
+
+def record_spans(folder: str, first: int, count: int) -> None:
+    """Records spans with the ids after ``first``."""
+    from sgl_aspects.tracing.records import SpanType
+    from sgl_aspects.tracing.ring import RingRecorder
+
+    recorder, plain = RingRecorder(folder), SpanType("plain", ("number",))
+    for number in range(count):
+        recorder.span(first + number + 1, 1, 1, plain, 1, 2, [number])
+    recorder.close()

@@ -2,14 +2,16 @@
 
     python -m sgl_aspects.tracing.collector RUN_FOLDER [REPORT_FD]
 
-Started by the first process of a run, in a session of its own. It ends when every process of the run is
-gone (or the run is closed), after one bounded flush, writes a summary as JSON to ``REPORT_FD`` (or
-standard output), and removes the run folder.
+Started by the first process of a run, in a session of its own. One that was killed can be started again by
+hand: it goes on after the last record that was taken, and exports no span twice. It ends when every process
+of the run is gone (or the run is closed), after one bounded flush, writes a summary as JSON to
+``REPORT_FD`` (or standard output), and removes the run folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -29,6 +31,7 @@ from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
 
 POLL_SECONDS = 0.05
+LOCK = "collector.lock"
 # After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.
 _TERM_SECONDS = 5.0
 # After a close, processes that are just ending have so long to write their last records.
@@ -38,17 +41,23 @@ _CLOSING_SECONDS = 0.5
 class Collector:
     """Reads a run folder until the run ends."""
 
-    def __init__(self, folder: str, settings: TraceSettings) -> None:
+    def __init__(self, folder: str, settings: TraceSettings, *, is_restarted: bool = False) -> None:
         self._folder = folder
         self._settings = settings
         self._reader = RunReader(folder)
         self._gone: set[str] = set()
         self._end_by: float | None = None
-        self._pipelines = [Pipeline(name, make_exporter(name, settings)) for name in settings.exporters]
+        self._pipelines = [
+            Pipeline(name, make_exporter(name, settings, append=is_restarted)) for name in settings.exporters
+        ]
         resource = Resource.create()
         if resource.attributes.get("service.name", "").startswith("unknown_service"):  # type: ignore[union-attr]
             resource = resource.merge(Resource({"service.name": "sgl-aspects"}))
         self._joiner = Joiner(resource, self._offer)
+        if is_restarted:
+            self._joiner.replay(
+                (writer, record) for writer in self._reader.find() for record in writer.history()
+            )
 
     def end_soon(self) -> None:
         """From a signal handler: the run may go on for a few seconds at most."""
@@ -106,6 +115,22 @@ class Collector:
         self._joiner.settle()
 
 
+def take_run(folder: str) -> bool:
+    """Makes this process the run's collector, until it ends; says whether the run had one before.
+
+    Raises ``ConfigError`` where it has one now.
+    """
+    path = os.path.join(folder, LOCK)
+    is_restarted = os.path.exists(path)
+    try:
+        fcntl.lockf(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX | fcntl.LOCK_NB
+        )
+    except OSError as error:
+        raise ConfigError(f"{folder}: there is no such run, or it has a collector ({error})") from error
+    return is_restarted
+
+
 def main(arguments: Sequence[str]) -> int:
     if not 1 <= len(arguments) <= 2:
         print(__doc__, file=sys.stderr)
@@ -115,7 +140,12 @@ def main(arguments: Sequence[str]) -> int:
     quiet_exporters()
     settings = TraceSettings.from_environment().checked()
     try:
-        collector = Collector(folder, settings)
+        is_restarted = take_run(folder)
+    except ConfigError as error:
+        print(f"sgl-aspects collector: {error}", file=sys.stderr)
+        return 1
+    try:
+        collector = Collector(folder, settings, is_restarted=is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         with contextlib.suppress(OSError):
             os.nice(5)  # the engine goes first

@@ -27,15 +27,18 @@ _QUEUE = 8192
 _PATIENCE_SECONDS = 2.0
 
 
-def make_exporter(name: str, settings: TraceSettings) -> SpanExporter:
-    """OpenTelemetry's exporter of that name; endpoint, headers and the rest it reads from the environment."""
+def make_exporter(name: str, settings: TraceSettings, *, append: bool = False) -> SpanExporter:
+    """OpenTelemetry's exporter of that name; endpoint, headers and the rest it reads from the environment.
+
+    ``append``: a file goes on where an earlier collector of the run left it.
+    """
     if name == "console":
         return ConsoleSpanExporter(out=sys.stdout)
     if name == "otlp-json-file":
         from sgl_aspects.tracing.otlp_file import OtlpJsonFileExporter
 
         try:
-            return OtlpJsonFileExporter(settings.file or "")
+            return OtlpJsonFileExporter(settings.file or "", append=append)
         except OSError as error:
             raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={settings.file!r}: {error.strerror}") from error
     if settings.protocol == "grpc":

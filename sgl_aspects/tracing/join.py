@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from opentelemetry.sdk.resources import Resource
@@ -79,6 +79,7 @@ class Joiner:
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._has_news = False
+        self._is_replaying = False
         self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
 
     def add(self, writer: Writer, record: Record) -> None:
@@ -91,6 +92,15 @@ class Joiner:
         if len(self._waiting) > _WAITING_RECORDS:
             _, writer, record = self._waiting.popleft()
             self._give_up(writer, record)
+
+    def replay(self, records: Iterable[tuple[Writer, Record]]) -> None:
+        """Records that an earlier collector took: which requests are open is learnt, nothing is emitted."""
+        self._is_replaying = True
+        for writer, record in records:
+            self.add(writer, record)
+        for _ in range(3):
+            self.settle()
+        self._is_replaying = False
 
     def settle(self) -> None:
         """After each reading of all files: what waited for another process's records is tried again."""
@@ -248,6 +258,8 @@ class Joiner:
         name: str,
         attributes: dict[str, AttributeValue],
     ) -> None:
+        if self._is_replaying:
+            return
         if not root.context.trace_flags.sampled:
             self.not_sampled += 1
             return

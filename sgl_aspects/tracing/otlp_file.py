@@ -17,13 +17,13 @@ _IDS = ("traceId", "spanId", "parentSpanId")
 
 
 class OtlpJsonFileExporter(SpanExporter):
-    """Appends to ``path``, which a run begins anew; a line is written whole.
+    """Appends to ``path``, which a run begins anew unless it is to ``append``; a line is written whole.
 
     Raises ``OSError`` at once where the file cannot be written.
     """
 
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (open as long as the exporter)
+    def __init__(self, path: str, *, append: bool = False) -> None:
+        self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 (open as long as the exporter)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._file.write(json.dumps(to_json(spans), separators=(",", ":")) + "\n")

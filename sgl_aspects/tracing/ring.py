@@ -225,7 +225,8 @@ class RingRecorder:
         links: Sequence[int],
     ) -> None:
         """The first span of its layout, one with a new text or with many links, or one that does not fit."""
-        if len(values) + len(links) + (error != "") > layout.SPAN_WORDS:
+        own = len(values) + (error != "")
+        if own <= layout.SPAN_WORDS < own + len(links):
             if self._write_links(span_id, links):
                 self.span(span_id, root_id, parent_id, type, start_ns, end_ns, values, error)
             return

@@ -60,6 +60,7 @@ class RingReader:
         self._texts: dict[int, list[bytes]] = {}
         self._links: dict[int, list[int]] = {}
         self._stuck_since: float | None = None
+        self._is_exhausted = False  # its process is gone and everything is read
         try:
             self._check()
         except DamagedError:
@@ -89,7 +90,8 @@ class RingReader:
         self._clock_offset = struct.unpack("<q", struct.pack("<Q", words[layout.WORD_CLOCK_OFFSET_NS]))[0]
 
     def _first_taken(self) -> int:
-        taken, newest = self._header()[layout.WORD_TAKEN], self._newest()
+        taken = self._header()[layout.WORD_TAKEN]
+        newest = self._newest() if taken else 0
         # What was taken was there: a number beyond is damage, and then everything that is there is read.
         return taken if taken <= newest else max(0, newest - self.slots)
 
@@ -137,7 +139,8 @@ class RingReader:
             record = self._decode(data, position)
             if record is not None:
                 records.append(record)
-        return records, whole == count
+        # Of one that is dead, what follows an unfinished record is still to be looked for.
+        return records, whole == count or not alive
 
     def history(self) -> Iterator[Record]:
         """What is still in the ring of the records up to ``taken``, oldest first; ``taken`` stays."""
@@ -172,10 +175,9 @@ class RingReader:
         for start in range(0, self.slots, _CHUNK):
             count = min(_CHUNK, self.slots - start)
             data = self._read(layout.SLOTS_OFFSET + start * layout.SLOT_BYTES, count * layout.SLOT_BYTES)
-            for index in range(count):
-                (mark,) = layout.MARK.unpack_from(data, index * layout.SLOT_BYTES + layout.MARK_OFFSET)
-                if mark and (mark - start - index) & (self.slots - 1) == 0:
-                    yield start + index, mark
+            for slot, mark in enumerate(_marks(data), start):
+                if mark and (mark - slot) & (self.slots - 1) == 0:
+                    yield slot, mark
 
     def _newest(self) -> int:
         """The highest number of a finished record. One wild mark in a damaged file does not count."""
@@ -186,6 +188,8 @@ class RingReader:
 
     def _pass_over(self, first: int, alive: bool) -> bool:
         """Whether the slot ``first`` was given up: something after it is finished, and it will never be."""
+        if self._is_exhausted:
+            return False
         now = time.monotonic()
         if alive:
             if self._stuck_since is None:
@@ -195,6 +199,7 @@ class RingReader:
         self._stuck_since = now
         later = [mark for _, mark in self._marks() if first < mark < first + self.slots]
         if not later:
+            self._is_exhausted = not alive
             return False
         self._stuck_since = None
         self.damaged += min(later) - first
@@ -307,13 +312,14 @@ class RingReader:
 
 def _whole(data: bytes, first: int) -> int:
     """How many records from number ``first`` on are finished, one after the other."""
-    offset = layout.MARK_OFFSET
-    unpack = layout.MARK.unpack_from
-    for index in range(len(data) // layout.SLOT_BYTES):
-        if unpack(data, offset)[0] != first + index:
-            return index
-        offset += layout.SLOT_BYTES
-    return len(data) // layout.SLOT_BYTES
+    marks = _marks(data)
+    return next((index for index, mark in enumerate(marks) if mark != first + index), len(marks))
+
+
+def _marks(data: bytes) -> list[int]:
+    """The last word of every slot."""
+    words = layout.SLOT_BYTES // 8
+    return memoryview(data).cast("Q")[words - 1 :: words].tolist()
 
 
 def _parse_definition(data: bytes) -> _Layout | str | None:

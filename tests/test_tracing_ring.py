@@ -1,0 +1,290 @@
+"""The ring: what writers record is what readers read, whatever happens to the writers and to the file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.tracing import ring_format
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import (
+    Record,
+    RequestBegin,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.ring_reader import RunReader
+from tests import workers
+from tests.ring_page_reader import read_page
+
+spawn = multiprocessing.get_context("spawn")
+STEP = SpanType("step", ("mode", "size", "usage", "last", "none"))
+PLAIN = SpanType("plain", ("number",))
+
+
+def read_all(reader: RunReader) -> list[Record]:
+    """Everything that can be read now, in the order of each ring."""
+    found = [record for _, record in reader.poll()]
+    while reader.has_more:
+        found += [record for _, record in reader.poll()]
+    return found
+
+
+def record_everything(recorder: RingRecorder) -> None:
+    """Every kind of record, small and large."""
+    attributes: Any = {"text": "é" * 600, "list": ["a", "b"], "number": 7, "share": 0.25, "yes": True}
+    recorder.request_begin(11, "rid-1", 5, TraceContext(1 << 100, 3, True, "v=1", True), "chat m", attributes)
+    recorder.request_sent(11)
+    recorder.request_seen(12, "rid-1", 6)
+    recorder.span_begin(13, 12, 12, PLAIN, 7)
+    for _ in range(3):  # a text is defined when it comes again
+        recorder.span(14, 14, 0, STEP, 8, 9, ["decode", -5, 0.125, True, None], links=[11, 12])
+    recorder.span(15, 14, 14, STEP, 10, 11, ["extend", 1 << 62, -1e300, False, None], "ValueError")
+    recorder.span(16, 14, 14, STEP, 10, 11, ["extend", 1 << 70, 0.0, False, None], "ValueError")
+    recorder.span(17, 17, 0, PLAIN, 12, 13, [1], links=list(range(100, 200)))
+    recorder.span(18, 17, 17, SpanType("wide", tuple(f"a{n}" for n in range(40))), 14, 15, list(range(40)))
+    recorder.span(19, 17, 17, PLAIN, 16, 17, [["stop"]])
+    recorder.span(20, 17, 17, SpanType("none"), 18, 19)
+    recorder.span((1 << 64) - 1, 17, 17, PLAIN, 18, 19, ["x" * 5000])
+
+
+def comparable(record: Record) -> tuple[Any, ...]:
+    """Our reader's record in the words of the page's reader."""
+    name = {
+        SpanEnd: "span",
+        SpanBegin: "begin",
+        RequestSent: "sent",
+        RequestSeen: "seen",
+        RequestBegin: "received",
+    }[type(record)]
+    fields: list[Any] = []
+    for field in record:
+        fields += [field.name, field.attributes] if isinstance(field, SpanType) else [field]
+    return (name, *fields)
+
+
+def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    record_everything(recorder)
+    reader = RunReader(str(tmp_path))
+    ours = read_all(reader)
+    (path,) = tmp_path.glob("*.ring")
+    page = read_page(path)
+    assert [comparable(record) for record in ours] == page["records"]
+    assert page["pid"] == os.getpid()
+    assert (page["dropped"], reader.damaged) == (0, 0)
+    assert len(ours) == 14
+    spans = {record.span_id: record for record in ours if isinstance(record, SpanEnd)}
+    assert spans[14].values == ["decode", -5, 0.125, True, None]
+    assert spans[14].links == [11, 12]
+    assert (spans[15].error, spans[15].values[:3]) == ("ValueError", ["extend", 1 << 62, -1e300])
+    assert (spans[16].error, spans[16].values[1]) == ("ValueError", 1 << 70)
+    assert spans[17].links == list(range(100, 200))
+    assert spans[18].values == list(range(40))
+    assert spans[19].values == [["stop"]]
+    assert spans[(1 << 64) - 1].values == ["x" * 5000]
+    recorder.close()
+    reader.close()
+
+
+def test_texts_that_come_once_do_not_fill_the_definitions(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(9000):
+        recorder.span(number + 1, 1, 1, PLAIN, 1, 2, [f"request-{number}"])
+    (path,) = tmp_path.glob("*.ring")
+    reader = RunReader(str(tmp_path))
+    assert [record.values[0] for record in read_all(reader) if isinstance(record, SpanEnd)] == [
+        f"request-{number}" for number in range(9000)
+    ]
+    with path.open("rb") as file:
+        file.seek(ring_format.WORD_DEFINITIONS_END * 8)
+        assert int.from_bytes(file.read(8), "little") < 1000
+    reader.close()
+    recorder.close()
+
+
+def test_definitions_that_are_full_cost_no_record(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(6000):
+        text = f"{number}" + "x" * 150
+        recorder.span(number + 1, 1, 1, PLAIN, 1, 2, [text])
+        recorder.span(number + 1, 1, 1, PLAIN, 1, 2, [text])
+    reader = RunReader(str(tmp_path))
+    values = [record.values[0] for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert values == [f"{number // 2}" + "x" * 150 for number in range(12000)]
+    reader.close()
+    recorder.close()
+
+
+def test_a_new_collector_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(700):
+        recorder.span(number + 1, 1, 1, PLAIN, 1, 2, [number])
+    first = RunReader(str(tmp_path))
+    before = [record for _, record in first.poll()]  # not all of it
+    assert 0 < len(before) < 700
+    second = RunReader(str(tmp_path))
+    after = read_all(second)
+    ids = [record.span_id for record in [*before, *after] if isinstance(record, SpanEnd)]
+    assert ids == list(range(1, 701))
+    recorder.close()
+    first.close()
+    second.close()
+
+
+def test_two_hundred_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every span that was finished, and each once; none that was not, and none in pieces."""
+    monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
+    chance = random.Random(1)
+    totals: Counter[str] = Counter()
+    for number in range(200):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        counters, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            workers.record_until_killed(str(folder), theirs)
+        os.close(theirs)
+        os.read(counters, 8)  # it has begun
+        time.sleep(chance.random() * 0.004)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        finished = _last_count(counters)
+        os.close(counters)
+        reader = RunReader(str(folder))
+        records = read_all(reader)
+        ended = [record for record in records if isinstance(record, SpanEnd)]
+        begun = [record for record in records if isinstance(record, SpanBegin)]
+        ids = [record.span_id for record in ended]
+        # It says so after each: the last one may have been finished and not yet said.
+        assert ids == list(range(1, len(ids) + 1))
+        assert len(ids) >= finished
+        for record in ended:
+            assert (
+                record.values
+                == [record.span_id, record.span_id / 2, "decode", [record.span_id]][: len(record.values)]
+            )
+            assert record.end_ns == record.start_ns + record.span_id
+        assert len(begun) in (len(ended), len(ended) + 1)
+        assert reader.damaged == 0 or len(records) > 0
+        totals["finished"] += len(ended)
+        totals["open"] += len(begun) - len(ended)
+        totals["damaged"] += reader.damaged
+        reader.close()
+    assert totals["finished"] > 10_000
+    assert totals["open"] > 20  # many were hit in the middle of a span
+    assert totals["damaged"] == 0
+
+
+def _last_count(descriptor: int) -> int:
+    data = b""
+    while piece := os.read(descriptor, 1 << 16):
+        data += piece
+    whole = len(data) // 8 * 8
+    return int.from_bytes(data[whole - 8 : whole], "little") if whole else 0
+
+
+def test_four_threads_are_all_accounted_for(tmp_path: Path) -> None:
+    each = 25_000
+    recorder = RingRecorder(str(tmp_path))
+    reader = RunReader(str(tmp_path))
+
+    def write(thread: int) -> None:
+        for number in range(each):
+            recorder.span(thread * each + number + 1, 1, 1, PLAIN, 1, 2, [number])
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    seen: list[int] = []
+    while any(thread.is_alive() for thread in threads):
+        seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+    seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert len(seen) == len(set(seen))
+    assert len(seen) + reader.dropped == 4 * each
+    assert reader.damaged == 0
+    for thread_number in range(4):  # in the order of its thread
+        own = [span for span in seen if (span - 1) // each == thread_number]
+        assert own == sorted(own)
+    recorder.close()
+    reader.close()
+
+
+def test_four_processes_are_all_accounted_for(tmp_path: Path) -> None:
+    each = 25_000
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=workers.record_spans, args=(str(tmp_path), number * each, each))
+        for number in range(4)
+    ]
+    for process in processes:
+        process.start()
+    reader = RunReader(str(tmp_path))
+    seen: list[int] = []
+    while any(process.is_alive() for process in processes) or reader.has_more:
+        seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+    seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert len(seen) == len(set(seen))
+    assert len(seen) + reader.dropped == 4 * each
+    assert reader.damaged == 0
+    assert len(reader.writers) == 4
+    for process in processes:
+        process.close()
+    reader.close()
+
+
+def test_damaged_files_neither_stop_nor_stall_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is good is still there: at most the damaged slots are lost where only slots are damaged."""
+    monkeypatch.setattr(ring_format, "SLOTS", 256)
+    source = tmp_path / "source"
+    source.mkdir()
+    recorder = RingRecorder(str(source))
+    record_everything(recorder)
+    for number in range(150):
+        recorder.span(1000 + number, 1, 1, PLAIN, 1, 2, [number])
+    recorder.close()
+    (path,) = source.glob("*.ring")
+    good = path.read_bytes()
+    chance = random.Random(7)
+    for number in range(600):
+        data = bytearray(good)
+        damage = chance.choice(["header", "definitions", "slots", "slots", "slots", "anywhere", "cut"])
+        start, end = {
+            "header": (0, 300),
+            "definitions": (4096, 4096 + 1000),
+            "slots": (ring_format.SLOTS_OFFSET, len(data)),
+        }.get(damage, (0, len(data)))
+        hits = [chance.randrange(start, end) for _ in range(chance.randrange(1, 12))]
+        for offset in hits:
+            size = chance.choice([1, 8, 64])
+            data[offset : offset + size] = chance.randbytes(len(data[offset : offset + size]))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / path.name).write_bytes(data[: chance.randrange(len(data))] if damage == "cut" else data)
+        reader = RunReader(str(folder))
+        started = time.monotonic()
+        found = [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
+        assert time.monotonic() - started < 2.0
+        if damage == "slots":
+            touched = {
+                (offset + extra - ring_format.SLOTS_OFFSET) // 256 for offset in hits for extra in (0, 63)
+            }
+            plain = [span_id for span_id in found if span_id >= 1000]
+            assert len(plain) >= 150 - len(touched) - 1
+        reader.close()
