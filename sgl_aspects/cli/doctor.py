@@ -27,10 +27,20 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        metavar="WHEEL",
+        help="instead: which roles of the built-in aspects these wheels (or folders) of an engine have",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 where a hook cannot work."""
+    if arguments.engine:
+        from sgl_aspects.cli import engine_roles
+
+        return engine_roles.show(arguments.engine, as_json=arguments.json)
     processes = list(reports(arguments.folder))
     findings = list(diagnose(processes))
     if arguments.json:

@@ -1,0 +1,129 @@
+"""Which of a catalog's targets an engine's source defines: read from a wheel or a folder, nothing is run.
+
+A method counts where its class or one of the bases that can be followed through imports defines it.
+"""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FoundRole:
+    """A role in one version: the first of its targets that is there, or None."""
+
+    role: str
+    target: str | None
+    alternates: tuple[str, ...]
+
+
+class Source:
+    """An engine's source: a wheel, or the folder that holds its package."""
+
+    def __init__(self, path: str | Path) -> None:
+        """:raises ConfigError: there is no such wheel or folder."""
+        self.path = Path(path)
+        if self.path.is_dir():
+            self._archive = None
+        elif zipfile.is_zipfile(self.path):
+            self._archive = zipfile.ZipFile(self.path)
+        else:
+            raise ConfigError(f"{path} is neither a wheel nor a folder; name one that holds the engine")
+        self.tree = lru_cache(maxsize=None)(self._parse)
+
+    @property
+    def version(self) -> str:
+        """From a wheel's name; of a folder, its own name."""
+        parts = self.path.name.split("-")
+        return parts[1] if self._archive is not None and len(parts) > 1 else self.path.name
+
+    def find_roles(self, catalog: Catalog) -> Iterator[FoundRole]:
+        """Every role of ``catalog``, in its order."""
+        for name, role in catalog.roles.items():
+            found = next((target for target in role.targets if self.defines(target)), None)
+            yield FoundRole(name, found, role.targets)
+
+    def defines(self, target: str) -> bool:
+        """Whether ``"pkg.mod:Class.method"`` or ``"pkg.mod:function"`` is there."""
+        module, _, path = target.partition(":")
+        names = path.split(".")
+        return self._has(module, names, frozenset())
+
+    def _has(self, module: str, names: list[str], seen: frozenset[tuple[str, str]]) -> bool:
+        tree = self.tree(module)
+        if tree is None or (module, names[0]) in seen:
+            return False
+        seen |= {(module, names[0])}
+        for node in _statements(tree.body):
+            if _name_of(node) != names[0]:
+                continue
+            if len(names) == 1:
+                return True
+            if isinstance(node, ast.ClassDef):
+                return self._class_has(module, node, names[1], seen)
+        # Not defined there, but imported from elsewhere under this name?
+        origin = _imports(tree).get(names[0])
+        return origin is not None and self._has(origin[0], [origin[1], *names[1:]], seen)
+
+    def _class_has(
+        self, module: str, node: ast.ClassDef, name: str, seen: frozenset[tuple[str, str]]
+    ) -> bool:
+        if any(_name_of(member) == name for member in _statements(node.body)):
+            return True
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        return any(self._has(module, [base, name], seen) for base in bases)
+
+    def _parse(self, module: str) -> ast.Module | None:
+        stem = module.replace(".", "/")
+        for name in (f"{stem}.py", f"{stem}/__init__.py"):
+            text = self._read(name)
+            if text is not None:
+                return ast.parse(text)
+        return None
+
+    def _read(self, name: str) -> bytes | None:
+        if self._archive is None:
+            file = self.path / name
+            return file.read_bytes() if file.is_file() else None
+        try:
+            return self._archive.read(name)
+        except KeyError:
+            return None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when the body does, inside ``if`` and ``try``, too."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(node, (ast.If, ast.Try, ast.With)):
+                yield from _statements(getattr(node, part, []))
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                yield from _statements(handler.body)
+
+
+def _name_of(node: ast.stmt) -> str | None:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return None
+
+
+def _imports(tree: ast.Module) -> Mapping[str, tuple[str, str]]:
+    """Names that the module imports from others: name -> (module, name there)."""
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in _statements(tree.body)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }

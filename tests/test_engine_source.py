@@ -1,0 +1,97 @@
+"""Reading in an engine's source, without running it, which roles it has."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.cli.main import main
+from sgl_aspects.engines import SGLANG
+from sgl_aspects.engines.catalog import Catalog, Role
+from sgl_aspects.engines.source import Source
+from sgl_aspects.errors import ConfigError
+
+MODULES = {
+    "engine/__init__.py": "raise SystemExit('this was run')",
+    "engine/base.py": "class Outputs:\n    def stream(self): ...\n",
+    "engine/loop.py": """
+from engine.base import Outputs as Base
+try:
+    import torch
+except ImportError:
+    def fallback(): ...
+class Loop(Base):
+    if True:
+        async def step(self): ...
+    alias = step
+""",
+    "engine/again.py": "from engine.loop import Loop\n",
+}
+
+
+@pytest.fixture(params=["wheel", "folder"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+    if request.param == "folder":
+        for name, text in MODULES.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return Source(tmp_path)
+    return Source(wheel(tmp_path, "engine-1.2-py3-none-any.whl", MODULES))
+
+
+def wheel(folder: Path, name: str, modules: dict[str, str]) -> Path:
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as archive:
+        for module, text in modules.items():
+            archive.writestr(module, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("target", "is_there"),
+    [
+        ("engine.loop:Loop.step", True),
+        ("engine.loop:Loop.alias", True),
+        ("engine.loop:Loop.stream", True),  # inherited, through an import under another name
+        ("engine.again:Loop.stream", True),  # the class itself is imported
+        ("engine.loop:fallback", True),
+        ("engine.loop:Loop", True),
+        ("engine.loop:Loop.missing", False),
+        ("engine.loop:missing", False),
+        ("engine.gone:Loop.step", False),
+    ],
+)
+def test_a_target_is_found_where_it_would_be_at_run_time(source: Source, target: str, is_there: bool) -> None:
+    assert source.defines(target) is is_there
+
+
+def test_the_first_alternate_that_exists_plays_the_role(source: Source) -> None:
+    targets = ("engine.gone:f", "engine.loop:Loop.step", "engine.base:Outputs.stream")
+    catalog = Catalog("engine", "engine", {"step": Role(targets, ("self",))})
+    (found,) = source.find_roles(catalog)
+    assert found.target == "engine.loop:Loop.step"
+
+
+def test_the_doctor_names_roles_that_a_version_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = {
+        "sglang/srt/managers/scheduler.py": "class Scheduler:\n    def run_batch(self, batch): ...\n"
+    }
+    path = wheel(tmp_path, "sglang-9.9.9-py3-none-any.whl", scheduler)
+    assert main(["doctor", "--engine", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert "9.9.9" in printed
+    assert "missing in 9.9.9: forward" in printed
+    assert main(["doctor", "--json", "--engine", str(path)]) == 1
+    roles = json.loads(capsys.readouterr().out)["9.9.9"]
+    assert [role for role, target in roles.items() if target] == ["run_batch"]
+    assert set(roles) == set(SGLANG.roles)
+
+
+def test_what_is_no_wheel_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a wheel nor a folder"):
+        Source(tmp_path / "gone.whl")
