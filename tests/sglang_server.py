@@ -53,7 +53,9 @@ class Server:
     log: Path
     start_seconds: float = 0.0
 
-    def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, *, status: int = 200
+    ) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request(
             "POST", path, json.dumps(body), {"content-type": "application/json", **(headers or {})}
@@ -61,8 +63,21 @@ class Server:
         response = connection.getresponse()
         content = response.read()
         connection.close()
-        assert response.status == 200, content
+        assert response.status == status, content
         return json.loads(content)
+
+    def leave(self, text: str, headers: dict[str, str]) -> None:
+        """Ask for a long answer, and hang up after its first part."""
+        body = {"text": text, "stream": True, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request(
+            "POST", "/generate", json.dumps(body), {"content-type": "application/json", **headers}
+        )
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        # The response keeps the socket open until it is closed itself.
+        response.close()
+        connection.close()
 
     def get(self, path: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)

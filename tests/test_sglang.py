@@ -120,6 +120,13 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             )
             server.post(
                 "/generate",
+                {"text": "x " * 2000, "sampling_params": {"max_new_tokens": 3}},
+                parent(103),
+                status=400,
+            )
+            server.leave("to be left alone", parent(104))
+            server.post(
+                "/generate",
                 {"text": ["one", "and another"], "sampling_params": {"max_new_tokens": 3}},
                 parent(102),
             )
@@ -190,8 +197,8 @@ def test_time_to_first_token_is_what_the_client_saw(run: Run) -> None:
         assert recorded == root.attributes["gen_ai.response.time_to_first_chunk"]
         differences.append((answer.first_ns - answer.sent_ns) / 1e9 - recorded)
     print(f"time to first token, client - recorded: {[round(d * 1e3, 2) for d in differences]} ms")
-    # The rest is the way through HTTP. The least of five: the machine may be busy with something else.
-    assert 0 < min(differences) < 0.005
+    # The rest is the way through HTTP: 2 ms on a quiet machine. The least of five, for this one may be busy.
+    assert 0 < min(differences) < 0.02
 
 
 def test_several_answers_are_children_of_one_request(run: Run) -> None:
@@ -210,6 +217,23 @@ def test_several_answers_are_children_of_one_request(run: Run) -> None:
     assert [span.parent_id for span in roots if span is not root] == [root.span_id] * 2
     assert Counter(span.name for span in spans)["decode"] == 2
     assert not any(span.is_error for span in spans)
+
+
+def test_a_request_that_is_refused_ends_with_its_error(run: Run) -> None:
+    spans = run.traces[trace_id(103)]
+    root = one(spans, "text_completion mini")
+    assert root.is_error
+    assert root.attributes["error.type"] == "ValueError"
+    assert {span.name for span in spans} <= {"text_completion mini", "tokenize"}
+
+
+def test_a_client_that_hangs_up_ends_its_request_everywhere(run: Run) -> None:
+    spans = run.traces[trace_id(104)]
+    root = one(spans, "text_completion mini")
+    assert root.is_error
+    decode = one(spans, "decode")
+    assert decode.attributes["sgl_aspects.finish_reason"] == "abort"
+    assert decode.attributes["gen_ai.usage.output_tokens"] < 800
 
 
 def test_health_checks_leave_no_span(run: Run) -> None:
