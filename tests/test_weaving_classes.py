@@ -134,7 +134,7 @@ def test_every_holder_has_the_new_class_and_then_the_old_one_again(both: Any, en
         assert holders(module, engine) == [plugin.Better] * 14
         assert module.EntryClass[1] is module.Base
         stale = [str(stale.holder) for stale in aspects.report().stale]
-        assert stale == ["a tuple of 2"]  # PAIR
+        assert stale == ["a tuple of 2 in module engine"]  # PAIR
         assert "still held by a tuple of 2" in aspects.explain("engine:Scheduler")
     assert holders(module, engine) == [old] * 14
     assert set(old.__subclasses__()) == {module.Derived, plugin.Better}

@@ -15,35 +15,35 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sgl_aspects.weaving.places import MISSING, current, is_class, namespace
+from sgl_aspects.weaving.places import MISSING, current, is_a, is_class, namespace
 
 New = Callable[..., Any]
 
 DESCRIPTORS = (staticmethod, classmethod, property)
 """Immutable descriptors that hold functions: those that hold an old one are made anew."""
 
-SILENT = (types.FrameType, types.GetSetDescriptorType, types.MemberDescriptorType)
-"""A frame keeps what its call began with; the descriptors of a class belong to it."""
+SILENT = (types.GetSetDescriptorType, types.MemberDescriptorType)
+"""The descriptors of a class belong to it."""
 
 _REMADE_FROM = "_sgl_aspects_remade_from"
 
 
 def replace_in(holder: Any, new: New) -> bool:
     """Change ``holder`` where it is; False where some of what it holds has to stay."""
-    if isinstance(holder, (list, collections.deque)):
+    if is_a(holder, (list, collections.deque)):
         _replace_in_sequence(holder, new)
-    elif isinstance(holder, set):
+    elif is_a(holder, set):
         _replace_in_set(holder, new)
-    elif isinstance(holder, dict):
+    elif is_a(holder, dict):
         for key, value in list(dict.items(holder)):
             if new(value) is not value:
                 dict.__setitem__(holder, key, new(value))
-    elif isinstance(holder, types.CellType):
+    elif is_a(holder, types.CellType):
         if not _is_class_cell(holder):
             holder.cell_contents = new(holder.cell_contents)
-    elif isinstance(holder, functools.partial):
+    elif is_a(holder, functools.partial):
         _replace_in_partial(holder, new)
-    elif isinstance(holder, types.FunctionType):
+    elif is_a(holder, types.FunctionType):
         pass  # its defaults, dictionary and closure are holders of their own
     else:
         return _replace_in_instance(holder, new)
@@ -60,10 +60,10 @@ def replace_in_class(cls: type, new: New) -> None:
 
 def replace_tuple(holder: tuple[Any, ...], owners: list[Any], new: New) -> int:
     """Change the functions whose defaults ``holder`` is; returns how many of ``owners`` are in order."""
-    functions = [f for f in owners if isinstance(f, types.FunctionType) and f.__defaults__ is holder]
+    functions = [f for f in owners if is_a(f, types.FunctionType) and f.__defaults__ is holder]
     for function in functions:
         function.__defaults__ = tuple(new(value) for value in holder)
-    partials = [p for p in owners if isinstance(p, functools.partial) and p.args is holder]
+    partials = [p for p in owners if is_a(p, functools.partial) and p.args is holder]
     for partial in partials:
         _replace_in_partial(partial, new)
     linearised = [cls for cls in owners if is_class(cls) and _is_of_class(holder, cls)]
@@ -78,7 +78,7 @@ def bound_anew(method: types.MethodType, new: New) -> types.MethodType:
 
 def descriptor_anew(descriptor: Any, new: New) -> Any:
     """A descriptor of the same type around new functions; the earlier one, where it was made from that."""
-    parts = ("fget", "fset", "fdel") if isinstance(descriptor, property) else ("__func__",)
+    parts = ("fget", "fset", "fdel") if is_a(descriptor, property) else ("__func__",)
     held = [getattr(descriptor, part) for part in parts]
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
@@ -87,7 +87,7 @@ def descriptor_anew(descriptor: Any, new: New) -> Any:
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
     make: Any = type(descriptor)
-    if isinstance(descriptor, property):
+    if is_a(descriptor, property):
         return make(*wanted, descriptor.__doc__)
     anew = make(*wanted)
     anew.__dict__[_REMADE_FROM] = descriptor
@@ -95,8 +95,8 @@ def descriptor_anew(descriptor: Any, new: New) -> Any:
 
 
 def _replace_in_sequence(holder: Any, new: New) -> None:
-    setitem = (list if isinstance(holder, list) else collections.deque).__setitem__
-    values = list.__iter__(holder) if isinstance(holder, list) else collections.deque.__iter__(holder)
+    setitem = (list if is_a(holder, list) else collections.deque).__setitem__
+    values = list.__iter__(holder) if is_a(holder, list) else collections.deque.__iter__(holder)
     for index, value in enumerate(list(values)):
         if new(value) is not value:
             setitem(holder, index, new(value))
@@ -116,7 +116,7 @@ def _replace_in_partial(holder: functools.partial[Any], new: New) -> None:
 
 
 def _replace_in_instance(holder: Any, new: New) -> bool:
-    if isinstance(holder, functools.cached_property):
+    if is_a(holder, functools.cached_property):
         holder.func = new(holder.func)
         return True
     attributes = namespace(holder)
@@ -135,7 +135,7 @@ def _slots(cls: type) -> Iterator[types.MemberDescriptorType]:
     for base in cls.__mro__:
         if current(base, "__slots__") is not MISSING:
             for value in type.__dict__["__dict__"].__get__(base).values():
-                if isinstance(value, types.MemberDescriptorType):
+                if is_a(value, types.MemberDescriptorType):
                     yield value
 
 
@@ -151,7 +151,7 @@ def _is_class_cell(cell: types.CellType) -> bool:
     """Whether ``cell`` is what `super()` looks into: it belongs to the class, whatever stands for that."""
     if not is_class(cell.cell_contents):
         return False
-    closures = tuple(holder for holder in gc.get_referrers(cell) if isinstance(holder, tuple))
+    closures = tuple(holder for holder in gc.get_referrers(cell) if is_a(holder, tuple))
     for function in gc.get_referrers(*closures):
         if isinstance(function, types.FunctionType):
             for name, held in zip(function.__code__.co_freevars, function.__closure__ or ()):

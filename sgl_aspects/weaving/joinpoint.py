@@ -58,10 +58,11 @@ class JoinPoint:
         """Ids of everything of ours that holds the original on purpose."""
         held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
         held += [*own_containers(self._head), *self.home.own_containers()]
-        held += [self.woven, self.woven.function, *self.woven.own_containers()]
+        held += [self.woven, *self.woven.own_containers()]
         if self._called is not self.inner:
             held += getattr(self._called, "__closure__", None) or ()
-        return {id(holder) for holder in held}
+        # A function holds nothing itself: its dictionary, closure and defaults do, and those are users'.
+        return {id(holder) for holder in held if type(holder) is not types.FunctionType}
 
     def follow(self, below: Any) -> None:
         """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""

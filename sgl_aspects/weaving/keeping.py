@@ -59,15 +59,19 @@ def _home_of(hook: Any) -> dict[str, Any] | None:
 
 
 def _holders_in(hook: Any) -> Iterator[Any]:
+    """Only what lives as long as the hook does: what is kept is known by its id."""
     yield hook
     if isinstance(hook, types.FunctionType):
-        yield from (hook.__closure__ or (), hook.__defaults__ or (), hook.__kwdefaults__ or {}, hook.__dict__)
+        held = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, hook.__dict__)
+        yield from (holder for holder in held if holder is not None)
         yield from hook.__closure__ or ()
         if "__wrapped__" in hook.__dict__:
             yield from _holders_in(hook.__dict__["__wrapped__"])
     elif isinstance(hook, types.MethodType):
         yield from _holders_in(hook.__func__)
-        yield from (hook.__self__, namespace(hook.__self__))
+        yield hook.__self__
+        if not is_class(hook.__self__):
+            yield namespace(hook.__self__)
     elif isinstance(hook, functools.partial):
         yield from _holders_in(hook.func)
     elif is_class(hook):

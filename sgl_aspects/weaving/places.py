@@ -16,6 +16,9 @@ from sgl_aspects.weaving.targets import segment_regex
 MISSING: Any = object()
 PROPERTY_PARTS = ("fget", "fset", "fdel")
 
+# One for all: rebinding remembers ids, and a new dictionary might get that of another object.
+_EMPTY: dict[str, Any] = {}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -53,14 +56,19 @@ class Place:
         return not is_class(self.owner) or _among(inspect.getmro(self.owner)[1:], self.name) is MISSING
 
 
+def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
+    """As isinstance(), which would ask a lazy module or somebody's proxy for its `__class__`."""
+    return issubclass(type(obj), kinds)
+
+
 def is_class(obj: Any) -> bool:
-    """Whether ``obj`` is a class: isinstance() would ask a lazy module or proxy for its `__class__`."""
-    return issubclass(type(obj), type)
+    """Whether ``obj`` is a class, asked of its type only."""
+    return is_a(obj, type)
 
 
 def is_module(obj: Any) -> bool:
     """Whether ``obj`` is a module, asked of its type only."""
-    return issubclass(type(obj), types.ModuleType)
+    return is_a(obj, types.ModuleType)
 
 
 def namespace(owner: Any) -> dict[str, Any]:
@@ -70,8 +78,8 @@ def namespace(owner: Any) -> dict[str, Any]:
     try:
         found = object.__getattribute__(owner, "__dict__")
     except AttributeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return _EMPTY
+    return found if is_a(found, dict) else _EMPTY
 
 
 def current(owner: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ What cannot be changed (tuples, C holders) is returned as :class:`Stale`.
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import types
 import weakref
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_aspects.weaving import holders
-from sgl_aspects.weaving.places import is_class, namespace
+from sgl_aspects.weaving.places import is_a, is_class, namespace
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
 
 
 def _is_weakly_held(pair: Pair) -> bool:
-    if pair.only_bound_to is not None or not isinstance(pair.old, types.FunctionType):
+    if pair.only_bound_to is not None or not is_a(pair.old, types.FunctionType):
         return False
     return weakref.getweakrefcount(pair.old) > 0
 
@@ -123,28 +124,33 @@ class _Collected:
                 for cls in owners[id(holder)]:
                     if is_class(cls) and id(cls) not in self.kept:
                         holders.replace_in_class(cls, self._new)
-            elif isinstance(holder, types.MethodType):
+            elif is_a(holder, types.MethodType):
                 anew += self._remade(holder, holders.bound_anew(holder, self._new))
-            elif isinstance(holder, holders.DESCRIPTORS):
+            elif is_a(holder, holders.DESCRIPTORS):
                 anew += self._remade(holder, holders.descriptor_anew(holder, self._new))
-            elif not isinstance(holder, holders.SILENT):
+            elif is_a(holder, types.FrameType):
+                if holder.f_code.co_flags & _SUSPENDS:  # Python 3.10 shows this, and not the generator
+                    self._report_old(gc.get_referents(holder), f"a generator ({holder.f_code.co_name})")
+            elif not is_a(holder, holders.SILENT):
                 self._replace_in(holder, owners.get(id(holder), []))
         # What our own lists hold must not be found as a holder in the next round.
         own_lists = {id(found), id(anew), id(owners), *(id(held) for held in owners.values())}
+        # And descriptors that were made anew remember what they were made from.
+        own_lists |= {id(vars(pair.new)) for pair in anew if is_a(pair.new, (staticmethod, classmethod))}
         if anew:
             self.stale += _Collected(anew, _Both(self.ours, own_lists)).rebind()
         return self.stale
 
     def _replace_in(self, holder: Any, owners: list[Any]) -> None:
-        if isinstance(holder, tuple):
+        if is_a(holder, tuple):
             accounted = holders.replace_tuple(holder, owners, self._new)
             if accounted < len(owners) or not owners:
-                self._report_old(holder, holder)
+                self._report_old(holder, _described(holder) + _where(owners))
         elif is_class(holder):
             holders.replace_in_class(holder, self._new)
         elif not holders.replace_in(holder, self._new):
             self._report_referents(holder)
-        if isinstance(holder, dict):
+        if is_a(holder, dict):
             for key in [key for key in dict.keys(holder) if self._is_old(key)]:
                 self._report(key, f"a key of a dictionary of {len(holder)} entries")
 
@@ -152,7 +158,7 @@ class _Collected:
         """``holder`` is immutable: what holds it shall hold the one that was made anew."""
         if anew is not holder:
             return [Pair(holder, anew, keep=self.kept)]
-        if isinstance(holder, types.MethodType) and self._is_old(holder.__self__):
+        if is_a(holder, types.MethodType) and self._is_old(holder.__self__):
             self._report(holder.__self__, f"the bound method {holder.__func__.__qualname__}")
         return []
 
@@ -169,24 +175,25 @@ class _Collected:
         return self._new(value) is not value
 
     def _is_ours(self, holder: Any) -> bool:
-        return id(holder) in self.ours or str(type(holder).__module__).startswith("sgl_aspects.weaving")
+        return id(holder) in self.ours or _is_of_weaver(holder)
 
     def _is_class_dict(self, holder: Any, owners: dict[int, list[Any]]) -> bool:
-        return isinstance(holder, dict) and any(is_class(owner) for owner in owners.get(id(holder), ()))
+        return is_a(holder, dict) and any(is_class(owner) for owner in owners.get(id(holder), ()))
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """What holds each of ``held``: classes their dictionaries, functions their defaults."""
         known = {id(holder) for holder in held}
         owners: dict[int, list[Any]] = {}
         for owner in _referrers(held) if held else ():
-            if owner is found or isinstance(owner, types.FrameType):
+            if owner is found or is_a(owner, types.FrameType):
                 continue
             for referent in gc.get_referents(owner):
-                if id(referent) in known and self._is_ours(owner):
-                    if isinstance(referent, dict):
-                        self.attributes.add(id(referent))
-                elif id(referent) in known:
+                if id(referent) not in known or id(owner) in self.ours:
+                    continue
+                if not _is_of_weaver(owner):
                     owners.setdefault(id(referent), []).append(owner)
+                elif is_a(referent, dict):
+                    self.attributes.add(id(referent))
         return owners
 
     # -- what stays -------------------------------------------------------------------------------------
@@ -196,16 +203,19 @@ class _Collected:
         if stale not in self.stale:
             self.stale.append(stale)
 
-    def _report_old(self, values: Iterable[Any], holder: Any) -> None:
+    def _report_old(self, values: Iterable[Any], holder: str) -> None:
         for value in values:
             if self._is_old(value):
-                self._report(value, _described(holder))
+                self._report(value, holder)
 
     def _report_referents(self, holder: Any) -> None:
         if self._is_old(type(holder)):
             self._report(type(holder), "instances that were made before")
         else:
-            self._report_old(gc.get_referents(holder), holder)
+            self._report_old(gc.get_referents(holder), _described(holder))
+
+
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class _Both:
@@ -218,10 +228,14 @@ class _Both:
         return any(key in part for part in self._parts)
 
 
+def _is_of_weaver(holder: Any) -> bool:
+    return str(type(holder).__module__).startswith("sgl_aspects.weaving")
+
+
 def _needs_owner(holder: Any) -> bool:
-    if isinstance(holder, dict):
+    if is_a(holder, dict):
         return not _is_module_namespace(holder)
-    return isinstance(holder, tuple)
+    return is_a(holder, tuple)
 
 
 def _is_module_namespace(holder: dict[Any, Any]) -> bool:
@@ -249,12 +263,29 @@ def _referrers(objects: list[Any]) -> Iterator[Any]:
 
 def describe(obj: Any) -> str:
     """A function or class by the name it was defined under."""
-    inner = getattr(obj, "__func__", None) or getattr(obj, "fget", None) or obj
-    return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', repr(inner))}"
+    if is_a(obj, (classmethod, staticmethod, types.MethodType)):
+        return describe(obj.__func__)
+    if is_a(obj, property):
+        return describe(obj.fget)
+    if is_a(obj, (types.FunctionType, types.BuiltinFunctionType, type)):
+        return f"{obj.__module__}:{obj.__qualname__}"
+    # Never by getattr(): what has names of its own has them in its dictionary.
+    names, kind = namespace(obj), type(obj)
+    return f"{names.get('__module__', kind.__module__)}:{names.get('__qualname__', kind.__qualname__)}"
 
 
 def _described(holder: Any) -> str:
-    if isinstance(holder, (tuple, frozenset)):
+    if is_a(holder, (tuple, frozenset)):
         return f"a {type(holder).__name__} of {len(holder)}"
-    named = getattr(holder, "__qualname__", None)
+    named = namespace(holder).get("__qualname__")
     return f"a {type(holder).__module__}.{type(holder).__qualname__}" + (f" ({named})" if named else "")
+
+
+def _where(owners: list[Any]) -> str:
+    """What a tuple is in, where that says more than that it is in something."""
+    for owner in owners:
+        if is_a(owner, dict):
+            name = dict.get(owner, "__name__")
+            return f" in module {name}" if _is_module_namespace(owner) else " in a dict"
+        return f" in {_described(owner)}"
+    return ""
