@@ -171,3 +171,15 @@ def record_spans(folder: str, first: int, count: int) -> None:
     for number in range(count):
         recorder.span(first + number + 1, 1, 1, plain, 1, 2, [number])
     recorder.close()
+
+
+def record_by_level(folder: str, ends: bool = False) -> None:
+    """Makes a ring of level 3 in ``folder``, and waits to be killed unless it ``ends``."""
+    import time
+
+    from sgl_aspects.tracing.ring import RingRecorder
+
+    recorder = RingRecorder(folder, 3)
+    recorder.open()
+    while not ends:
+        time.sleep(60)

@@ -37,7 +37,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("hooks", "Show every hook, where it went and what it did.", "sgl_aspects.cli.hooks"),
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
     Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
+    Command("ctl", "Change what a live run records: level, share, on and off.", "sgl_aspects.cli.ctl"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
+    Command(
+        "conformance", "Check that a platform does what its methods promise.", "sgl_aspects.cli.conformance"
+    ),
+    Command("new-platform", "Write a package for a device of yours.", "sgl_aspects.cli.new_platform"),
     Command(
         "version", "Show the versions of sgl-aspects and of what it stands on.", "sgl_aspects.cli.version"
     ),

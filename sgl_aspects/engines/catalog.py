@@ -7,12 +7,13 @@ fit every engine that has a catalog. A catalog names everything as text: reading
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 ArgumentReader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 AttributeReader = Callable[[Any], Any]
+ValuesReader = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,26 @@ class Catalog:
                 return None
 
         return read
+
+    def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
+        """Reads several attributes of a noun's object at once, in order; None for what it does not have."""
+        each = [self.reader(f"{noun}.{name}") for name in names]
+
+        def read_each(subject: Any) -> Sequence[Any]:
+            return [read(subject) for read in each]
+
+        paths = [self.attributes.get(f"{noun}.{name}") for name in names]
+        if len(paths) < 2 or not all(isinstance(path, str) for path in paths):
+            return read_each
+        get_all = operator.attrgetter(*(str(path) for path in paths))
+
+        def read_at_once(subject: Any) -> Sequence[Any]:
+            try:
+                return get_all(subject)
+            except AttributeError:
+                return read_each(subject)
+
+        return read_at_once
 
 
 def _nothing(subject: Any) -> None:

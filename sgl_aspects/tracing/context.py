@@ -65,11 +65,18 @@ def from_current_span() -> TraceContext | None:
     )
 
 
-def new() -> TraceContext:
-    """A trace of its own, with 128 random bits for its id."""
-    return TraceContext(int.from_bytes(os.urandom(16), "big") or 1)
+def new(sample: int = 1 << 32) -> TraceContext:
+    """A trace of its own, with 128 random bits for its id. ``sample``: so many in 2**32 are wanted.
+
+    Decided by the id, as OpenTelemetry's ratio sampler does it, so that every service decides the same.
+    """
+    trace_id = int.from_bytes(os.urandom(16), "big") or 1
+    return TraceContext(trace_id, sampled=(trace_id >> 32 & 0xFFFF_FFFF) < sample)
 
 
-def of_request(headers: Mapping[str, str] | None) -> TraceContext:
-    """The headers' context before the current span's, and a new trace where there is neither."""
-    return from_headers(headers) or from_current_span() or new()
+def of_request(headers: Mapping[str, str] | None, sample: int = 1 << 32) -> TraceContext:
+    """The headers' context before the current span's, and a new trace where there is neither.
+
+    Who called has decided whether the trace is wanted; only for a new one is ``sample`` asked.
+    """
+    return from_headers(headers) or from_current_span() or new(sample)

@@ -21,6 +21,14 @@ class Recorder(Protocol):
     Safe in several threads; after a fork the child writes records of its own.
     """
 
+    @property
+    def level(self) -> int:
+        """How much is to be recorded now, 0 is nothing. Asked with each request and each step."""
+
+    @property
+    def sample(self) -> int:
+        """So many in 2**32 of the requests that no caller decided about, and of the steps, are wanted."""
+
     def new_id(self) -> int:
         """A span id or key that nobody else in the run has."""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import id_source
 from sgl_aspects.tracing.records import AttributeValue, SpanType
 from sgl_aspects.tracing.ring_file import RingFile
@@ -45,9 +46,9 @@ class RingRecorder:
     has ended: recording then stops for good. ``level`` and ``sample`` are what the control block asks for.
     """
 
-    def __init__(self, folder: str, level: int = 4) -> None:
+    def __init__(self, folder: str, level: int = 4, sample: float = 1.0) -> None:
         self._folder = folder
-        self._start_level = level
+        self._control = Control(level, level, sample).words
         self._lock = threading.RLock()
         self._begin()
         weak = weakref.ref(self)
@@ -65,8 +66,7 @@ class RingRecorder:
         self._file: RingFile | None = None
         self._memory: Any = b""
         self._words: Any = [0] * 64
-        self._words[layout.WORD_LEVEL] = self._start_level
-        self._words[layout.WORD_SAMPLE] = layout.SAMPLE_ALL
+        self._words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1] = self._control
         self._mask = 0
         self._limit = 0
         # Numbers of slots that are free. Taking one is a single step, whatever thread does it.
@@ -81,7 +81,11 @@ class RingRecorder:
         # The parent's ring belongs to the parent: closing the copy here does not release its lock.
         closed, file = self._closed, self._file
         if file is not None:
-            self._start_level = file.words[layout.WORD_LEVEL]
+            self._control = (
+                file.words[layout.WORD_LEVEL],
+                file.words[layout.WORD_WANTED_LEVEL],
+                file.words[layout.WORD_SAMPLE],
+            )
         self._begin()
         self._closed = closed
         if file is not None:
@@ -101,7 +105,7 @@ class RingRecorder:
         """Makes this process a writer of the run; False where the run has ended."""
         with self._lock:
             if self._file is None and not self._closed:
-                self._file = RingFile.make(self._folder, self._start_level)
+                self._file = RingFile.make(self._folder, self._first_control())
                 if self._file is None:
                     self._closed = True
                 else:
@@ -110,6 +114,11 @@ class RingRecorder:
                     self._mask = self._limit - 1
                     self._take = iter(range(1, self._limit + 1)).__next__
             return not self._closed
+
+    def _first_control(self) -> tuple[int, int, int]:
+        """What the run was last told; else what this recorder was made with."""
+        told = run_control(self._folder)
+        return told.words if told else self._control
 
     def request_begin(
         self,

@@ -33,7 +33,7 @@ class RingFile:
         self._definitions = 0
 
     @classmethod
-    def make(cls, folder: str, level: int) -> RingFile | None:
+    def make(cls, folder: str, control: tuple[int, int, int]) -> RingFile | None:
         """A new file in the run folder; None, with a warning unless the run has ended, where it cannot be."""
         path = os.path.join(folder, f"{os.getpid()}-{os.urandom(4).hex()}{layout.SUFFIX}")
         try:
@@ -46,7 +46,7 @@ class RingFile:
             slots = _allocate(descriptor)
             memory = _map(descriptor, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
             file = cls(descriptor, memory, slots)
-            file._write_header(level)
+            file._write_header(control)
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It gets its name once it is whole and locked: nobody sees it before.
             os.rename(path + ".new", path)
@@ -58,7 +58,7 @@ class RingFile:
             return None
         return file
 
-    def _write_header(self, level: int) -> None:
+    def _write_header(self, control: tuple[int, int, int]) -> None:
         self.words[layout.WORD_MAGIC] = int.from_bytes(layout.MAGIC, "little")
         self.words[layout.WORD_VERSION] = layout.VERSION
         self.words[layout.WORD_PROCESS_ID] = os.getpid()
@@ -67,8 +67,8 @@ class RingFile:
         self.words[layout.WORD_SLOT_BYTES] = layout.SLOT_BYTES
         self.words[layout.WORD_DEFINITIONS_OFFSET] = layout.HEADER_BYTES
         self.words[layout.WORD_SLOTS_OFFSET] = layout.SLOTS_OFFSET
-        self.words[layout.WORD_LEVEL] = self.words[layout.WORD_WANTED_LEVEL] = level
-        self.words[layout.WORD_SAMPLE] = layout.SAMPLE_ALL
+        for word, value in enumerate(control, layout.WORD_LEVEL):
+            self.words[word] = value
 
     def define(self, kind: str, text: str) -> int | None:
         """The number of a new definition, from 1 on; None where there is no room for it. Not thread-safe."""

@@ -59,7 +59,7 @@ class TraceSession:
                 remove_run_folder(self.run_folder)
                 raise
             self._set_environment({_LEVEL: str(settings.level), _RUN: self.run_folder})
-        self._undo = weave_aspects(self.recorder, settings.level)
+        self._undo = weave_aspects(self.recorder)
 
     @property
     def collector_process_id(self) -> int | None:

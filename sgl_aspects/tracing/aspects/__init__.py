@@ -23,10 +23,11 @@ from sgl_aspects.tracing.recorder import Recorder
 _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
 
 
-def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
-    """Weaves the aspects of a level for every engine that has a catalog, importing none of it.
+def weave_aspects(recorder: Recorder) -> list[Callable[[], None]]:
+    """Weaves the aspects for every engine that has a catalog, importing none of it.
 
-    What it returns undoes it: call them last to first.
+    Those of all levels, because the level may change at any time: each looks at the recorder's with each
+    request and step. What it returns undoes it: call them last to first.
     """
     undo: list[Callable[[], None]] = []
     advices: list[aspects.Advice] = []
@@ -34,20 +35,18 @@ def weave_aspects(recorder: Recorder, level: int) -> list[Callable[[], None]]:
         state = SchedulerState()
         found: list[Observation] = []
         loop_is_a_function = "step" in catalog.roles
-        if level >= 1 and loop_is_a_function:
+        if loop_is_a_function:
             found += RequestAspect(recorder, catalog).observations()
             found += ScheduledRequestAspect(recorder, catalog, state).observations()
-        elif level >= 1:
+        else:
             found += ServedRequestAspect(recorder, catalog).observations()
             found += DetokenizerAspect(recorder, catalog).observations()
             found += OverlappedRequestAspect(recorder, catalog, state).observations()
-        if level >= 2:
-            step = StepAspect if loop_is_a_function else OverlappedStepAspect
-            found += step(recorder, catalog, state).observations()
-        if level >= 3:
-            forward = ForwardAspect(recorder, catalog, state)
-            undo.append(forward.flush)
-            found += forward.observations()
+        step = StepAspect if loop_is_a_function else OverlappedStepAspect
+        found += step(recorder, catalog, state).observations()
+        forward = ForwardAspect(recorder, catalog, state)
+        undo.append(forward.flush)
+        found += forward.observations()
         for observation in found:
             role = catalog.roles.get(observation.role)
             if role is not None:

@@ -46,7 +46,7 @@ class DetokenizerAspect:
         for rid, reason, *_ in found:
             request = self._live.get(rid)
             if request is None:
-                if self._is_probe(rid):
+                if self._is_probe(rid) or not self._recorder.level:
                     continue
                 request = self._live[rid] = _Detokenized(self._recorder.new_id(), start_ns)
                 self._recorder.request_seen(request.key, rid, start_ns)

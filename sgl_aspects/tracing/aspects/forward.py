@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from time import time_ns
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class _Pending(NamedTuple):
     parent_id: int
     start_ns: int
     end_ns: int
-    values: list[Any]
+    values: Sequence[Any]
     error: str
     events: tuple[Any, ...]
 
@@ -51,7 +52,7 @@ class ForwardAspect:
         self._runner = role.argument("model_runner")
         self._batch = role.argument("batch")
         self._platform = reader("model_runner.platform")
-        self._batch_readers = [reader(f"batch.{name}") for name in ("mode", "batch_size", "num_tokens")]
+        self._batch_values = catalog.values_reader("batch", ("mode", "batch_size", "num_tokens"))
 
     def observations(self) -> list[Observation]:
         return [
@@ -66,6 +67,9 @@ class ForwardAspect:
             self._record(self._pending.popleft(), None)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._state
+        if state.level < 3 or not state.step_id:
+            return None  # not asked for, or a warm-up outside any step
         batch = self._batch(args, kwargs)
         events = self._events(self._platform(self._runner(args, kwargs)))
         start_ns = time_ns()
@@ -74,14 +78,14 @@ class ForwardAspect:
         return start_ns, batch, events
 
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
         start_ns, batch, events = token
         state = self._state
         if events is not None:
             events[1].record()
         end_ns = time_ns()
-        if not state.step_id:
-            return  # a warm-up outside any step
-        values = [read(batch) for read in self._batch_readers]
+        values = self._batch_values(batch)
         span_id = self._recorder.new_id()
         parent_id = state.run_id or state.step_id
         waiting = _Pending(
@@ -94,7 +98,8 @@ class ForwardAspect:
         self._read_events()
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        self._read_events()
+        if self._pending:
+            self._read_events()
 
     def _events(self, platform: Any) -> tuple[Any, ...] | None:
         """A pair of events of the platform; None where it has none, or a graph is being captured."""

@@ -93,7 +93,7 @@ class OverlappedRequestAspect:
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         message = self._added(args, kwargs)
-        if self._is_probe(message):
+        if self._is_probe(message) or not self._recorder.level:
             return None
         rid = self._message_rid(message)
         recorder = self._recorder
@@ -209,6 +209,7 @@ class OverlappedStepAspect:
         self._recorder = recorder
         self._state = state
         self._scheduled: _Step | None = None
+        self._is_decided = False  # whether the step to come is recorded
         self._launched: _Launched[_Step] = _Launched()
         roles, reader = catalog.roles, catalog.reader
         self._ran = roles["run_batch"].argument("batch")
@@ -233,17 +234,26 @@ class OverlappedStepAspect:
         if not self._batch_of(result):
             return  # nothing to run: thousands of times a second
         step = self._scheduled = self._begin(start_ns)
-        self._child(step.id, step.id, SCHEDULE, start_ns)
+        self._is_decided = True
+        if step is not None:
+            self._child(step.id, step.id, SCHEDULE, start_ns)
 
-    def _begin(self, start_ns: int) -> _Step:
-        step = _Step(self._recorder.new_id(), start_ns)
+    def _begin(self, start_ns: int) -> _Step | None:
+        """A new step; None where it is not to be recorded."""
+        step_id = self._state.begin_step(self._recorder)
+        if not step_id:
+            return None
+        step = _Step(step_id, start_ns)
         # The step's own record has to come first: its children name it.
         self._recorder.span_begin(step.id, step.id, 0, STEP, start_ns)
         return step
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time_ns()
-        step, self._scheduled = self._scheduled or self._begin(now), None
+        is_decided, self._is_decided = self._is_decided, False
+        step, self._scheduled = (self._scheduled if is_decided else self._begin(now)), None
+        if step is None:
+            return None
         step.batch = batch = self._ran(args, kwargs)
         # Now: a batch that decodes goes on into the next step, changed.
         step.values = [read(batch) for read in self._batch_readers]
@@ -254,6 +264,8 @@ class OverlappedStepAspect:
         return now, step
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
         start_ns, step = token
         run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
         recorder, problem = self._recorder, error_type(error)

@@ -97,9 +97,11 @@ class RequestAspect:
         ]
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return time_ns(), args[0], self._received(args, kwargs)
+        return (time_ns(), args[0], self._received(args, kwargs)) if self._recorder.level else None
 
     def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return  # switched off
         start_ns, manager, request = token
         recorder = self._recorder
         span_id = recorder.new_id()
@@ -116,7 +118,7 @@ class RequestAspect:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
-        origin = context.of_request(self._headers(request))
+        origin = context.of_request(self._headers(request), recorder.sample)
         recorder.request_begin(span_id, rid, start_ns, origin, f"{operation} {model}", attributes)
         if error is None:
             self._live[rid] = _Live(span_id, start_ns, model)

@@ -36,9 +36,24 @@ class SchedulerState:
 
     requests: dict[str, ScheduledRequest] = field(default_factory=dict)
     last_run_end_ns: int = 0
+    #: What the current step is recorded with: the recorder's level, or 0 where the step is not sampled.
+    level: int = 0
     #: Span ids; 0 where no such span is open.
     step_id: int = 0
     run_id: int = 0
+
+    def begin_step(self, recorder: Recorder) -> int:
+        """The id of a new step; 0 where it is not to be recorded."""
+        level = recorder.level
+        if level < 2:
+            self.level = 0
+            return 0
+        step_id = recorder.new_id()
+        if (step_id & 0xFFFF_FFFF) >= recorder.sample:
+            self.level = 0
+            return 0
+        self.level = level
+        return step_id
 
 
 class ScheduledRequestAspect:
@@ -68,8 +83,10 @@ class ScheduledRequestAspect:
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rid = self._message_rid(self._added(args, kwargs))
         recorder = self._recorder
+        if not recorder.level:
+            return None
+        rid = self._message_rid(self._added(args, kwargs))
         now = time_ns()
         request = ScheduledRequest(recorder.new_id(), recorder.new_id(), now)
         recorder.request_seen(request.key, rid, now)
@@ -79,17 +96,17 @@ class ScheduledRequestAspect:
         return rid
 
     def _add_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if error is not None:
+        if error is not None and token is not None:
             request = self._state.requests.pop(token, None)
             if request is not None:
                 self._end(request, None, None, error_type(error))
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        requests = self._state.requests
         batch = self._ran(args, kwargs)
-        if self._mode(batch) == "decode":
+        if not requests or self._mode(batch) == "decode":
             return None  # nearly every step: nothing begins in it
         now = time_ns()
-        requests = self._state.requests
         chunks = []
         for req, tokens in zip(self._reqs(batch), self._new_tokens(batch)):
             left = self._prefill_left(req)

@@ -126,7 +126,7 @@ class ServedRequestAspect:
 
     def _receive_exit(self, request: Any, result: Any, error: BaseException | None) -> None:
         serving = _serving.get()
-        if serving is None or self._is_probe(request):
+        if serving is None or self._is_probe(request) or not self._recorder.level:
             return
         rids = self._rids(request)
         if serving.root is not None:
@@ -138,7 +138,7 @@ class ServedRequestAspect:
         start_ns = self._received_ns(request) or serving.start_ns
         http = serving.http
         headers = self._headers(request) or (self._http_headers(http) if http is not None else None)
-        serving.origin = context.of_request(headers)
+        serving.origin = context.of_request(headers, self._recorder.sample)
         operation = (self._operation(http) if http is not None else None) or "text_completion"
         model = str(self._model(serving.manager) or "unknown")
         serving.name = f"{operation} {model}"

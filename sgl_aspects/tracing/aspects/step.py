@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
@@ -39,16 +40,14 @@ class StepAspect:
         self._recorder = recorder
         self._state = state
         self._batch: Any = None
-        self._links: list[int] = []
+        self._links: Sequence[int] = ()
         roles, reader = catalog.roles, catalog.reader
         self._stepped = roles["step"].argument("scheduler")
         self._ran = roles["run_batch"].argument("batch")
         self._rid = reader("req.rid")
         self._reqs = reader("batch.reqs")
-        self._batch_readers = [
-            reader(f"batch.{name}") for name in ("step_id", "mode", "batch_size", "num_tokens")
-        ]
-        self._scheduler_readers = [reader(f"scheduler.{name}") for name in ("waiting", "running", "kv_usage")]
+        self._batch_values = catalog.values_reader("batch", ("step_id", "mode", "batch_size", "num_tokens"))
+        self._scheduler_values = catalog.values_reader("scheduler", ("waiting", "running", "kv_usage"))
 
     def observations(self) -> list[Observation]:
         return [
@@ -61,21 +60,24 @@ class StepAspect:
 
     def _step_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
-        state.step_id = self._recorder.new_id()
-        self._batch, self._links = None, []
+        step_id = state.step_id = state.begin_step(self._recorder)
+        if not step_id:
+            return None
+        self._batch, self._links = None, ()
         return time_ns(), self._stepped(args, kwargs)
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
         start_ns, scheduler = token
         step_id, self._state.step_id = self._state.step_id, 0
         batch, self._batch = self._batch, None
         if batch is None and error is None:
             return
-        values = [read(batch) for read in self._batch_readers]
-        values += [read(scheduler) for read in self._scheduler_readers]
-        self._recorder.span(
-            step_id, step_id, 0, STEP, start_ns, time_ns(), values, error_type(error), self._links
-        )
+        end_ns = time_ns()
+        values = [*self._batch_values(batch), *self._scheduler_values(scheduler)]
+        problem = "" if error is None else error_type(error)
+        self._recorder.span(step_id, step_id, 0, STEP, start_ns, end_ns, values, problem, self._links)
 
     def _schedule_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         if error is not None or result is not None:
@@ -86,19 +88,24 @@ class StepAspect:
             self._record(SCHEDULE, token, error)
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        state = self._state
+        if not state.step_id:
+            return 0
         batch = self._batch = self._ran(args, kwargs)
-        requests = self._state.requests
-        rid = self._rid
-        found = [requests.get(rid(req)) for req in self._reqs(batch)]
-        self._links = [request.key for request in found if request is not None]
-        self._state.run_id = self._recorder.new_id()
+        requests, rid = state.requests, self._rid
+        self._links = [
+            request.key for req in self._reqs(batch) if (request := requests.get(rid(req))) is not None
+        ]
+        state.run_id = self._recorder.new_id()
         return time_ns()
 
     def _run_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        step_id, run_id = self._state.step_id, self._state.run_id
-        self._state.run_id = 0
+        state = self._state
+        step_id, run_id = state.step_id, state.run_id
         if step_id:
-            self._recorder.span(run_id, step_id, step_id, RUN_BATCH, token, time_ns(), (), error_type(error))
+            state.run_id = 0
+            problem = "" if error is None else error_type(error)
+            self._recorder.span(run_id, step_id, step_id, RUN_BATCH, token, time_ns(), (), problem)
 
     def _sample_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         self._record(SAMPLE, token, error, self._state.run_id)
@@ -109,16 +116,10 @@ class StepAspect:
     def _record(self, type: SpanType, start_ns: int, error: BaseException | None, parent_id: int = 0) -> None:
         step_id = self._state.step_id
         if step_id:
-            recorder = self._recorder
+            end_ns, recorder = time_ns(), self._recorder
+            problem = "" if error is None else error_type(error)
             recorder.span(
-                recorder.new_id(),
-                step_id,
-                parent_id or step_id,
-                type,
-                start_ns,
-                time_ns(),
-                (),
-                error_type(error),
+                recorder.new_id(), step_id, parent_id or step_id, type, start_ns, end_ns, (), problem
             )
 
 

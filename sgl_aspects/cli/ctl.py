@@ -1,0 +1,56 @@
+"""``sgl-aspects ctl``: change what a live run records."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: write a number from 0 to 1")
+    return share
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--level", type=int, choices=range(5), help="1 request, 2 scheduler, 3 forward; 0 off"
+    )
+    parser.add_argument(
+        "--sample", type=_share, metavar="SHARE", help="record so many of the requests, 0 to 1"
+    )
+    switch = parser.add_mutually_exclusive_group()
+    switch.add_argument("--on", dest="on", action="store_const", const=True, help="record again, as before")
+    switch.add_argument("--off", dest="on", action="store_const", const=False, help="record nothing")
+    add_run_choice(parser)
+
+
+def add_run_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pid", type=int, help="this process only; left out: every process of the run")
+    parser.add_argument(
+        "--run", dest="folder", metavar="FOLDER", help="the run; needed where there are several"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows what each process records, after changing it where that was asked for."""
+    asked = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}
+    changes = any(value is not None for value in asked.values())
+    changed: dict[Path, Control] = {}
+    for ring in rings(arguments.folder, arguments.pid):
+        control = read_control(ring.path)
+        if changes:
+            control = control.changed(**asked)
+            write_control(ring.path, control)
+            changed[ring.path.parent] = control
+        alive = "" if ring.is_alive() else "  (ended)"
+        level = f"level {control.level}" if control.level else f"off (level {control.wanted} when on)"
+        print(f"process {ring.process_id}: {level}, sample {control.sample:g}{alive}")
+        ring.close()
+    if arguments.pid is None:
+        for folder, control in changed.items():
+            write_run_control(folder, control)
+    return 0

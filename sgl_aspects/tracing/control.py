@@ -1,0 +1,126 @@
+"""Live control: what a run records is changed from outside, by writing the control blocks of its rings.
+
+A control block is three numbers in the header of a ring (docs/recorder.md). A traced process looks at them
+with each request and each step: no signal, no socket, no thread. The same numbers in the run's folder are
+what processes that start later begin with.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import ring_format as layout
+from sgl_aspects.tracing.ring_reader import DamagedError, RingReader
+
+FOLDER_PREFIX = "sgl-aspects-"
+_FILE = "control"
+_BLOCK = struct.Struct("<3Q")
+_OFFSET = layout.WORD_LEVEL * 8
+
+
+@dataclass(frozen=True)
+class Control:
+    """``level`` is in force, 0 is off; ``wanted`` is the level after off; ``sample`` a share, 0 to 1."""
+
+    level: int
+    wanted: int
+    sample: float = 1.0
+
+    def changed(
+        self, *, level: int | None = None, sample: float | None = None, on: bool | None = None
+    ) -> Control:
+        """Self with what is not None changed; a level that is set is in force unless it is to be off."""
+        wanted = self.wanted if level is None or level == 0 else level
+        is_on = on if on is not None else (bool(self.level) if level is None else level > 0)
+        return Control(
+            wanted if is_on else 0, wanted or 3, self.sample if sample is None else min(max(sample, 0.0), 1.0)
+        )
+
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """As in a ring's header."""
+        return self.level, self.wanted, round(self.sample * layout.SAMPLE_ALL)
+
+    def pack(self) -> bytes:
+        return _BLOCK.pack(*self.words)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Control:
+        level, wanted, sample = _BLOCK.unpack(data)
+        return cls(level, wanted, sample / layout.SAMPLE_ALL)
+
+
+def runs() -> list[Path]:
+    """The folders of this user's runs on this machine, oldest first."""
+    found = []
+    for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+        for path in Path(parent).glob(FOLDER_PREFIX + "*") if parent else ():
+            try:
+                status = path.lstat()
+            except FileNotFoundError:  # a run that has just ended
+                continue
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                found.append((status.st_ctime, path))
+    return list(dict.fromkeys(path for _, path in sorted(found)))
+
+
+def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[RingReader]:
+    """The rings of one run, to look at; of the only run there is where ``folder`` is None.
+
+    ``process_id`` leaves that process's ring alone. Raises ``ConfigError`` where it is not clear which run is
+    meant, or nothing is there. Close each.
+    """
+    folders = [Path(folder)] if folder else runs()
+    pattern = f"{'*' if process_id is None else process_id}-*{layout.SUFFIX}"
+    found = sorted(ring for run in folders for ring in run.glob(pattern))
+    if not found:
+        of = f"process {process_id}" if process_id is not None else folder or "this user"
+        raise ConfigError(
+            f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
+            "or name the folder of a run with --run"
+        )
+    if len({path.parent for path in found}) > 1:
+        names = ", ".join(sorted({f"{path.parent} (process {path.name.split('-')[0]})" for path in found}))
+        raise ConfigError(f"several runs are traced: choose one with --run FOLDER or --pid PID: {names}")
+    for path in found:
+        try:
+            yield RingReader(path, read_only=True)
+        except (DamagedError, FileNotFoundError):
+            continue
+
+
+def read_control(ring: Path) -> Control:
+    """The control block of a ring."""
+    with ring.open("rb") as file:
+        file.seek(_OFFSET)
+        return Control.unpack(file.read(_BLOCK.size))
+
+
+def write_control(ring: Path, control: Control) -> None:
+    """From its next request or step on, the ring's process records by ``control``."""
+    with ring.open("r+b", buffering=0) as file:
+        file.seek(_OFFSET)
+        file.write(control.pack())
+
+
+def write_run_control(folder: Path, control: Control) -> None:
+    """What processes of the run that start from now on begin with."""
+    temporary = folder / f".{_FILE}-{os.getpid()}"
+    temporary.write_bytes(control.pack())
+    temporary.replace(folder / _FILE)
+
+
+def run_control(folder: str) -> Control | None:
+    """What ``write_run_control`` wrote; None where nothing was changed."""
+    try:
+        return Control.unpack(Path(folder, _FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, struct.error):
+        return None
