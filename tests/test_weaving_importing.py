@@ -726,9 +726,9 @@ def test_importing_in_a_hook(engine: Engine) -> None:
 def test_many_threads_import_the_same_modules_at_once(engine: Engine) -> None:
     names = [f"mod{number}" for number in range(20)]
     for number, name in enumerate(names):
-        engine.write(
-            f"{name}.py", f"import mod{(number + 1) % 20}\ndef f(): return []\ndef call(): return f()\n"
-        )
+        # No ring: CPython itself now and then finds a deadlock in a ring that several threads import.
+        following = f"import mod{number + 1}" if number < 19 else ""
+        engine.write(f"{name}.py", f"{following}\ndef f(): return []\ndef call(): return f()\n")
     barrier = threading.Barrier(8)
 
     def load(start: int) -> None:
@@ -751,16 +751,23 @@ def test_imports_in_opposite_order_while_others_weave(engine: Engine, round_: in
     engine.write("second.py", "import time\ntime.sleep(0.02)\nimport first\ndef f(): return []\n")
     stop = threading.Event()
 
+    def load(name: str) -> None:
+        try:
+            engine.load(name)
+        except RuntimeError as error:  # CPython's own answer to such imports, now and then
+            assert "deadlock detected by _ModuleLock" in str(error)
+            engine.load(name)
+
     def weaving() -> None:
         while not stop.is_set():
-            with aspects.woven(mark("first:f"), mark("second.f"), mark("fir**:f" if 0 else "fir*:f")):
+            with aspects.woven(mark("first:f"), mark("second.f"), mark("fir*:f")):
                 pass
 
     weavers = [threading.Thread(target=weaving, daemon=True) for _ in range(2)]
     for thread in weavers:
         thread.start()
     try:
-        in_threads(lambda: engine.load("first"), lambda: engine.load("second"))
+        in_threads(lambda: load("first"), lambda: load("second"))
     finally:
         stop.set()
         for thread in weavers:
