@@ -755,7 +755,8 @@ def test_imports_in_opposite_order_while_others_weave(engine: Engine, round_: in
         try:
             engine.load(name)
         except RuntimeError as error:  # CPython's own answer to such imports, now and then
-            assert "deadlock detected by _ModuleLock" in str(error)
+            if "deadlock detected by _ModuleLock" not in str(error):
+                raise
             engine.load(name)
 
     def weaving() -> None:
