@@ -38,6 +38,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
     Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
     Command("ctl", "Change what a live run records: level, share, on and off.", "sgl_aspects.cli.ctl"),
+    Command("dump", "Show the last seconds of a live or dead traced process.", "sgl_aspects.cli.dump"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
     Command(
         "conformance", "Check that a platform does what its methods promise.", "sgl_aspects.cli.conformance"

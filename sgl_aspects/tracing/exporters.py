@@ -41,6 +41,15 @@ def make_exporter(name: str, settings: TraceSettings, *, append: bool = False) -
             return OtlpJsonFileExporter(settings.file or "", append=append)
         except OSError as error:
             raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={settings.file!r}: {error.strerror}") from error
+    if name == "perfetto":
+        from sgl_aspects.tracing.chrome_trace import ChromeTraceExporter
+
+        try:
+            return ChromeTraceExporter(settings.perfetto_file, append=append)
+        except OSError as error:
+            raise ConfigError(
+                f"SGL_ASPECTS_TRACE_PERFETTO_FILE={settings.perfetto_file!r}: {error.strerror}"
+            ) from error
     if settings.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 

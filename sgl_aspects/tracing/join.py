@@ -62,12 +62,16 @@ class Joiner:
 
     ``recorded``: spans given to ``emit``; ``unfinished``: those of them whose process ended first;
     ``unjoined``: records that belong to no request that was read; ``not_sampled``: spans of requests whose
-    caller did not want them.
+    caller did not want them. ``joins_partial``: in the end spans whose request was not read are
+    emitted, too, each request in a trace of its own.
     """
 
-    def __init__(self, resource: Resource, emit: Callable[[ReadableSpan], None]) -> None:
+    def __init__(
+        self, resource: Resource, emit: Callable[[ReadableSpan], None], *, joins_partial: bool = False
+    ) -> None:
         self._resource = resource
         self._emit = emit
+        self._joins_partial = joins_partial
         self._scope = InstrumentationScope("sgl_aspects", __version__)
         self._resources: dict[str, Resource] = {}
         self._roots: dict[int, _Root] = {}
@@ -195,15 +199,18 @@ class Joiner:
         return False
 
     def _take_span(self, writer: Writer, record: SpanEnd, is_last_chance: bool) -> bool:
+        self._open.pop((writer.name, record.span_id), None)  # ended, even if it has to wait for others
         root = self._roots.get(record.root_id)
         if root is None and record.parent_id == 0:
             root = _Root(_context_of_step(record.span_id))
             self._register(record.span_id, root)
+        if root is None and is_last_chance and self._joins_partial:
+            root = _Root(_context_of_step(record.root_id))
+            self._register(record.root_id, root)
         if root is None:
             return False
         if not is_last_chance and any(link not in self._roots for link in record.links):
             return False
-        self._open.pop((writer.name, record.span_id), None)
         if record.parent_id == 0:
             if root.begin is not None:
                 self._held.append((writer, record))

@@ -3,10 +3,11 @@
 ======================================  ==============================================================
 ``SGL_ASPECTS_TRACE``                   level: 0 or off, 1 request, 2 + scheduler, 3 or on + forward, 4
 ``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
+``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
-``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file; or none
+``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto; or none
                                         (unset: otlp, or what a file or an endpoint is given for)
 ``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` goes first)
 ``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 
-EXPORTERS = ("otlp", "console", "otlp-json-file")
+EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
@@ -47,6 +48,7 @@ class TraceSettings:
     protocol: str = "http/protobuf"
     endpoint: str | None = None
     file: str | None = None
+    perfetto_file: str = "trace.json"
     service_name: str | None = None
     flush_seconds: int = 3
     keep_run_folder: bool = False
@@ -67,6 +69,7 @@ class TraceSettings:
             or env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf"),
             endpoint=endpoint,
             file=file,
+            perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),

@@ -1,0 +1,33 @@
+"""``sgl-aspects dump``: the last seconds of a live or dead process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sgl_aspects.cli.ctl import add_run_choice
+from sgl_aspects.tracing.control import rings
+
+_FORMATS = ("text", "otlp-json", "perfetto")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--last", type=float, default=10.0, metavar="SECONDS", help="how far back (10)")
+    parser.add_argument("--format", choices=_FORMATS, default="text", help="perfetto: for ui.perfetto.dev")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="left out: standard output")
+    add_run_choice(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from sgl_aspects.tracing import dump
+
+    found = list(rings(arguments.folder, arguments.pid))
+    text = dump.write(dump.spans_of(found, arguments.last), arguments.format)
+    for ring in found:
+        ring.close()
+    if arguments.output is None:
+        sys.stdout.write(text)
+    else:
+        arguments.output.write_text(text, encoding="utf-8")
+    return 0
