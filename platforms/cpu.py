@@ -49,6 +49,9 @@ class CpuDeviceMixin(DeviceMixin):
         """(free, total) bytes of the host, or of the cgroup where that is less."""
         return host_memory.available_and_total()
 
+    def shares_host_memory(self) -> bool:
+        return True
+
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
         """The most bytes that this process has had resident."""
         return float(host_memory.peak_resident())

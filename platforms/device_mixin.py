@@ -136,6 +136,10 @@ class DeviceMixin:
         """Give cached memory that holds nothing back to the device."""
         self._not_implemented("empty_cache")
 
+    def shares_host_memory(self) -> bool:
+        """True where the device has no memory of its own: what it uses, the host has less."""
+        return False
+
     def is_pin_memory_available(self) -> bool:
         """True where page-locked host memory makes copies to the device faster."""
         return False

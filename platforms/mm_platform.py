@@ -53,7 +53,3 @@ class MMPlatform(DeviceMixin):
 
     def is_float64_supported(self) -> bool:
         return False
-
-    def shares_host_memory(self) -> bool:
-        """True where moving weights to the host frees nothing."""
-        return False

@@ -39,6 +39,9 @@ class MpsDeviceMixin(TorchDeviceMixin):
         total = self.get_device_total_memory()
         return max(total - int(self.torch_module.driver_allocated_memory()), 0), total
 
+    def shares_host_memory(self) -> bool:
+        return True
+
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
         """What tensors hold now: torch keeps no peak for this device."""
         return float(self.torch_module.current_allocated_memory())

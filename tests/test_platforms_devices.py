@@ -145,6 +145,7 @@ def test_operations_are_those_of_the_torch_module(name: str, monkeypatch: pytest
     assert platform.create_stream() == "stream 1"
     with platform.use_stream("stream 1"):
         assert asked("stream", "stream 1")
+    assert not platform.shares_host_memory()
     assert platform.is_capturing()
     del stand_in.is_current_stream_capturing
     assert not platform.is_capturing()
@@ -274,6 +275,7 @@ def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mps.get_current_memory_usage() == 2 * GIB
     assert mps.get_device_name().startswith("Apple")
     assert not mps.is_pin_memory_available()
+    assert mps.shares_host_memory()
     assert mps.current_stream() is mps.create_stream() is None
     assert mps.get_torch_distributed_backend_str() == "gloo"
     assert mps.get_group_coordinator_device(0) == torch.device("cpu")

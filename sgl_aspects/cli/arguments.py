@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def positive_integer(text: str) -> int:
@@ -14,3 +15,11 @@ def positive_integer(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1")
     return number
+
+
+def writable_file(text: str) -> Path:
+    """A file in a folder that exists: told before the work is done, not after."""
+    file = Path(text).expanduser()
+    if file.is_dir() or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: write a file in a folder that exists")
+    return file

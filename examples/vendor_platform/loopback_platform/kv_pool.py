@@ -1,0 +1,43 @@
+"""The device's key-value pool: all keys in one tensor, all values in another."""
+
+from __future__ import annotations
+
+import torch
+
+
+class LoopbackTokenPool:
+    """[layers, slots, heads, head_dim], twice. Slots 0 to page_size - 1 are page 0, the padding."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device,
+        head_num: int,
+        head_dim: int,
+    ) -> None:
+        self.dtype = dtype
+        self.page_size = page_size
+        slots = (size // page_size + 1) * page_size
+        self.keys = torch.zeros(layer_num, slots, head_num, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
+    def clear(self, pages: list[int]) -> None:
+        for page in pages:
+            slots = slice(page * self.page_size, (page + 1) * self.page_size)
+            self.keys[:, slots] = 0
+            self.values[:, slots] = 0
+
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self.keys[layer_id, slots] = key
+        self.values[layer_id, slots] = value
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values[layer_id]

@@ -1,0 +1,42 @@
+"""What the engines ask of the device: one class for text, one for images and video."""
+
+from __future__ import annotations
+
+import torch
+
+from loopback_platform.device import LoopbackDevice
+from sgl_aspects.platforms import MMPlatform, PlatformCapabilities, SRTPlatform
+
+
+class LoopbackPlatform(LoopbackDevice, SRTPlatform):
+    # Declare only what works: nothing that is not declared is used.
+    capabilities = PlatformCapabilities()
+
+    def init_backend(self) -> None:
+        from loopback_platform.operators import register
+
+        register()
+
+    def get_default_attention_backend(self) -> str:
+        return "loopback"
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"loopback": "loopback_platform.attention:LoopbackAttention"}
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return "loopback_platform.kv_pool:LoopbackTokenPool"
+
+    def get_dispatch_key_name(self) -> str:
+        return "loopback"
+
+
+class LoopbackMMPlatform(LoopbackDevice, MMPlatform):
+    def get_available_attn_backends(self) -> tuple[str, ...]:
+        return ("torch_sdpa",)
+
+    def get_attn_backend_cls_str(
+        self, selected_backend: str | None, head_size: int, dtype: torch.dtype
+    ) -> str:
+        if selected_backend not in (None, *self.get_available_attn_backends()):
+            raise ValueError(f"loopback has no attention {selected_backend!r}, only torch_sdpa")
+        return "sglang.multimodal_gen.runtime.layers.attention.backends.sdpa.SDPABackend"

@@ -1,0 +1,21 @@
+"""The conformance kit: does a platform do what its methods promise?
+
+It is a part of the runtime because it runs the runtime's own operators, pools, attention backends and engine
+on the platform; the command ``sgl-aspects conformance`` prints what it finds.
+
+    check.py          what a check is, and how it passes, fails or does not apply
+    suite.py          runs the checks
+    identity.py       names, classes, devices        operations.py   copies, streams, variables
+    memory.py         against real allocations        events.py       against the host's clock
+    operators.py      against float64                 kv_pools.py     pages, slots, the allocator
+    attention.py      over ragged batches             graphs.py       capture and replay
+    determinism.py    the same again                  distributed.py  two processes
+    generation.py     a whole model, against transformers or reference_model.py
+"""
+
+from __future__ import annotations
+
+from sgl_aspects.runtime.conformance.check import CHECKS, Bench, Check, Result
+from sgl_aspects.runtime.conformance.suite import GROUPS, run_checks, selected_checks
+
+__all__ = ["CHECKS", "GROUPS", "Bench", "Check", "Result", "run_checks", "selected_checks"]

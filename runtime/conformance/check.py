@@ -1,0 +1,112 @@
+"""What a check is. Each asks for one promise, and says which method to write where it is broken."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sgl_aspects.platforms import SRTPlatform
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What checks work with."""
+
+    platform: SRTPlatform
+    #: ``platform.get_device(0)``.
+    device: torch.device
+    #: A folder for files that live as long as the run.
+    folder: Path
+    #: What generated texts are compared with: "transformers" or "float64".
+    reference: str = "float64"
+
+
+class BrokenPromiseError(Exception):
+    """Raised by a check that fails."""
+
+    def __init__(self, write: str, expected: str, found: str) -> None:
+        super().__init__(f"{write}: expected {expected}; found {found}")
+        self.write, self.expected, self.found = write, expected, found
+
+
+class NotApplicableError(Exception):
+    """Raised by a check that asks for something which the platform does not declare; says what."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table. ``run`` returns what was found, in a few words."""
+
+    name: str
+    #: The method that a vendor looks at first where the check fails.
+    write: str
+    #: The promise, in a few words.
+    expects: str
+    run: Callable[[Bench], str]
+
+    @property
+    def group(self) -> str:
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a check."""
+
+    name: str
+    #: "passed", "failed" or "skipped".
+    status: str
+    #: What was found; for a skipped check why.
+    detail: str
+    seconds: float
+    #: Where it failed: the method to write, and what was expected of it.
+    write: str = ""
+    expected: str = ""
+
+
+#: In the order in which their modules are imported.
+CHECKS: list[Check] = []
+
+
+def check(
+    name: str, *, write: str, expects: str
+) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
+    """Adds the function to the table of checks."""
+
+    def add(function: Callable[[Bench], str]) -> Callable[[Bench], str]:
+        CHECKS.append(Check(name, write, expects, function))
+        return function
+
+    return add
+
+
+def require(condition: bool, write: str, expected: str, found: object) -> None:
+    """The check fails where ``condition`` is False."""
+    if not condition:
+        raise BrokenPromiseError(write, expected, str(found))
+
+
+def run_check(check: Check, bench: Bench) -> Result:
+    """Whatever a check raises is its result: the platform is on trial, and the next check goes on."""
+    start = time.perf_counter()
+
+    def result(status: str, detail: str, write: str = "", expected: str = "") -> Result:
+        return Result(check.name, status, detail, time.perf_counter() - start, write, expected)
+
+    try:
+        return result("passed", check.run(bench))
+    except NotApplicableError as reason:
+        return result("skipped", str(reason))
+    except BrokenPromiseError as fault:
+        return result("failed", fault.found, fault.write, fault.expected)
+    except NotImplementedError as error:
+        return result("failed", str(error) or "NotImplementedError", check.write, check.expects)
+    except Exception as error:  # noqa: BLE001  # told as the check's result
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(line.filename).name}:{line.lineno}"
+        return result("failed", f"{type(error).__name__}: {error} ({where})", check.write, check.expects)

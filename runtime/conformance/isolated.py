@@ -1,0 +1,60 @@
+"""Checks that need processes of their own: a fresh one to measure, two to talk to each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sgl_aspects.plugins import load_plugins
+
+_SECONDS = 180.0
+
+
+def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """``function(*arguments[i])`` in spawned process ``i``; the answers in order. RuntimeError: one failed.
+
+    The platform of such a process is the one that SGLANG_PLATFORM chooses.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    links = []
+    for words in arguments:
+        ours, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=_work, args=(theirs, function, words), daemon=True)
+        process.start()
+        theirs.close()
+        links.append((process, ours))
+    try:
+        return [_answer(process, link) for process, link in links]
+    finally:
+        for process, link in links:
+            link.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _answer(process: Any, link: Connection) -> Any:
+    if not link.poll(_SECONDS):
+        raise RuntimeError(f"a process of the check did not answer within {_SECONDS:.0f} s")
+    try:
+        succeeded, answer = link.recv()
+    except EOFError:
+        process.join(10)
+        raise RuntimeError(f"a process of the check died, exit code {process.exitcode}") from None
+    if not succeeded:
+        raise RuntimeError(answer)
+    return answer
+
+
+def _work(link: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    load_plugins()
+    try:
+        answer = (True, function(*arguments))
+    except Exception as error:  # noqa: BLE001  # told to the process that asked
+        where = traceback.format_exc().splitlines()[-3].strip()
+        answer = (False, f"{type(error).__name__}: {error} ({where})")
+    link.send(answer)

@@ -1,0 +1,57 @@
+"""Runs the checks, in the order of this list: what later ones stand on comes first."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import SRTPlatform
+from sgl_aspects.runtime.conformance.check import CHECKS, Bench, Check, Result, run_check
+
+GROUPS = (
+    "identity",
+    "operations",
+    "memory",
+    "events",
+    "operators",
+    "kv_pools",
+    "attention",
+    "graphs",
+    "determinism",
+    "distributed",
+    "generation",
+)
+
+
+def selected_checks(only: Sequence[str] = ()) -> list[Check]:
+    """All checks, or those that ``only`` names, by group or by name. ConfigError for an unknown one."""
+    for group in GROUPS:
+        importlib.import_module(f"sgl_aspects.runtime.conformance.{group}")
+    known = {*GROUPS, *(check.name for check in CHECKS)}
+    for name in only:
+        if name not in known:
+            raise ConfigError(
+                f"no check is called {name!r}. Groups: {', '.join(GROUPS)}. Checks: "
+                f"{', '.join(check.name for check in CHECKS)}."
+            )
+    return [check for check in CHECKS if not only or check.group in only or check.name in only]
+
+
+def run_checks(
+    platform: SRTPlatform, checks: Iterable[Check], *, reference: str = "float64"
+) -> Iterator[Result]:
+    """One result for each check, as it is there.
+
+    ``platform`` is the process's current one. Checks that start processes expect SGLANG_PLATFORM to choose
+    the same one there.
+    """
+    with tempfile.TemporaryDirectory(prefix="sgl-aspects-conformance-") as folder:
+        platform.init_backend()
+        device = platform.get_device(0)
+        platform.set_device(device)
+        bench = Bench(platform, device, Path(folder), reference)
+        for check in checks:
+            yield run_check(check, bench)

@@ -1,0 +1,79 @@
+"""A tiny random Llama as a Hugging Face folder, written without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def write_tiny_model(folder: Path) -> dict[str, torch.Tensor]:
+    """Write it to ``folder``; its weights under their Hugging Face names."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = random_weights()
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(_byte_tokenizer())
+    return weights
+
+
+def random_weights() -> dict[str, torch.Tensor]:
+    """Large ones, so that the likeliest token is no matter of rounding."""
+    generator = torch.Generator().manual_seed(11)
+    hidden, inner, vocab = 64, 112, 256
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    def norm() -> torch.Tensor:
+        return 1 + torch.randn(hidden, generator=generator) * 0.2
+
+    weights = {"model.embed_tokens.weight": random(vocab, hidden), "lm_head.weight": random(vocab, hidden)}
+    for layer in range(2):
+        weights |= {
+            f"model.layers.{layer}.{name}.weight": tensor
+            for name, tensor in {
+                "input_layernorm": norm(),
+                "self_attn.q_proj": random(hidden, hidden),
+                "self_attn.k_proj": random(hidden // 2, hidden),
+                "self_attn.v_proj": random(hidden // 2, hidden),
+                "self_attn.o_proj": random(hidden, hidden),
+                "post_attention_layernorm": norm(),
+                "mlp.gate_proj": random(inner, hidden),
+                "mlp.up_proj": random(inner, hidden),
+                "mlp.down_proj": random(hidden, inner),
+            }.items()
+        }
+    return weights | {"model.norm.weight": norm()}
+
+
+def _byte_tokenizer() -> str:
+    """One token a byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text: str = tokenizer.to_str()
+    return text

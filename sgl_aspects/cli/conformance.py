@@ -1,0 +1,148 @@
+"""``sgl-aspects conformance``: does a platform do what its methods promise? A table, JSON, and JUnit."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from sgl_aspects import __version__
+from sgl_aspects.cli.arguments import writable_file
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import SRTPlatform, current_platform_choice
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.conformance import Result
+
+_MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "skip"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--platform",
+        metavar="NAME",
+        help="an installed or built-in platform, or NAME=pkg.mod:Cls for a class that is not packaged; "
+        "by default the one that would be chosen here",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="CHECKS",
+        help="groups or checks, comma-separated (attention,memory.peak)",
+    )
+    parser.add_argument(
+        "--reference",
+        choices=("auto", "transformers", "float64"),
+        default="auto",
+        help="what generated tokens are compared with; auto is transformers where it is installed",
+    )
+    parser.add_argument("--json", metavar="FILE", type=writable_file, help="write the results as JSON")
+    parser.add_argument("--junit", metavar="FILE", type=writable_file, help="write the results as JUnit XML")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 1 where a check failed."""
+    if arguments.platform is not None:
+        # By the variable, so that the processes that checks start choose the same.
+        os.environ["SGLANG_PLATFORM"] = arguments.platform
+    from sgl_aspects.runtime.conformance import run_checks, selected_checks
+
+    checks = selected_checks(arguments.only.split(",") if arguments.only else ())
+    choice = current_platform_choice()
+    platform = choice.platform
+    print(_heading(choice.name, platform))
+    width = max(len(check.name) for check in checks)
+    results: list[Result] = []
+    for result in run_checks(platform, checks, reference=_reference(arguments.reference)):
+        results.append(result)
+        for line in row(result, width):
+            print(line, flush=True)
+    counts = Counter(result.status for result in results)
+    print(f"\n{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(choice.name, platform, results), indent=2) + "\n")
+    if arguments.junit:
+        arguments.junit.write_text(as_junit(choice.name, results) + "\n")
+    return 1 if counts["failed"] else 0
+
+
+def row(result: Result, width: int) -> list[str]:
+    """One line; for a failure, below it what was found, what was expected, and which method to write."""
+    line = f"{_MARKS[result.status]}  {result.name:<{width}}  {result.seconds:6.2f} s"
+    if result.status != "failed":
+        return [f"{line}  {result.detail}"]
+    indent = " " * 6
+    return [
+        line,
+        f"{indent}write     {result.write}",
+        f"{indent}expected  {result.expected}",
+        f"{indent}found     {result.detail}",
+    ]
+
+
+def as_json(name: str, platform: SRTPlatform, results: Sequence[Result]) -> dict[str, object]:
+    import torch
+
+    counts = Counter(result.status for result in results)
+    return {
+        "platform": name,
+        "class": _class_name(platform),
+        "device": platform.get_device_name(0),
+        "sgl_aspects": __version__,
+        "torch": torch.__version__,
+        "counts": {status: counts[status] for status in _MARKS},
+        "results": [asdict(result) for result in results],
+    }
+
+
+def as_junit(name: str, results: Sequence[Result]) -> str:
+    """One test suite, a test case for each check."""
+    counts = Counter(result.status for result in results)
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"conformance of {name}",
+        tests=str(len(results)),
+        failures=str(counts["failed"]),
+        skipped=str(counts["skipped"]),
+        errors="0",
+        time=f"{sum(result.seconds for result in results):.3f}",
+    )
+    for result in results:
+        group, _, check = result.name.partition(".")
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"{name}.{group}", name=check, time=f"{result.seconds:.3f}"
+        )
+        if result.status == "failed":
+            failure = ElementTree.SubElement(case, "failure", message=f"write {result.write}")
+            failure.text = f"expected {result.expected}\nfound {result.detail}"
+        elif result.status == "skipped":
+            ElementTree.SubElement(case, "skipped", message=result.detail)
+    ElementTree.indent(suite)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+
+
+def _heading(name: str, platform: SRTPlatform) -> str:
+    import torch
+
+    return (
+        f"Conformance of platform {name!r}: {_class_name(platform)}\n"
+        f"{platform.get_device_name(0)}, sgl-aspects {__version__}, torch {torch.__version__}\n"
+    )
+
+
+def _class_name(platform: SRTPlatform) -> str:
+    return f"{type(platform).__module__}:{type(platform).__qualname__}"
+
+
+def _reference(wanted: str) -> str:
+    installed = importlib.util.find_spec("transformers") is not None
+    if wanted == "transformers" and not installed:
+        raise ConfigError("--reference transformers: it is not installed (pip install transformers)")
+    if wanted == "auto":
+        return "transformers" if installed else "float64"
+    return wanted
