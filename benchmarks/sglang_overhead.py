@@ -2,12 +2,14 @@
 
 One server, one model, one run: the hooks are switched off and on between rounds, so that a neighbour on the
 machine slows all of them alike. Each round serves the same batch once per mode, in turning order; told are
-the medians of the rounds' own ratios to "off", with quartiles. "off": woven and disabled.
+the medians of the rounds' own ratios to "off", with quartiles: of the throughput, and of the processor time
+that the scheduler took, which a busy machine disturbs less. "off": woven and disabled.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -66,32 +68,53 @@ def main() -> None:
 
 
 def _compare(server: Server, switch: Path, size: int, rounds: int) -> None:
-    speeds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    busy: dict[str, list[float]] = {mode: [] for mode in MODES}
+    scheduler = _process_named("sglang::scheduler", server.process.pid)
     for turn in range(rounds + 2):
         for step in range(len(MODES)):
             mode = MODES[(turn + step) % len(MODES)]
             switch.write_text(mode)
             time.sleep(0.15)
-            speed = _tokens_per_second(server, size)
+            busy_before, start = _processor_seconds(scheduler), time.perf_counter()
+            _generate(server, size)
+            took = time.perf_counter() - start
             if turn >= 2:  # the first rounds warm up
-                speeds[mode].append(speed)
-    print(f"batch of {size}: {statistics.median(speeds['off']):.0f} output tokens/s with nothing switched on")
+                seconds[mode].append(took)
+                busy[mode].append(_processor_seconds(scheduler) - busy_before)
+    speed = size * TOKENS / statistics.median(seconds["off"])
+    print(f"batch of {size}: {speed:.0f} output tokens/s with nothing switched on, {rounds} rounds")
     for mode in MODES[1:]:
-        losses = [100 * (1 - one / off) for one, off in zip(speeds[mode], speeds["off"])]
-        low, middle, high = statistics.quantiles(losses, n=4)
-        print(
-            f"  level {mode}: {middle:+.2f} % slower (quartiles {low:+.2f} and {high:+.2f}, {rounds} rounds)"
-        )
+        _tell(f"level {mode}, time", seconds[mode], seconds["off"])
+        _tell(f"level {mode}, scheduler's processor time", busy[mode], busy["off"])
 
 
-def _tokens_per_second(server: Server, size: int) -> float:
+def _tell(what: str, values: list[float], base: list[float]) -> None:
+    more = [100 * (one / off - 1) for one, off in zip(values, base)]
+    low, middle, high = statistics.quantiles(more, n=4)
+    print(f"  {what}: {middle:+.2f} % (quartiles {low:+.2f} and {high:+.2f})", flush=True)
+
+
+def _process_named(name: str, ancestor: int) -> int:
+    """The process of this title (up to 15 letters count) in the session of ``ancestor``."""
+    found = subprocess.run(
+        ["pgrep", "-s", str(ancestor), name[:15]], capture_output=True, text=True, check=True
+    )
+    return int(found.stdout.split()[0])
+
+
+def _processor_seconds(process_id: int) -> float:
+    """What all threads of a process have run."""
+    threads = Path(f"/proc/{process_id}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+def _generate(server: Server, size: int) -> None:
     body = {
         "text": [f"the quick brown fox {number}" for number in range(size)],
         "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0},
     }
-    start = time.perf_counter()
     server.post("/generate", body)
-    return size * TOKENS / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

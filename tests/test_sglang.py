@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -382,4 +383,51 @@ def test_holders_in_loaded_modules_are_rebound_and_put_back(tmp_path: Path) -> N
         "not the same everywhere": [],
         "pickles": True,
         "after": [],
+    }
+
+
+ACTIVATION = """
+import json, sys
+import sglang.srt.plugins as plugins
+import sgl_aspects as aspects
+
+before = set(sys.modules)
+plugins.load_plugins()
+hooks = len(aspects.report().hooks)
+aspects.load_plugins()
+new = set(sys.modules) - before
+print(json.dumps({
+    "hooks": hooks,
+    "hooks after both": len(aspects.report().hooks),
+    "sglang": sorted(name for name in new if name.startswith("sglang")),
+    "tracing": "sgl_aspects.tracing.session" in new,
+    "torch": "torch" in new,
+}))
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_sglangs_own_plugin_loader_activates_once_and_imports_nothing_of_sglang(
+    asked: bool, tmp_path: Path
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SGL_", "OTEL_"))}
+    if asked:
+        environment |= {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_FILE": str(tmp_path / "traces.jsonl")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ACTIVATION],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["hooks after both"] == answer["hooks"]
+    assert answer.pop("hooks") > 0 if asked else answer.pop("hooks") == 0
+    assert answer == {
+        "hooks after both": answer["hooks after both"],
+        "sglang": [],
+        "tracing": asked,
+        "torch": False,
     }
