@@ -29,8 +29,9 @@ from sgl_aspects.tracing.ring_file import RingFile
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _class = type
+_FIRST = layout.SLOTS_OFFSET
 _CODE_OF: dict[Any, str] = {int: "i", float: "f", bool: "b", str: "t", type(None): "n"}
-_SENT = layout.KIND_SENT
+_pack_begin = layout.BEGIN.pack_into
 # A text is defined when it is met for the second time: ids that come once do not fill the definitions.
 _TEXTS_MET = 4096
 _LONGEST_TEXT = 200
@@ -148,17 +149,20 @@ class RingRecorder:
     def request_sent(self, span_id: int) -> None:
         number = self._next()
         if number:
-            self._pack(layout.BEGIN.pack_into, number, _SENT, span_id, 0, 0, 0)
+            self._pack(layout.BEGIN.pack_into, number, layout.KIND_SENT, span_id, 0, 0, 0)
 
     def request_seen(self, key: int, request_id: str, time_ns: int) -> None:
         self._write_text(["A", key, request_id, time_ns])
 
     def span_begin(self, span_id: int, root_id: int, parent_id: int, type: SpanType, start_ns: int) -> None:
         found = self._layouts.get((type, 0, False)) or self._declare((type, 0, False))
-        number = self._next() if found else 0
-        if found and number:
+        if found is None:
+            return  # no room to say what it is: its end will say so in text
+        number = self._next()
+        if number:
             head = found[1] - layout.KIND_SPAN + layout.KIND_BEGIN
-            self._pack(layout.BEGIN.pack_into, number, head, span_id, root_id, parent_id, start_ns)
+            offset = layout.SLOTS_OFFSET + ((number & self._mask) << layout.SLOT_SHIFT)
+            _pack_begin(self._memory, offset, head, span_id, root_id, parent_id, start_ns, number)
 
     def span(
         self,
@@ -193,7 +197,7 @@ class RingRecorder:
         try:
             pack_into(
                 self._memory,
-                layout.SLOTS_OFFSET + ((number & self._mask) << 8),
+                _FIRST + ((number & self._mask) << 8),
                 head,
                 span_id,
                 root_id,

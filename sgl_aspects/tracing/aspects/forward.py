@@ -94,6 +94,10 @@ class ForwardAspect:
         if events is None:
             self._record(waiting, None)
             return
+        if not self._pending and events[1].query():  # a device that does not run ahead
+            self._record(waiting, events[0].elapsed_ms(events[1]) / 1e3)
+            self._spare.append(events)
+            return
         self._pending.append(waiting)
         self._read_events()
 

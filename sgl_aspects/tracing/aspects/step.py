@@ -41,6 +41,8 @@ class StepAspect:
         self._state = state
         self._batch: Any = None
         self._links: Sequence[int] = ()
+        self._linked_reqs: list[Any] = []
+        self._step_links: list[int] = []
         roles, reader = catalog.roles, catalog.reader
         self._stepped = roles["step"].argument("scheduler")
         self._ran = roles["run_batch"].argument("batch")
@@ -92,10 +94,13 @@ class StepAspect:
         if not state.step_id:
             return 0
         batch = self._batch = self._ran(args, kwargs)
-        requests, rid = state.requests, self._rid
-        self._links = [
-            request.key for req in self._reqs(batch) if (request := requests.get(rid(req))) is not None
-        ]
+        reqs = self._reqs(batch)
+        if reqs != self._linked_reqs:  # most decode steps serve whom the last one served
+            requests, rid = state.requests, self._rid
+            found = [requests.get(rid(req)) for req in reqs]
+            self._step_links = [request.key for request in found if request is not None]
+            self._linked_reqs = list(reqs)
+        self._links = self._step_links
         state.run_id = self._recorder.new_id()
         return time_ns()
 
