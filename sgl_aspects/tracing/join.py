@@ -252,7 +252,9 @@ class Joiner:
                 root.context.trace_flags,
                 root.context.trace_state,
             )
-        self._emit_span(writer, record, root, parent, SpanKind.SERVER, begin.name, attributes)
+        # One of several answers to a request is no request of its own.
+        kind = SpanKind.INTERNAL if begin.parent_id in self._roots else SpanKind.SERVER
+        self._emit_span(writer, record, root, parent, kind, begin.name, attributes)
         self._finish_root(root)
 
     def _emit_span(

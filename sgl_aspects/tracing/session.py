@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.aspects import weave_aspects
@@ -14,6 +15,9 @@ from sgl_aspects.tracing.ring import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.sdk import SdkRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +43,16 @@ class TraceSession:
         self._restore: dict[str, str | None] = {}
         self._undo: list[Callable[[], None]] = []
         self.run_folder = ""
+        self.recorder: RingRecorder | SdkRecorder
+        if settings.level and settings.recorder == "sdk":
+            from sgl_aspects.tracing.sdk import SdkRecorder
+
+            self.recorder = SdkRecorder(settings.level)
+            self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
+            self._undo = weave_aspects(self.recorder)
+            return
         if settings.level == 0:
-            self.recorder = RingRecorder(self.run_folder)
+            self.recorder = RingRecorder(self.run_folder, level=0)
             self.recorder.close()
             self.summary = TraceSummary()
             return
@@ -50,9 +62,9 @@ class TraceSession:
             self.recorder = RingRecorder(self.run_folder, settings.level)
         else:
             self.run_folder = make_run_folder()
-            self.recorder = RingRecorder(self.run_folder, settings.level)
+            self.recorder = ring = RingRecorder(self.run_folder, settings.level)
             try:
-                self.recorder.open()
+                ring.open()
                 self._collector = CollectorProcess(self.run_folder, settings, environment)
             except BaseException:
                 self.recorder.close()
@@ -164,7 +176,9 @@ def attach_from_environment() -> TraceSession | None:
     if _current is not None:
         return None
     settings = TraceSettings.from_environment()
-    if settings.level == 0 or (not settings.exporters and settings.run_folder is None):
+    if settings.level == 0 or (
+        not settings.exporters and settings.run_folder is None and settings.recorder == "ring"
+    ):
         return None
     session = _start(settings, dict(os.environ))
     session.close_at_exit()

@@ -2,6 +2,8 @@
 
 ======================================  ==============================================================
 ``SGL_ASPECTS_TRACE``                   level: 0 or off, 1 request, 2 + scheduler, 3 or on + forward, 4
+``SGL_ASPECTS_RECORDER``                ring (a file that a collector follows), sdk (the application's own
+                                        ``TracerProvider``, in each process), or off
 ``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
 ``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
@@ -27,6 +29,7 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 
 EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
+RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
@@ -44,6 +47,7 @@ class TraceSettings:
 
     level: int = 0
     disabled: bool = False
+    recorder: str = "ring"
     exporters: tuple[str, ...] = ("otlp",)
     protocol: str = "http/protobuf"
     endpoint: str | None = None
@@ -58,12 +62,14 @@ class TraceSettings:
     def from_environment(cls) -> TraceSettings:
         """Reads every variable of the table above; a value that is not allowed is a ``ConfigError``."""
         level = LEVELS[env.choice("SGL_ASPECTS_TRACE", tuple(LEVELS), "off")]
-        disabled = env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
+        recorder = env.choice("SGL_ASPECTS_RECORDER", RECORDERS, "ring")
+        disabled = recorder == "off" or env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
         file = env.text("SGL_ASPECTS_TRACE_FILE")
         endpoint = env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.text("OTEL_EXPORTER_OTLP_ENDPOINT")
         settings = cls(
             level=0 if disabled else level,
             disabled=disabled,
+            recorder=recorder,
             exporters=env.names("OTEL_TRACES_EXPORTER") or _chosen_by(endpoint, file),
             protocol=env.choice("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", PROTOCOLS, "")
             or env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf"),
@@ -106,6 +112,8 @@ class TraceSettings:
 
     def checked(self) -> TraceSettings:
         """Self, without ``none``; raises ``ConfigError`` for a choice that cannot work."""
+        if self.recorder == "sdk":
+            return self  # the application's provider exports
         exporters = tuple(name for name in self.exporters if name != "none")
         for name in exporters:
             if name not in EXPORTERS:

@@ -43,7 +43,7 @@ class DetokenizerAspect:
         now = time_ns()
         found = list(self._each(batch))
         share = (now - start_ns) / (len(found) or 1)
-        for rid, reason, *_ in found:
+        for rid, reason in found:
             request = self._live.get(rid)
             if request is None:
                 if self._is_probe(rid) or not self._recorder.level:

@@ -31,7 +31,8 @@ class _Answer:
     streams: bool
     first_ns: int = 0
     end_ns: int = 0
-    counts: tuple[int | None, int | None, int | None] = (None, None, None)
+    #: The message with its latest output, and where in it that is.
+    latest: tuple[Any, int] | None = None
 
 
 @dataclass(eq=False)
@@ -86,6 +87,8 @@ class ServedRequestAspect:
         self._sent_rid = reader("tokenized.rid")
         self._token_count = reader("tokenized.count")
         self._each_output = reader("outputs.each")
+        self._counts = reader("outputs.counts")
+        self._reason_text = reader("reason.text")
         self._aborted_rid = reader("message.rid")
 
     def observations(self) -> list[Observation]:
@@ -199,7 +202,8 @@ class ServedRequestAspect:
 
     def _end(self, answer: _Answer, reason: str | None, problem: str) -> None:
         answer.end_ns = end_ns = time_ns()
-        prompt, output, cached = answer.counts
+        counts = None if answer.latest is None else self._counts(answer.latest)
+        prompt, output, cached = counts or (None, None, None)
         # Where the answer comes in one piece its first token is not seen here.
         first_ns = answer.first_ns if answer.streams else 0
         to_first = (first_ns - answer.start_ns) / 1e9 if first_ns else None
@@ -248,17 +252,19 @@ class ServedRequestAspect:
         return self._got(args, kwargs)
 
     def _outputs_exit(self, outputs: Any, result: Any, error: BaseException | None) -> None:
-        live, now = self._live, time_ns()
-        for rid, reason, *counts in self._each_output(outputs):
+        live, index = self._live, -1
+        for rid, reason in self._each_output(outputs):
+            index += 1
             answer = live.get(rid)
             if answer is None:
                 continue
+            answer.latest = (outputs, index)
             if not answer.first_ns:
-                answer.first_ns = now
-            answer.counts = tuple(counts)
+                answer.first_ns = time_ns()
             if reason is not None:
                 del live[rid]
-                self._end(answer, reason, reason if reason == "abort" else "")
+                text = self._reason_text(reason)
+                self._end(answer, text, text if text == "abort" else "")
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         answer = self._live.pop(self._aborted_rid(self._aborted(args, kwargs)), None)

@@ -1,0 +1,95 @@
+"""SGL_ASPECTS_RECORDER=sdk and off: the same spans by the application's own provider, or none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.tracing import attach
+from tests.tiny_models import make_llama
+
+# In a process of its own: a provider is set once and for all.
+PROGRAM = """
+import json, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.records import SpanType
+
+if __name__ == "__main__":
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    with attach(level=3) as session:
+        with Engine(model_path=sys.argv[1], max_total_tokens=256) as engine:
+            headers = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"}
+            sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+            engine.generate("hello", sampling, rid="r1", external_trace_header=headers)
+        # As a scheduler in the same process records: children before parents, the request known by a key.
+        recorder, step, run = session.recorder, SpanType("scheduler.step", ("size",)), SpanType("run_batch")
+        recorder.request_seen(50, "r1", 1)
+        recorder.span_begin(60, 60, 0, step, 10)
+        recorder.span(62, 60, 61, SpanType("forward"), 12, 13)
+        recorder.span(61, 60, 60, run, 11, 14, (), "ValueError")
+        recorder.span(60, 60, 0, step, 10, 15, (1,), "", [50])
+        recorder.span(63, 50, 50, SpanType("queue"), 10, 11)
+    print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
+"""
+
+
+def test_the_application_s_provider_gets_the_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    make_llama(tmp_path / "tiny", max_position_embeddings=1024)
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.setenv("SGL_ASPECTS_RECORDER", "sdk")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), str(tmp_path / "tiny")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    spans = {span["name"]: span for span in json.loads(done.stdout.splitlines()[-1])}
+    assert set(spans) == {
+        "text_completion tiny",
+        "tokenize",
+        "detokenize",
+        "scheduler.step",
+        "run_batch",
+        "forward",
+        "queue",
+    }
+    request = spans["text_completion tiny"]
+    assert request["context"]["trace_id"] == "0x" + "ab" * 16
+    assert request["parent_id"] == "0x" + "cd" * 8
+    assert request["kind"] == "SpanKind.SERVER"
+    assert request["attributes"]["gen_ai.usage.output_tokens"] == 3
+    for name in ("tokenize", "detokenize", "queue"):
+        assert spans[name]["context"]["trace_id"] == request["context"]["trace_id"]
+        assert spans[name]["parent_id"] == request["context"]["span_id"]
+    step, run, forward = spans["scheduler.step"], spans["run_batch"], spans["forward"]
+    assert forward["parent_id"] == run["context"]["span_id"]
+    assert run["parent_id"] == step["context"]["span_id"]
+    assert run["status"]["status_code"] == "ERROR"
+    assert step["parent_id"] is None
+    assert step["attributes"] == {"size": 1}
+    assert step["links"][0]["context"]["span_id"] == request["context"]["span_id"]
+
+
+def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_RECORDER", "off")
+    with attach(level=3) as session:
+        assert session.run_folder == ""
+        assert session.recorder.level == 0
+    assert session.summary is not None
+    assert session.summary.spans_recorded == 0
