@@ -210,6 +210,8 @@ def test_several_answers_are_children_of_one_request(run: Run) -> None:
     answers = [span for span in roots if span is not root]
     assert len(answers) == 3  # the prompt, for the cache, and two answers
     assert {span.parent_id for span in answers} == {root.span_id}
+    server, internal = 2, 1
+    assert [root.kind, *{span.kind for span in answers}] == [server, internal]
     assert not any(span.is_error for span in spans)
 
     spans = run.traces[trace_id(102)]

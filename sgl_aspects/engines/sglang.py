@@ -12,7 +12,6 @@ outputs reach the tokenizer manager for many requests in one call.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog, Role
@@ -76,15 +75,12 @@ def _operation(http: Any) -> str | None:
     return "chat" if "chat" in path or "messages" in path else None
 
 
-def _outputs(batch: Any) -> Iterator[tuple[str, str | None, int | None, int | None, int | None]]:
-    """For each request in a message to the tokenizer manager: rid, finish reason, and its token counts."""
-    rids = batch.rids
-    nothing = [None] * len(rids)
-    prompt = getattr(batch, "prompt_tokens", None) or nothing
-    completion = getattr(batch, "completion_tokens", None) or nothing
-    cached = getattr(batch, "cached_tokens", None) or nothing
-    for rid, reason, *counts in zip(rids, batch.finished_reasons, prompt, completion, cached):
-        yield rid, _reason_text(reason), *counts
+def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]:
+    """Prompt, completion and cached tokens of one request in a message to the tokenizer manager."""
+    batch, index = place
+    lists = [getattr(batch, f"{name}_tokens", None) for name in ("prompt", "completion", "cached")]
+    prompt, completion, cached = [values[index] if values else None for values in lists]
+    return prompt, completion, cached
 
 
 def _reason_text(reason: Any) -> str | None:
@@ -204,7 +200,10 @@ SGLANG = Catalog(
         "manager.model": "served_model_name",
         "tokenized.rid": "rid",
         "tokenized.count": lambda tokenized: len(tokenized.input_ids),
-        "outputs.each": _outputs,
+        # Asked for each request with each token: what is not needed each time is read apart.
+        "outputs.each": lambda outputs: zip(outputs.rids, outputs.finished_reasons),
+        "outputs.counts": _counts,
+        "reason.text": _reason_text,
         "message.rid": "rid",
         "message.abort_all": "abort_all",
         "message.is_probe": lambda message: str(message.rid).startswith(_PROBE),
