@@ -10,10 +10,11 @@ All variants of one woven function share the same free variables (:data:`CELLS`)
     head            the behavioural chain, see chain.py, for torch to trace
     hooks0          the chain, which takes the target's arguments
     hooks1..hooks4  the chain, and (enter, exit, failed) for each of that many observers, as one flat tuple
+    open0, open1    the same while the function accepts anything, because a REPLACE hook has other parameters
 
-A variant with k observers reads only ``hooks<k>``, once, and that is only written for k observers. So a
-thread that entered the function just before its code was swapped sees the hooks from before or after the
-swap, never a mixture: no lock is needed in the call.
+A variant reads one cell, once, and no other variant reads that cell. So a thread that entered the function
+just before its code was swapped sees the hooks from before or after the swap, never a mixture: no lock is
+needed in the call.
 
 Hooks see required parameters by position and optional ones by keyword, whichever way the caller passed
 them, with defaults filled in. (Functions with ``*args`` pass all positional parameters by position.)
@@ -27,11 +28,10 @@ import inspect
 import types
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_FLAT_OBSERVERS = 4
-HOOKS = tuple(f"hooks{count}" for count in range(MAX_FLAT_OBSERVERS + 1))
-CELLS = ("calls", "compiling", "head", *HOOKS)
+CELLS = ("calls", "compiling", "head", "hooks0", "hooks1", "hooks2", "hooks3", "hooks4", "open0", "open1")
 
 
 class FunctionKind(enum.Enum):
@@ -131,14 +131,30 @@ ANYTHING = Signature("*args, **kwargs", "*args, ", "**kwargs", frozenset({"args"
 """For a REPLACE hook whose parameters are not the target's: whatever comes is handed on."""
 
 
-@lru_cache(maxsize=2048)
-def variant(kind: FunctionKind, signature: Signature, observers: int, guarded: bool) -> types.CodeType:
-    """The code of a woven function.
+class Shape(NamedTuple):
+    """What distinguishes the variants of one woven function.
 
-    :param observers: how many are flattened into it, 0 to :data:`MAX_FLAT_OBSERVERS`.
+    :param signature: the parameters it accepts.
+    :param observers: how many are flattened into it.
     :param guarded: torch.compile may trace this function: count and observe only outside of it.
+    :param is_open: the signature is not the target's own: anything is accepted, for a REPLACE hook.
     """
-    source = _Source(kind, signature, observers, guarded).text()
+
+    signature: Signature
+    observers: int = 0
+    guarded: bool = False
+    is_open: bool = False
+
+    @property
+    def cell(self) -> str:
+        """The name of the cell that holds the hooks."""
+        return f"{'open' if self.is_open else 'hooks'}{self.observers}"
+
+
+@lru_cache(maxsize=2048)
+def variant(kind: FunctionKind, shape: Shape) -> types.CodeType:
+    """The code of a woven function."""
+    source = _Source(kind, shape).text()
     factory = compile(source, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0)
     code = _code_named("woven", _code_named("factory", factory))
     return code.replace(co_consts=tuple(_constant(const) for const in code.co_consts))
@@ -176,13 +192,12 @@ def _code_named(name: str, outer: types.CodeType) -> types.CodeType:
 class _Source:
     """Writes the source of one variant."""
 
-    def __init__(self, kind: FunctionKind, signature: Signature, observers: int, guarded: bool) -> None:
+    def __init__(self, kind: FunctionKind, shape: Shape) -> None:
         self.kind = kind
-        self.signature = signature
-        self.observers = observers
-        self.guarded = guarded
+        self.signature = shape.signature
+        self.shape = shape
         self.prefix = "_"
-        while any(name.startswith(self.prefix) for name in signature.names):
+        while any(name.startswith(self.prefix) for name in shape.signature.names):
             self.prefix += "_"  # our locals and cells must not collide with the target's parameters
 
     def local(self, name: str) -> str:
@@ -199,10 +214,10 @@ class _Source:
             f"        if 0: {cells}",
         ]
         body: list[str] = []
-        if self.guarded:
+        if self.shape.guarded:
             body += [f"if {self.local('compiling')}():", *_indent(self._hand_on("head"))]
         body.append(f"{self.local('calls')} += 1")
-        body += self._observed() if self.observers else self._hand_on("hooks0")
+        body += self._observed() if self.shape.observers else self._hand_on(self.shape.cell)
         lines += ["        " + line for line in body]
         return "\n".join(lines)
 
@@ -225,13 +240,13 @@ class _Source:
 
     def _observed(self) -> list[str]:
         local = self.local
-        indices = range(self.observers)
+        indices = range(self.shape.observers)
         result, error, args, kwargs = local("result"), local("error"), local("args"), local("kwargs")
         pairs = ", ".join(
             f"{local(f'enter{i}')}, {local(f'exit{i}')}, {local(f'failed{i}')}" for i in indices
         )
         lines = [
-            f"{local('chain')}, {pairs} = {local(f'hooks{self.observers}')}",
+            f"{local('chain')}, {pairs} = {local(self.shape.cell)}",
             f"{args} = ({self.signature.positional})",
             f"{kwargs} = {{{self.signature.keywords}}}",
         ]
@@ -253,7 +268,7 @@ class _Source:
     def _exits(self, result: str, error: str) -> list[str]:
         local = self.local
         lines = []
-        for i in reversed(range(self.observers)):
+        for i in reversed(range(self.shape.observers)):
             # `failed` answers itself as the token of an enter() that raised: its exit() is not called.
             lines += [
                 f"if {local(f'token{i}')} is not {local(f'failed{i}')}:",

@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-from sgl_aspects.weaving.codegen import ANYTHING, CELLS, HOOKS, FunctionKind, Signature, variant
+from sgl_aspects.weaving.codegen import CELLS, MAX_FLAT_OBSERVERS, FunctionKind, Shape, Signature, variant
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; ``failed(error)`` returns itself."""
@@ -31,7 +31,7 @@ class WovenFunction:
         self.steered = False
         self._cells = {name: types.CellType() for name in CELLS}
         self._cells["calls"].cell_contents = 0
-        self._shape = (self.signature, 0, False)
+        self._shape = Shape(self.signature)
         self._flags = _code_flags(original) & inspect.CO_ITERABLE_COROUTINE
         if signature is None:
             self._like(original)
@@ -50,7 +50,7 @@ class WovenFunction:
     def steer(
         self,
         head: Any,
-        observers: tuple[Any, ...],
+        observers: Observers,
         *,
         signature: Signature | None = None,
         compiling: Any = None,
@@ -63,19 +63,18 @@ class WovenFunction:
         """
         if compiling is not None:
             self._cells["compiling"].cell_contents = compiling
-        shape = (signature or self.signature, len(observers), compiling is not None)
-        if self.steered and shape[0] != self._shape[0]:
-            # A call that runs meanwhile must fit the old chain and the new one.
-            self._reshape((ANYTHING, *self._shape[1:]))
+        is_open = signature not in (None, self.signature)
+        observers = _flattened(observers, 1 if is_open else MAX_FLAT_OBSERVERS)
+        shape = Shape(signature or self.signature, len(observers), compiling is not None, is_open)
         flat = (head, *(part for triple in observers for part in triple))
-        self._cells[HOOKS[len(observers)]].cell_contents = flat if observers else head
+        self._cells[shape.cell].cell_contents = flat if observers else head
         self._cells["head"].cell_contents = head
         self._reshape(shape)
         self.steered = True
 
-    def _reshape(self, shape: tuple[Signature, int, bool]) -> None:
+    def _reshape(self, shape: Shape) -> None:
         if shape != self._shape:
-            self.function.__code__ = self._named(variant(self.kind, *shape))
+            self.function.__code__ = self._named(variant(self.kind, shape))
             self._shape = shape
 
     def take_attributes(self, original: types.FunctionType) -> None:
@@ -106,7 +105,7 @@ class WovenFunction:
         self._identity: dict[str, Any] = {"co_name": name}
         if sys.version_info >= (3, 11):
             self._identity["co_qualname"] = qualname
-        code = self._named(variant(self.kind, *self._shape))
+        code = self._named(variant(self.kind, self._shape))
         # Free variables are our cell names with a prefix, sorted by the compiler.
         closure = tuple(self._cells[cell.lstrip("_")] for cell in code.co_freevars)
         self.function = types.FunctionType(code, namespace, name, None, closure)
@@ -127,3 +126,36 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
 
 def _code_flags(function: Any) -> int:
     return function.__code__.co_flags if isinstance(function, types.FunctionType) else 0
+
+
+class _Merged:
+    """Several observers as one."""
+
+    def __init__(self, triples: Observers) -> None:
+        self.triples = triples
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        tokens = []
+        for enter, _, failed in self.triples:
+            try:
+                tokens.append(enter(args, kwargs))
+            except Exception as error:  # noqa: BLE001  an observer never breaks the call
+                tokens.append(failed(error))
+        return tokens
+
+    def exit(self, tokens: list[Any], result: Any, error: BaseException | None) -> None:
+        for (_, leave, failed), token in reversed(list(zip(self.triples, tokens))):
+            if token is failed:
+                continue
+            try:
+                leave(token, result, error)
+            except Exception as broken:  # noqa: BLE001  an observer never breaks the call
+                failed(broken)
+
+
+def _flattened(observers: Observers, most: int) -> Observers:
+    """At most ``most`` triples: what is over is merged into the last of them."""
+    if len(observers) <= most:
+        return observers
+    rest = _Merged(observers[most - 1 :])
+    return (*observers[: most - 1], (rest.enter, rest.exit, None))  # it contains what they raise

@@ -8,8 +8,8 @@ import types
 from typing import Any
 
 from sgl_aspects.weaving.chain import build_chain, own_containers
-from sgl_aspects.weaving.codegen import ANYTHING, MAX_FLAT_OBSERVERS, FunctionKind, Signature
-from sgl_aspects.weaving.functions import Observers, WovenFunction
+from sgl_aspects.weaving.codegen import ANYTHING, FunctionKind, Signature
+from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.homes import Home
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
 from sgl_aspects.weaving.kinds import open_attribute
@@ -87,7 +87,7 @@ class JoinPoint:
         self._head = build_chain(self._called, behavioural, awaits=self.woven.kind is FunctionKind.COROUTINE)
         self.woven.steer(
             self._head,
-            _flattened(observers),
+            tuple((advice.hook.enter, advice.hook.exit, _Failed(advice)) for advice in observers),
             signature=self._accepted(replaces[-1].hook) if replaces else None,
             compiling=compiling,
         )
@@ -168,37 +168,3 @@ class _Failed:
     def __call__(self, error: Exception) -> _Failed:
         self.advice.record_error(error)
         return self
-
-
-class _Remaining:
-    """All observers past the flattened ones, as one."""
-
-    def __init__(self, triples: Observers) -> None:
-        self.triples = triples
-
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        tokens = []
-        for enter, _, failed in self.triples:
-            try:
-                tokens.append(enter(args, kwargs))
-            except Exception as error:  # noqa: BLE001  an observer never breaks the call
-                tokens.append(failed(error))
-        return tokens
-
-    def exit(self, tokens: list[Any], result: Any, error: BaseException | None) -> None:
-        for (_, leave, failed), token in reversed(list(zip(self.triples, tokens))):
-            if token is failed:
-                continue
-            try:
-                leave(token, result, error)
-            except Exception as broken:  # noqa: BLE001  an observer never breaks the call
-                failed(broken)
-
-
-def _flattened(observers: list[Advice]) -> Observers:
-    triples = tuple((advice.hook.enter, advice.hook.exit, _Failed(advice)) for advice in observers)
-    if len(triples) <= MAX_FLAT_OBSERVERS:
-        return triples
-    keep = MAX_FLAT_OBSERVERS - 1
-    rest = _Remaining(triples[keep:])
-    return (*triples[:keep], (rest.enter, rest.exit, _Failed(observers[-1])))
