@@ -17,6 +17,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from sgl_aspects import __version__
+from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.records import (
     AttributeValue,
     Record,
@@ -362,8 +363,7 @@ _NO_TYPE = SpanType("")
 
 def _context_of_step(span_id: int) -> SpanContext:
     """A root that no request brought along has a trace of its own, whose id follows from the span's."""
-    trace_id = (span_id * 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) % (1 << 128) or 1
-    return SpanContext(trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED))
+    return SpanContext(trace_id_of_root(span_id), span_id, False, TraceFlags(TraceFlags.SAMPLED))
 
 
 def _encodable(value: AttributeValue) -> AttributeValue:

@@ -63,6 +63,9 @@ class Recorder(Protocol):
         links: Sequence[int] = (),
     ) -> None: ...
 
+    def make_current(self, root_id: int) -> object | None:
+        """Makes a root that this process began OpenTelemetry's current span; for ``context.restore``."""
+
     def close(self) -> None:
         """Ends this process's part of the run; what is recorded later is lost."""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.context import TraceContext, make_current, trace_id_of_root
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import id_source
 from sgl_aspects.tracing.records import AttributeValue, SpanType
@@ -213,6 +213,9 @@ class RingRecorder:
             self._write_text(
                 _span_as_text(span_id, root_id, parent_id, type, start_ns, end_ns, error, values, links)
             )
+
+    def make_current(self, root_id: int) -> object | None:
+        return make_current(trace_id_of_root(root_id), root_id)
 
     def close(self) -> None:
         with self._lock:

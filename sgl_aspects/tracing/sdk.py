@@ -116,6 +116,9 @@ class SdkRecorder:
             else:
                 finish()
 
+    def make_current(self, root_id: int) -> None:
+        """Nothing: a step's span is begun only once it is known that the step has work."""
+
     def close(self) -> None:
         """What is open stays so; flushing is the application's, whose provider it is."""
         with self._lock:

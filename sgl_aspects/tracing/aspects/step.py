@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import modules
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.context import restore
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
 
@@ -30,10 +32,14 @@ SAMPLE = SpanType("sample")
 PROCESS_RESULT = SpanType("process_result")
 
 
+_OTEL = "opentelemetry.trace"
+
+
 class StepAspect:
     """Spans ``scheduler.step`` (a trace of its own, linked to the requests in its batch) and its children.
 
-    A step that finds nothing to run leaves no span.
+    A step that finds nothing to run leaves no span. While a step runs it is OpenTelemetry's current span, in
+    a process that uses OpenTelemetry: spans of the user inside it are its children.
     """
 
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
@@ -66,12 +72,15 @@ class StepAspect:
         if not step_id:
             return None
         self._batch, self._links = None, ()
-        return time_ns(), self._stepped(args, kwargs)
+        current = self._recorder.make_current(step_id) if _OTEL in modules else None
+        return time_ns(), self._stepped(args, kwargs), current
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        start_ns, scheduler = token
+        start_ns, scheduler, current = token
+        if current is not None:
+            restore(current)
         step_id, self._state.step_id = self._state.step_id, 0
         batch, self._batch = self._batch, None
         if batch is None and error is None:
