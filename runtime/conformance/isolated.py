@@ -26,12 +26,15 @@ def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, .
         process.start()
         theirs.close()
         links.append((process, ours))
+    patience = 0.0  # where one failed, the others may wait for it for ever
     try:
-        return [_answer(process, link) for process, link in links]
+        answers = [_answer(process, link) for process, link in links]
+        patience = 10.0
+        return answers
     finally:
         for process, link in links:
             link.close()
-            process.join(10)
+            process.join(patience)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -12,9 +12,9 @@ from sgl_aspects.runtime.conformance.check import Bench, NotApplicableError, che
 from sgl_aspects.runtime.conformance.isolated import call_in_processes
 
 MIB = 2**20
-BLOCK = 256 * MIB
+BLOCK = 128 * MIB
 #: On a host that others use too, what is free moves by itself: one fair measurement of so many is enough.
-_ATTEMPTS = 6
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)

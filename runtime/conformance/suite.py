@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.platforms import SRTPlatform
+from sgl_aspects.platforms import current_platform_choice
 from sgl_aspects.runtime.conformance.check import CHECKS, Bench, Check, Result, run_check
 
 GROUPS = (
@@ -37,21 +37,30 @@ def selected_checks(only: Sequence[str] = ()) -> list[Check]:
                 f"no check is called {name!r}. Groups: {', '.join(GROUPS)}. Checks: "
                 f"{', '.join(check.name for check in CHECKS)}."
             )
-    return [check for check in CHECKS if not only or check.group in only or check.name in only]
+    ordered = sorted(CHECKS, key=lambda check: GROUPS.index(check.group))  # within a group as written
+    return [check for check in ordered if not only or check.group in only or check.name in only]
 
 
-def run_checks(
-    platform: SRTPlatform, checks: Iterable[Check], *, reference: str = "float64"
-) -> Iterator[Result]:
-    """One result for each check, as it is there.
+def run_checks(checks: Iterable[Check], *, reference: str = "float64") -> Iterator[Result]:
+    """One result for each check, as it is there, on the current platform.
 
-    ``platform`` is the process's current one. Checks that start processes expect SGLANG_PLATFORM to choose
-    the same one there.
+    Where the device cannot even be set up, that is the only result. Checks that start processes expect
+    SGLANG_PLATFORM to choose the same platform there.
     """
+    platform = current_platform_choice().platform
     with tempfile.TemporaryDirectory(prefix="sgl-aspects-conformance-") as folder:
-        platform.init_backend()
-        device = platform.get_device(0)
-        platform.set_device(device)
-        bench = Bench(platform, device, Path(folder), reference)
+        made: list[Bench] = []
+
+        def set_up(_: Bench | None) -> str:
+            platform.init_backend()
+            device = platform.get_device(0)
+            platform.set_device(device)
+            made.append(Bench(platform, device, Path(folder), reference))
+            return str(device)
+
+        result = run_check(Check("setup.device", "get_device", "a device that can be used", set_up), None)
+        if not made:
+            yield result
+            return
         for check in checks:
-            yield run_check(check, bench)
+            yield run_check(check, made[0])

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(_heading(choice.name, platform))
     width = max(len(check.name) for check in checks)
     results: list[Result] = []
-    for result in run_checks(platform, checks, reference=_reference(arguments.reference)):
+    for result in run_checks(checks, reference=_reference(arguments.reference)):
         results.append(result)
         for line in row(result, width):
             print(line, flush=True)

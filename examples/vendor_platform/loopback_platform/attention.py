@@ -42,7 +42,7 @@ class LoopbackAttention(AttentionBackend):
         )
         group = layer.num_heads // layer.num_kv_heads
         outputs = []
-        for mine, part in zip(slots, query.split(counts)):
+        for mine, part in zip(slots, torch.split(query, counts)):
             # Each token sees those before it and itself: the last token sees all.
             seen = torch.ones(len(part), len(mine), dtype=torch.bool, device=query.device)
             output = F.scaled_dot_product_attention(

@@ -27,5 +27,5 @@ def test_one_device_serves_both_engines() -> None:
 
 @pytest.mark.parametrize("check", selected_checks(["operators", "kv_pools", "attention", "graphs", "events"]))
 def test_conformance(check) -> None:  # type: ignore[no-untyped-def]
-    (result,) = run_checks(current_platform_choice().platform, [check])
+    (result,) = run_checks([check])
     assert result.status != "failed", result

@@ -1,0 +1,393 @@
+"""The loopback platform, broken: each class has one fault, said in its docstring."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from loopback_platform import streams
+from loopback_platform.attention import LoopbackAttention
+from loopback_platform.graph import LoopbackGraph
+from loopback_platform.kv_pool import LoopbackTokenPool
+from loopback_platform.operators import rms_norm
+from loopback_platform.platform import LoopbackPlatform
+from loopback_platform.streams import LoopbackEvent, LoopbackStream
+
+from sgl_aspects.platforms import DeviceEvent, DeviceGraph, PlatformEnum
+from sgl_aspects.runtime.kv_cache import PagedAllocator
+from sgl_aspects.runtime.ops import RMSNorm, SiluAndMul
+
+
+class NoFamily(LoopbackPlatform):
+    """Does not say what it is."""
+
+    _enum = PlatformEnum.UNSPECIFIED
+
+
+class NoName(LoopbackPlatform):
+    """Has no product name."""
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return ""
+
+
+class OtherUuid(LoopbackPlatform):
+    """Makes a new identifier each time."""
+
+    _count = itertools.count()
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return str(next(self._count))
+
+
+class NoSuchPool(LoopbackPlatform):
+    """Names a class that is not there."""
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return "loopback_platform.kv_pool:TokenPool"
+
+
+class NoDevice(LoopbackPlatform):
+    """Its driver fails."""
+
+    def get_device(self, local_rank: int) -> torch.device:
+        raise OSError("driver not loaded")
+
+
+class RecordsGradients(LoopbackPlatform):
+    """inference_mode does nothing."""
+
+    def inference_mode(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class LeavesVariable(LoopbackPlatform):
+    """Does not restore the variable."""
+
+    def reindex_device_id(self, device_id: int) -> AbstractContextManager[int]:
+        os.environ["LOOPBACK_VISIBLE_DEVICES"] = str(device_id)
+        return nullcontext(0)
+
+
+class AcceptsQuantization(LoopbackPlatform):
+    """Promises to run what it cannot."""
+
+    def verify_quantization(self, quant: str) -> None:
+        return None
+
+
+class StaysOnStream(LoopbackPlatform):
+    """Does not go back to the stream before."""
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        streams._current.stream = stream
+        return nullcontext()
+
+
+# -- events -----------------------------------------------------------------------------------------------
+
+
+class EventNotRecorded(LoopbackPlatform):
+    """record() does nothing."""
+
+    class Event(LoopbackEvent):
+        def record(self, stream: LoopbackStream | None = None) -> None:
+            return None
+
+        def synchronize(self) -> None:
+            return None
+
+    def create_event(self) -> DeviceEvent:
+        return self.Event()
+
+
+class EventInSeconds(LoopbackPlatform):
+    """Seconds for milliseconds."""
+
+    class Event(LoopbackEvent):
+        def elapsed_ms(self, end: DeviceEvent) -> float:
+            return super().elapsed_ms(end) / 1e3
+
+    def create_event(self) -> DeviceEvent:
+        return self.Event()
+
+
+class EventAlwaysReached(LoopbackPlatform):
+    """An event that was not recorded says that it is reached, as torch's do."""
+
+    class Event(LoopbackEvent):
+        def query(self) -> bool:
+            return self._mark is None or super().query()
+
+    def create_event(self) -> DeviceEvent:
+        return self.Event()
+
+
+class EventKeepsFirst(LoopbackPlatform):
+    """Recording again changes nothing."""
+
+    class Event(LoopbackEvent):
+        def record(self, stream: LoopbackStream | None = None) -> None:
+            if self._mark is None:
+                super().record(stream)
+
+    def create_event(self) -> DeviceEvent:
+        return self.Event()
+
+
+class DoesNotWait(LoopbackPlatform):
+    """synchronize returns at once, and the stream takes its time."""
+
+    def synchronize(self) -> None:
+        return None
+
+    def create_event(self) -> DeviceEvent:
+        streams.current_stream().submit(lambda: __import__("time").sleep(0.002))
+        return LoopbackEvent()
+
+
+# -- operators --------------------------------------------------------------------------------------------
+
+
+class ForgetsResidual(LoopbackPlatform):
+    """Normalizes x, not x + residual."""
+
+    def init_backend(self) -> None:
+        def forgetful(self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            return rms_norm(self, x) if residual is None else (rms_norm(self, x), x + residual)
+
+        RMSNorm.forward_forgetful = forgetful  # type: ignore[attr-defined]
+
+    def get_dispatch_key_name(self) -> str:
+        return "forgetful"
+
+
+class WritesInput(LoopbackPlatform):
+    """Its activation writes over its input."""
+
+    def init_backend(self) -> None:
+        def overwriting(self: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            gate.copy_(torch.nn.functional.silu(gate))
+            return gate * up
+
+        SiluAndMul.forward_overwriting = overwriting  # type: ignore[attr-defined]
+
+    def get_dispatch_key_name(self) -> str:
+        return "overwriting"
+
+
+# -- pools ------------------------------------------------------------------------------------------------
+
+
+class _HalfPool(LoopbackTokenPool):
+    def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
+        super().__init__(dtype=torch.float16, **kwargs)
+        self.dtype = dtype
+
+
+class WrongType(LoopbackPlatform):
+    """Keeps everything as float16."""
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return _HalfPool
+
+
+class _NextSlotPool(LoopbackTokenPool):
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        super().set_kv_buffer(layer_id, slots + 1, key, value)
+
+
+class NextSlot(LoopbackPlatform):
+    """Writes one slot too far."""
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return _NextSlotPool
+
+
+class _NextPagePool(LoopbackTokenPool):
+    def clear(self, pages: list[int]) -> None:
+        super().clear([page + 1 for page in pages])
+
+
+class NextPage(LoopbackPlatform):
+    """Clears the page after."""
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return _NextPagePool
+
+
+class _CopyingPool(LoopbackTokenPool):
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return super().get_value_buffer(layer_id).clone()
+
+
+class Copies(LoopbackPlatform):
+    """Gives copies of its buffers."""
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return _CopyingPool
+
+
+class _FromZero(PagedAllocator):
+    def __init__(self, size: int, page_size: int) -> None:
+        super().__init__(size, page_size)
+        self._free = [page - 1 for page in self._free]
+
+
+class PageZero(LoopbackPlatform):
+    """Hands out page 0, the padding."""
+
+    def get_paged_allocator_cls(self) -> type | str:
+        return _FromZero
+
+
+# -- attention --------------------------------------------------------------------------------------------
+
+
+class _PastPages(LoopbackAttention):
+    def prepare(self, batch: Any) -> None:
+        super().prepare(batch)
+        size = self.page_table.page_size
+        # Whole pages, whatever is in them.
+        rows = zip(batch.rows.tolist(), batch.lengths)
+        self._slots = [
+            self.page_table.slots(
+                torch.full((-(-length // size) * size,), row), torch.arange(-(-length // size) * size)
+            )
+            for row, length in rows
+        ]
+
+
+class ReadsPadding(LoopbackPlatform):
+    """Attends over the rest of the last page too."""
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"loopback": _PastPages}
+
+
+class _Unscaled(LoopbackAttention):
+    def forward_decode(self, query: torch.Tensor, layer: Any, batch: Any) -> torch.Tensor:
+        return super().forward_decode(query * 1.05, layer, batch)
+
+
+class WrongScale(LoopbackPlatform):
+    """Decodes with a scale that is 5 % off."""
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"loopback": _Unscaled}
+
+
+# -- graphs -----------------------------------------------------------------------------------------------
+
+
+class ReplaysNothing(LoopbackPlatform):
+    """A replay that computes nothing."""
+
+    class Graph(LoopbackGraph):
+        def replay(self) -> None:
+            return None
+
+    def create_graph(self) -> DeviceGraph:
+        return self.Graph()
+
+
+class ReplayAllocates(LoopbackPlatform):
+    """Keeps the memory of every replay."""
+
+    class Graph(LoopbackGraph):
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+
+        def replay(self) -> None:
+            self.kept.append(self._work())
+            super().replay()
+
+    def create_graph(self) -> DeviceGraph:
+        return self.Graph()
+
+
+class CapturesInSecret(LoopbackPlatform):
+    """Does not tell that it captures."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class GraphsDeclaredOnly(LoopbackPlatform):
+    """Declares graphs, and has none."""
+
+    def support_cuda_graph(self) -> bool:
+        return True
+
+    def create_graph(self) -> DeviceGraph:
+        self._not_implemented("create_graph")
+
+    def get_graph_runner_cls(self) -> type | str:
+        return dict
+
+
+# -- seeds, and what only processes of their own show -----------------------------------------------------
+
+
+class ForgetsSeed(LoopbackPlatform):
+    """Seeds nothing."""
+
+    def seed_everything(self, seed: int) -> None:
+        return None
+
+
+class ManyFaults(NextSlot):
+    """Memory in KiB, a peak that falls, half the total, no such backend, and writes one slot too far."""
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        free, total = super().get_available_memory(device_id)
+        return free // 1024, total // 1024
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        free, total = super().get_available_memory()
+        return float(total - free)
+
+    def get_torch_distributed_backend_str(self) -> str:
+        return "no_such_backend"
+
+
+#: Each fault, and the checks that find it, of the groups that need no other process.
+FAULTS: dict[type[LoopbackPlatform], set[str]] = {
+    NoFamily: {"identity.family"},
+    NoName: {"identity.names"},
+    OtherUuid: {"identity.uuid"},
+    NoDevice: {"setup.device"},
+    RecordsGradients: {"operations.inference_mode"},
+    LeavesVariable: {"operations.reindex"},
+    AcceptsQuantization: {"operations.quantization"},
+    StaysOnStream: {"operations.streams"},
+    EventNotRecorded: {"events.reached", "events.synchronize", "events.elapsed", "events.again"},
+    EventInSeconds: {"events.elapsed"},
+    EventAlwaysReached: {"events.unrecorded"},
+    EventKeepsFirst: {"events.again"},
+    DoesNotWait: {"events.synchronize", "events.elapsed", "events.again"},
+    ForgetsResidual: {"operators.rms_norm_residual"},
+    WritesInput: {"operators.silu_and_mul"},
+    PageZero: {"kv_pools.allocator"},
+    NextPage: {"kv_pools.clear"},
+    ReadsPadding: {"attention.decode", "attention.chunks", "attention.prompts", "attention.mixed"},
+    WrongScale: {"attention.decode", "attention.mixed"},
+    ReplaysNothing: {"graphs.replay"},
+    ReplayAllocates: {"graphs.memory"},
+    CapturesInSecret: {"graphs.capturing"},
+    GraphsDeclaredOnly: {"graphs.replay", "graphs.capturing", "graphs.memory"},
+    ForgetsSeed: {"determinism.seed"},
+}
+#: A pool that is wrong shows in attention too: here the checks of pools alone.
+POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
+    WrongType: {"kv_pools.shape", "kv_pools.write", "kv_pools.clear", "kv_pools.move"},
+    NextSlot: {"kv_pools.write"},
+    Copies: {"kv_pools.write", "kv_pools.clear", "kv_pools.move"},
+    NoSuchPool: {"identity.classes", "kv_pools.shape", "kv_pools.write", "kv_pools.clear", "kv_pools.move"},
+}
