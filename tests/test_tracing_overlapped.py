@@ -1,0 +1,161 @@
+"""A scheduler with SGLang's names whose loop overlaps: what belongs to a batch stays with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_aspects.tracing.aspects import weave_aspects
+from tests.stand_ins import Engine
+
+SCHEDULER = """
+    class Scheduler:
+        def __init__(self):
+            self.waiting_queue, self.found = [], None
+        def handle_generate_request(self, recv_req):
+            self.waiting_queue.append(recv_req)
+        def abort_request(self, recv_req):
+            self.waiting_queue = [r for r in self.waiting_queue if not r.rid.startswith(recv_req.rid)]
+        def get_next_batch_to_run(self, running_batch=None, last_batch=None):
+            return self.found
+        def run_batch(self, batch, pp_proxy_tensors=None):
+            return object()
+        def process_batch_result(self, batch, result):
+            self.stream_output(batch.reqs, False)
+        def stream_output(self, reqs, return_logprob, skip_req=None):
+            pass
+    """
+
+
+@dataclass
+class Memory:
+    """A recorder that keeps the calls."""
+
+    level: int = 3
+    sample: int = 1 << 32
+    spans: list[tuple[Any, ...]] = field(default_factory=list)
+    begun: list[tuple[Any, ...]] = field(default_factory=list)
+    ids: int = 0
+
+    def new_id(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    def request_seen(self, *record: Any) -> None: ...
+
+    def span_begin(self, *record: Any) -> None:
+        self.begun.append(record)
+
+    def span(self, *record: Any) -> None:
+        self.spans.append(record)
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [record for record in self.spans if record[3].name == name]
+
+
+@pytest.fixture
+def recorder(engine: Engine) -> Iterator[Memory]:
+    engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
+    recorder = Memory()
+    undo = weave_aspects(recorder)  # type: ignore[arg-type]
+    yield recorder
+    for step in reversed(undo):
+        step()
+
+
+@pytest.fixture
+def scheduler(engine: Engine, recorder: Memory) -> Any:
+    return engine.load("sglang.srt.managers.scheduler").Scheduler()
+
+
+def request(scheduler: Any, rid: str) -> Any:
+    req = SimpleNamespace(rid=rid, finished_reason=None, output_ids=[], inflight_middle_chunks=0)
+    scheduler.handle_generate_request(req)
+    return req
+
+
+def batch(mode: str, *reqs: Any, tokens: int = 4) -> Any:
+    lengths = [tokens] * len(reqs) if mode == "EXTEND" else None
+    return SimpleNamespace(
+        reqs=list(reqs), forward_mode=SimpleNamespace(name=mode), extend_lens=lengths, batch_size=len(reqs)
+    )
+
+
+def launch(scheduler: Any, found: Any) -> Any:
+    scheduler.found = found
+    scheduler.get_next_batch_to_run()
+    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in found.reqs]
+    return scheduler.run_batch(found)
+
+
+def test_a_loop_that_finds_nothing_leaves_no_record(scheduler: Any, recorder: Memory) -> None:
+    for _ in range(1000):
+        scheduler.get_next_batch_to_run()
+    assert recorder.spans == recorder.begun == []
+
+
+def test_results_go_to_the_step_of_their_batch(scheduler: Any, recorder: Memory) -> None:
+    one, other = request(scheduler, "one"), request(scheduler, "other")
+    first, second = batch("EXTEND", one), batch("EXTEND", other)
+    first_result = launch(scheduler, first)
+    second_result = launch(scheduler, second)  # before the first one's result is processed
+    scheduler.process_batch_result(first, first_result)
+    scheduler.process_batch_result(second, second_result)
+    steps = recorder.named("scheduler.step")
+    assert len(steps) == 2
+    for step, result in zip(steps, recorder.named("process_result")):
+        assert result[1] == result[2] == step[0]
+    assert [step[8] for step in steps] == [[record[1]] for record in recorder.named("prefill")]
+
+
+def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorder: Memory) -> None:
+    req = request(scheduler, "long")
+    chunk, last = batch("EXTEND", req, tokens=8), batch("EXTEND", req, tokens=3)
+    req.inflight_middle_chunks = 1
+    chunk_result = launch(scheduler, chunk)
+    last_result = launch(scheduler, last)
+    scheduler.process_batch_result(chunk, chunk_result)
+    assert not [begun for begun in recorder.begun if begun[3].name == "decode"]
+    req.inflight_middle_chunks = 0
+    scheduler.process_batch_result(last, last_result)
+    assert [record[6] for record in recorder.named("prefill")] == [(8, 0), (3, 1)]
+    assert len([begun for begun in recorder.begun if begun[3].name == "decode"]) == 1
+    assert len(recorder.named("queue")) == 1
+
+    req.finished_reason, req.output_ids = {"type": "stop"}, [1, 2]
+    step = batch("DECODE", req)
+    scheduler.process_batch_result(step, launch(scheduler, step))
+    assert [record[6] for record in recorder.named("decode")] == [(2, "stop")]
+
+
+def test_a_request_that_ends_with_its_first_token_has_been_prefilled(
+    scheduler: Any, recorder: Memory
+) -> None:
+    req = request(scheduler, "short")
+    only = batch("EXTEND", req)
+    result = launch(scheduler, only)
+    req.finished_reason, req.output_ids = {"type": "length"}, [1]
+    scheduler.process_batch_result(only, result)
+    assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [1, 1, 1]
+    (prefill,), (decode,) = recorder.named("prefill"), recorder.named("decode")
+    assert prefill[5] == decode[4] <= decode[5]
+
+
+def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memory) -> None:
+    runs, waits, stays = (request(scheduler, rid) for rid in ("a-runs", "a-waits", "b-stays"))
+    launch(scheduler, batch("EXTEND", runs))
+    ended_before = len(recorder.named("queue"))
+    scheduler.abort_request(SimpleNamespace(rid="a-", abort_all=False))
+    aborted = recorder.named("queue")[ended_before:]
+    assert [record[6] for record in aborted] == [("abort",)]
+    assert [req.rid for req in scheduler.waiting_queue] == [stays.rid]
+    assert waits not in scheduler.waiting_queue
+
+
+def test_health_checks_are_not_seen(scheduler: Any, recorder: Memory) -> None:
+    request(scheduler, "HEALTH_CHECK_1")
+    assert recorder.begun == []
