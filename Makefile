@@ -12,7 +12,7 @@ help:
 	@echo "make test    all tests"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
-	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 1.7 GB)"
+	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
 	@echo "make clean   remove .venv and build output"
 
 demo: $(VENV)/.demo
@@ -40,7 +40,7 @@ test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py
 
 $(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang-requirements-alone.txt
-	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 1.7 GB, two minutes) ..."
+	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 2.6 GB, two minutes) ..."
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_PIP) -r tests/sglang-requirements.txt
 	$(SGLANG_PIP) --no-deps -r tests/sglang-requirements-alone.txt
