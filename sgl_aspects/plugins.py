@@ -19,6 +19,8 @@ logger = logging.getLogger("sgl_aspects")
 
 PLUGINS_GROUP = "sgl_aspects.plugins"
 PLATFORMS_GROUP = "sgl_aspects.platforms"
+TRACING = EntryPoint("tracing", "sgl_aspects.tracing.plugin:activate", PLUGINS_GROUP)
+"""Our own plugin: it asks its own variables whether it is wanted, and needs no installed metadata."""
 
 _lock = threading.RLock()
 _loaded = False
@@ -89,11 +91,10 @@ if hasattr(os, "register_at_fork"):
 def _selected() -> list[EntryPoint]:
     allowed = env.names("SGLANG_PLUGINS")
     excluded = _distributions_of_other_platforms()
-    selected: list[EntryPoint] = []
+    selected: list[EntryPoint] = [TRACING]
     for plugin in entry_points(group=PLUGINS_GROUP):
         distribution = plugin.dist.name if plugin.dist else None
-        # Our own plugins ask their own variables whether they are wanted.
-        if allowed and plugin.name not in allowed and distribution != "sgl-aspects":
+        if allowed and plugin.name not in allowed:
             logger.info("plugin %s is not in SGLANG_PLUGINS: skipped", plugin.name)
         elif distribution in excluded:
             logger.info("plugin %s belongs to another platform than SGLANG_PLATFORM: skipped", plugin.name)
@@ -113,7 +114,8 @@ def _distributions_of_other_platforms() -> set[str]:
 
 
 def _run(plugin: EntryPoint) -> None:
-    source = HookSource(plugin.name, plugin.dist.name if plugin.dist else None)
+    distribution = "sgl-aspects" if plugin is TRACING else plugin.dist.name if plugin.dist else None
+    source = HookSource(plugin.name, distribution)
     token = current_source.set(source)
     try:
         plugin.load()()
