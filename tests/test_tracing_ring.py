@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -58,6 +59,7 @@ def record_everything(recorder: RingRecorder) -> None:
     recorder.span(18, 17, 17, SpanType("wide", tuple(f"a{n}" for n in range(40))), 14, 15, list(range(40)))
     recorder.span(19, 17, 17, PLAIN, 16, 17, [["stop"]])
     recorder.span(20, 17, 17, SpanType("none"), 18, 19)
+    recorder.span(21, 17, 17, PLAIN, 18, 19, [1 << 70])
     recorder.span((1 << 64) - 1, 17, 17, PLAIN, 18, 19, ["x" * 5000])
 
 
@@ -86,7 +88,7 @@ def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
     assert [comparable(record) for record in ours] == page["records"]
     assert page["pid"] == os.getpid()
     assert (page["dropped"], reader.damaged) == (0, 0)
-    assert len(ours) == 14
+    assert len(ours) == 15
     spans = {record.span_id: record for record in ours if isinstance(record, SpanEnd)}
     assert spans[14].values == ["decode", -5, 0.125, True, None]
     assert spans[14].links == [11, 12]
@@ -95,6 +97,7 @@ def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
     assert spans[17].links == list(range(100, 200))
     assert spans[18].values == list(range(40))
     assert spans[19].values == [["stop"]]
+    assert spans[21].values == [1 << 70]
     assert spans[(1 << 64) - 1].values == ["x" * 5000]
     recorder.close()
     reader.close()
@@ -288,3 +291,38 @@ def test_damaged_files_neither_stop_nor_stall_the_reader(
             plain = [span_id for span_id in found if span_id >= 1000]
             assert len(plain) >= 150 - len(touched) - 1
         reader.close()
+
+
+def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is not there when it is written to would end the engine with SIGBUS."""
+    allocate = os.posix_fallocate
+
+    def short(descriptor: int, offset: int, size: int) -> None:
+        if size > 1 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", short)
+    recorder = RingRecorder(str(tmp_path))
+    recorder.span(1, 1, 0, PLAIN, 1, 2, [1])
+    (path,) = tmp_path.glob("*.ring")
+    assert path.stat().st_size == ring_format.SLOTS_OFFSET + 2048 * ring_format.SLOT_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_page(path)["records"]) == 1
+    recorder.close()
+
+
+def test_no_memory_at_all_stops_tracing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    recorder = RingRecorder(str(tmp_path))
+    recorder.span(1, 1, 0, PLAIN, 1, 2, [1])
+    recorder.span(2, 1, 0, PLAIN, 1, 2, [1])
+    assert [record.message for record in caplog.records] == [
+        f"tracing stops in process {os.getpid()}: [Errno 28] No space left on device"
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -247,7 +247,8 @@ class RingRecorder:
                 self.span(span_id, root_id, parent_id, type, start_ns, end_ns, values, error)
             return
         texts = [value for value in values if isinstance(value, str)] + ([error] if error else [])
-        if self._declare(key) and all(text in self._texts or self._define_text(text) for text in texts):
+        defined = [text in self._texts or self._define_text(text) for text in texts]
+        if self._declare(key) and all(defined):
             self.span(span_id, root_id, parent_id, type, start_ns, end_ns, values, error, links)
         else:
             self._write_text(

@@ -19,6 +19,7 @@ FORWARD = SpanType(
         "sgl_aspects.forward.mode",
         "sgl_aspects.batch.size",
         "sgl_aspects.batch.tokens",
+        "sgl_aspects.device.name",
         "sgl_aspects.forward.device_time",
     ),
 )
@@ -48,6 +49,7 @@ class ForwardAspect:
         self._pending: collections.deque[_Pending] = collections.deque()
         self._spare: list[tuple[Any, ...]] = []
         self._has_events = True
+        self._device_name: str | None = None
         role, reader = catalog.roles["forward"], catalog.reader
         self._runner = role.argument("model_runner")
         self._batch = role.argument("batch")
@@ -71,7 +73,10 @@ class ForwardAspect:
         if state.level < 3 or not state.step_id:
             return None  # not asked for, or a warm-up outside any step
         batch = self._batch(args, kwargs)
-        events = self._events(self._platform(self._runner(args, kwargs)))
+        platform = self._platform(self._runner(args, kwargs))
+        if self._device_name is None and platform is not None:
+            self._device_name = platform.device_name
+        events = self._events(platform)
         start_ns = time_ns()
         if events is not None:
             events[0].record()
@@ -136,7 +141,7 @@ class ForwardAspect:
             FORWARD,
             waiting.start_ns,
             waiting.end_ns,
-            [*waiting.values, device_seconds],
+            [*waiting.values, self._device_name, device_seconds],
             waiting.error,
         )
 
