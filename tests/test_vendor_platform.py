@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,7 @@ def test_the_traced_runtime_generates_on_it(environment: Environment, tmp_path: 
     assert done.returncode == 0, done.stderr
     forwards = [span for span in spans(traces) if span["name"] == "forward"]
     assert len(forwards) >= 6
+    assert {attributes(span)["sgl_aspects.device.name"]["stringValue"] for span in forwards} == {"loopback"}
     times = [attributes(span).get("sgl_aspects.forward.device_time") for span in forwards]
     assert any(time is not None and time["doubleValue"] > 0 for time in times)
 
@@ -172,7 +174,7 @@ def spans(file: Path) -> list[dict[str, object]]:
     return found
 
 
-def attributes(span: dict[str, object]) -> dict[str, dict[str, float]]:
+def attributes(span: dict[str, object]) -> dict[str, dict[str, Any]]:
     return {entry["key"]: entry["value"] for entry in span["attributes"]}  # type: ignore[attr-defined]
 
 
