@@ -34,7 +34,8 @@ def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
 
 def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """On the host, the same on every machine."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def _compare(
