@@ -141,6 +141,27 @@ def test_the_wheel_holds_every_module_and_no_top_level_rooms(wheel: Path) -> Non
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sgl_aspects"}
 
 
+def test_the_wheel_holds_the_templates_of_new_platform(wheel: Path) -> None:
+    from sgl_aspects.cli.new_platform import TEMPLATES
+
+    held = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/vendor_template/" in name}
+    assert held == {f"{name}.tmpl" for name in TEMPLATES}
+
+
+def test_the_runtime_names_no_device() -> None:
+    """It asks the platform. A form of an operator for one dispatch key is named by its own name."""
+    devices = {"cuda", "npu", "xpu", "musa", "mps", "hpu", "xla", "mtia"}
+    queries = {f"is_{name}" for name in (*devices, "rocm", "cpu", "tpu", "cuda_alike", "out_of_tree")}
+    faults = []
+    for path in (ROOT / "runtime").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Attribute):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                if (owner == "torch" and node.attr in devices) or node.attr in queries:
+                    faults.append(f"{path}:{node.lineno}: {owner}.{node.attr}")
+    assert not faults, "\n".join(faults)
+
+
 def test_installed_from_the_wheel_the_rooms_are_found_without_the_checkout(
     wheel: Path, tmp_path: Path
 ) -> None:

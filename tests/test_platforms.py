@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sgl_aspects import platforms
-from sgl_aspects.errors import PlatformError
+from sgl_aspects.errors import ConfigError, PlatformError
 from sgl_aspects.platforms import (
     ClockEvent,
     CpuArchEnum,
@@ -23,6 +23,7 @@ from sgl_aspects.platforms import (
     PlatformCapabilities,
     PlatformEnum,
     SRTPlatform,
+    bounded,
     current_platform,
     current_platform_choice,
     set_current_platform,
@@ -391,6 +392,37 @@ def test_cuda_operations() -> None:
     first = torch.rand((), device=device).item()
     cuda.seed_everything(3)
     assert torch.rand((), device=device).item() == first
+
+
+# -- asking within a bound ------------------------------------------------------------------------------
+
+
+def test_a_slow_answer_is_announced_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bounded, "PATIENCE_SECONDS", 0.02)
+
+    def answer_late() -> str:
+        time.sleep(0.2)
+        return "here"
+
+    assert bounded.ask_within_bound("Platform plugin 'acme'", answer_late) == "here"
+    assert "Platform plugin 'acme' is still looking for its hardware; it has 120 s" in caplog.text
+
+
+def test_an_error_comes_out_as_it_is() -> None:
+    def fail() -> None:
+        raise OSError("no driver")
+
+    with pytest.raises(OSError, match="no driver"):
+        bounded.ask_within_bound("x", fail)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "soon"])
+def test_a_bound_that_is_none_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_DETECT_SECONDS", seconds)
+    with pytest.raises(ConfigError, match="SGL_ASPECTS_DETECT_SECONDS"):
+        bounded.ask_within_bound("x", lambda: None)
 
 
 # -- the lazy proxy -------------------------------------------------------------------------------------

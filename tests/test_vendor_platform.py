@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -62,7 +63,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         marker = folder / f"{name}.imported"
         package = folder / name / f"{name}_platform" / "__init__.py"
         package.write_text(f"{package.read_text()}\nopen({str(marker)!r}, 'w').close()\n")
-    subprocess.run(["cp", "-r", str(ROOT / "examples/vendor_platform"), str(folder / "loopback")], check=True)
+    shutil.copytree(ROOT / "examples/vendor_platform", folder / "loopback")
     return folder
 
 
