@@ -1,6 +1,6 @@
 """What tracing costs: a span in the traced thread, an engine's steps at each level, a flood of spans.
 
-python -m benchmarks.recorder [spans] [steps] [flood]
+python -m benchmarks.recorder [spans] [steps] [flood] [engine]
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class _Event:
 
 
 class _Platform:
+    device_name = "cpu"
+
     def is_capturing(self) -> bool:
         return False
 
@@ -255,9 +257,53 @@ def flood(total: int = 1_000_000) -> None:
             recorder.close()
 
 
+def engine(pairs: int = 12) -> None:
+    """Output tokens a second of the embedded engine with a tiny model: each level against off, in turns.
+
+    One engine, whose level is changed live, so that nothing else differs. A tiny model is the worst case: a
+    step of a real one takes ten to a hundred times as long.
+    """
+    from pathlib import Path
+
+    from sgl_aspects.runtime.engine import Engine
+    from sgl_aspects.runtime.sampling_params import SamplingParams
+    from sgl_aspects.tracing import attach
+    from sgl_aspects.tracing.control import Control, write_control
+    from tests.tiny_models import make_llama
+
+    sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        make_llama(Path(folder, "tiny"), max_position_embeddings=1024)
+        file = str(Path(folder, "traces.jsonl"))
+        with (
+            attach(level=3, file=file) as session,
+            Engine(model_path=Path(folder, "tiny"), max_total_tokens=4096) as running,
+        ):
+            running.generate("warm", sampling)
+            (ring,) = Path(session.run_folder).glob(f"{running.scheduler_pid}-*.ring")
+
+            def rate(level: int) -> float:
+                write_control(ring, Control(level, 3))
+                before = time.perf_counter()
+                running.generate(["hello"] * 4, sampling)
+                return 800 / (time.perf_counter() - before)
+
+            for level in (0, 1, 2, 3):
+                ratios = []
+                for _ in range(pairs):
+                    off = rate(0)
+                    ratios.append(rate(level) / off)
+                print(
+                    f"level {level} in the scheduler: {statistics.median(ratios):.3f} x off's throughput "
+                    f"({min(ratios):.3f} to {max(ratios):.3f}, {off:.0f} tokens/s off)"
+                )
+        print(session.summary)
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or ["spans", "steps", "flood"]
-    for name, measure in (("spans", spans), ("steps", steps), ("flood", flood)):
+    measures = {"spans": spans, "steps": steps, "flood": flood, "engine": engine}
+    chosen = sys.argv[1:] or measures
+    for name, measure in measures.items():
         if name in chosen:
             measure()
 
