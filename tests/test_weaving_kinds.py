@@ -12,7 +12,7 @@ import pickle
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -743,6 +743,67 @@ def test_shadows_of_one_base_do_not_disturb_each_other() -> None:
         assert [vars(cls).get("m") for cls in (engine.Middle, engine.Lower, engine.Other)] == [None] * 3
 
 
+DIAMOND = """
+import functools
+class Base:
+    def __new__(cls, *args): return object.__new__(cls)
+    def __init__(self, *args): self.made = ["Base", *args]
+    def m(self, x=1): return ["Base", x]
+    async def co(self): return ["Base"]
+    @classmethod
+    def c(cls): return ["Base", cls.__name__]
+    @property
+    def p(self): return ["Base"]
+    @p.setter
+    def p(self, value): self.value = ["Base", value]
+    @functools.lru_cache(maxsize=None)
+    def cached(self): return ["Base"]
+class Sub(Base): pass
+class Other(Base):
+    def __new__(cls, *args):
+        self = super().__new__(cls, *args)
+        self.new = "Other"
+        return self
+    def __init__(self, *args): super().__init__("Other", *args)
+    def m(self, x=1): return ["Other", *super().m(x)]
+    async def co(self): return ["Other", *await super().co()]
+    @classmethod
+    def c(cls): return ["Other", *super().c()]
+    @property
+    def p(self): return ["Other", *super().p]
+    @p.setter
+    def p(self, value): self.value = ["Other", value]
+    @functools.lru_cache(maxsize=None)
+    def cached(self): return ["Other"]
+class Diamond(Sub, Other): pass
+class Below(Sub): pass
+"""
+
+
+@pytest.mark.parametrize("name", ["m", "co", "c", "p", "p.fset", "cached", "__init__", "__new__"])
+def test_a_shadow_stands_where_its_class_does_in_the_order_of_bases(name: str) -> None:
+    with module_of(DIAMOND) as engine:
+        calls: dict[str, Callable[[Any], Any]] = {
+            "m": lambda cls: cls().m(2),
+            "co": lambda cls: asyncio.run(cls().co()),
+            "c": lambda cls: cls.c(),
+            "p": lambda cls: cls().p,
+            "p.fset": lambda cls: [cls.p.__set__(made := cls(), 3), made.value],
+            "cached": lambda cls: cls().cached(),
+            "__init__": lambda cls: cls("x").made,
+            "__new__": lambda cls: vars(cls("x")),
+        }
+        classes = [engine.Sub, engine.Below, engine.Other, engine.Base, engine.Diamond]
+        bare = [calls[name](cls) for cls in classes]
+        watch = Watch()
+        with aspects.woven(around(f"engine:Sub.{name}"), watch.on(f"engine:Sub.{name}")):
+            assert [calls[name](cls) for cls in classes] == bare
+            assert len(watch.entered) == 3  # through Sub, Below and Diamond
+            with aspects.woven(around(f"engine:Base.{name}"), around(f"engine:Other.{name}")):
+                assert [calls[name](cls) for cls in classes] == bare
+        assert [calls[name](cls) for cls in classes] == bare
+
+
 def test_bound_methods_of_an_inherited_method_follow_for_that_class_only(engine: Any) -> None:
     plain, base = engine.Plain(0), engine.Base(0)
     plain.cached, base.cached = plain.method, base.method
@@ -899,6 +960,42 @@ def test_attributes_set_on_a_hooked_function_stay(engine: Any) -> None:
     assert engine.function.counter == 3
     handle.remove()
     assert vars(original) == {"counter": 3}
+
+
+LAZY = """
+asked = []
+def __getattr__(name):
+    asked.append(name)
+    if name in ("f", "C"):
+        import implementation
+        return getattr(implementation, name)
+    raise AttributeError(name)
+"""
+IMPLEMENTATION = "def f(x): return ('f', x)\nclass C:\n    def m(self): return 'm'\n"
+
+
+def test_attributes_that_a_module_makes_when_it_is_asked() -> None:
+    with module_of(LAZY, "front") as front, module_of(IMPLEMENTATION, "implementation") as behind:
+        function = vars(front)["__getattr__"]
+        other = behind.f
+        handle = aspects.weave(
+            around("front:f", hooked_method("f")), around("front:C.m", hooked_method("m")), around("front:no")
+        )
+        assert front.asked == []
+        assert handle.states == (aspects.State.PENDING,) * 3
+        assert "has not been asked for f" in aspects.report().hooks[0].detail
+        assert inspect.signature(front.__getattr__) == inspect.signature(function)
+        assert front.f(1) == front.f(1) == ("f", ("f", 1))
+        assert front.C().m() == ("m", "m")
+        assert behind.f is front.f
+        with pytest.raises(AttributeError, match="no"):
+            _ = front.no
+        assert front.asked == ["f", "C", "no"]
+        assert [state.value for state in handle.states] == ["woven", "woven", "pending"]
+        handle.remove()
+        assert vars(front)["__getattr__"] is function
+        assert "f" not in vars(front)
+        assert front.f is behind.f is other
 
 
 def test_other_peoples_proxies_go_on_binding() -> None:

@@ -9,8 +9,9 @@ classes     one replaced class                     keeping     what a replacemen
 rebind      every holder of the old object         holders     kinds of them
 references  is there any other holder?             fabric      all woven places
 importing   modules as they load                   interest    which hooks a module may be about
-weaver      brings hooks to their places           missing     targets that are not there
-faces       decorators, handles, SGLang's names    reporting   what every hook did
+lazy        attributes that modules make late      missing     targets that are not there
+weaver      brings hooks to their places           reporting   what every hook did
+faces       decorators, handles, SGLang's names
 """
 
 from sgl_aspects.weaving.faces import (

@@ -59,8 +59,8 @@ class JoinPoint:
         held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
         held += [*own_containers(self._head), *self.home.own_containers()]
         held += [self.woven, *self.woven.own_containers()]
-        if self._called is not self.inner:
-            held += getattr(self._called, "__closure__", None) or ()
+        if self._called is not self.inner and type(self._called) is types.FunctionType:
+            held += [self._called.__dict__, *(self._called.__closure__ or ())]
         # A function holds nothing itself: its dictionary, closure and defaults do, and those are users'.
         return {id(holder) for holder in held if type(holder) is not types.FunctionType}
 

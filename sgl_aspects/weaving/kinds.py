@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.functions import WovenFunction
-from sgl_aspects.weaving.places import Place, is_class
+from sgl_aspects.weaving.places import MISSING, Place, found_after, is_class
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
@@ -51,6 +51,12 @@ def open_attribute(place: Place) -> Opened:
 
     :raises HookError: there is nothing in it that can be called, or nothing that can be put in its stead.
     """
+    opened = _open(place)
+    is_shadow = place.inherited and is_class(place.owner) and not place.binds_to_owner
+    return dataclasses.replace(opened, called=_next_in_line(opened, place)) if is_shadow else opened
+
+
+def _open(place: Place) -> Opened:
     raw = place.raw
     if is_class(raw):
         raise HookError(
@@ -80,6 +86,31 @@ def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened
             f"{place} is {type(content).__name__} {content!r:.80}, which cannot be called, so not hooked"
         )
     return Opened(content, content, lambda woven: rebuild(woven[""]))
+
+
+def _next_in_line(opened: Opened, place: Place) -> Callable[..., Any]:
+    """What comes after a class that only inherits: for a subclass with several bases, not always the same.
+
+    With `class D(Sub, Other)`, a hook on ``Sub.m`` stands before ``Other.m``, as ``Sub`` does.
+    """
+    owner, name, inherited = place.owner, place.name, opened.called
+    if name != "__new__" and issubclass(type(place.raw), staticmethod):
+        return inherited  # nobody knows for which class it is called
+
+    def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
+        cls = subject if is_class(subject) else type(subject)
+        if cls is owner or owner not in cls.__mro__:
+            return inherited(subject, *args, **kwargs)
+        found = found_after(cls, owner, name)
+        if found is MISSING or found is place.raw:
+            return inherited(subject, *args, **kwargs)
+        if issubclass(type(found), property):
+            return getattr(found, place.part or "fget")(subject, *args, **kwargs)
+        return getattr(super(owner, subject), name)(
+            *([subject] if name == "__new__" else []), *args, **kwargs
+        )
+
+    return functools.update_wrapper(called, opened.content) if callable(opened.content) else called
 
 
 def _late(opened: Opened, place: Place) -> Opened:

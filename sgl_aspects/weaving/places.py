@@ -148,6 +148,11 @@ def inherited(owner: Any, name: str) -> Any:
     return raw
 
 
+def found_after(cls: type, base: type, name: str) -> Any:
+    """What `super(base, ...)` finds in ``cls`` under ``name``, descriptors unopened; or MISSING."""
+    return _among(cls.__mro__[cls.__mro__.index(base) + 1 :], name)
+
+
 def _among(bases: Iterable[type], name: str) -> Any:
     found = (current(base, name) for base in bases)
     return next((raw for raw in found if raw is not MISSING), MISSING)

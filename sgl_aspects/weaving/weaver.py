@@ -20,6 +20,7 @@ from sgl_aspects.weaving.fabric import Fabric, Outcome, Point
 from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.importing import ModuleWatcher, is_ready, when_ready
 from sgl_aspects.weaving.interest import Interest
+from sgl_aspects.weaving.lazy import LazyAttributes
 from sgl_aspects.weaving.places import find, is_module, namespace
 from sgl_aspects.weaving.targets import Target
 
@@ -44,6 +45,7 @@ class Weaver:
         self._missing: dict[Advice, dict[int, str]] = {}  # alternates that nothing can bring, and why
         self._just_run: Any = None  # the module whose code has run in the import that is going on
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
+        self._lazy = LazyAttributes(self._module_loaded)
         if hasattr(os, "register_at_fork"):
             _keep_lock_over_forks(weakref.ref(self))
 
@@ -93,6 +95,7 @@ class Weaver:
             self._forget_compiled_code(gone if points else ())
             if not self._advices:
                 self._watcher.uninstall()
+                self._lazy.restore()
 
     def set_enabled(self, advices: Sequence[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
@@ -220,7 +223,9 @@ class Weaver:
                 continue
             places = [place for place in find(module, path) if not is_module(place.raw)]
             if not places:
-                if missing.for_good(alternate, name, module):
+                if self._lazy.wait(name, module, path[0]):
+                    advice.detail = f"module {name} has not been asked for {path[0]}, and makes it only then"
+                elif missing.for_good(alternate, name, module):
                     self._note_missing(advice, rank, missing.what_is_there(path, name, module))
                 continue
             if self._chosen.get(advice, rank) > rank:
