@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from loopback_platform.platform import LoopbackPlatform
 
+from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime.conformance import GROUPS, Result, run_checks, selected_checks
+from sgl_aspects.runtime.conformance.operators import random_tensor
 from sgl_aspects.runtime.conformance.reference_model import greedy_by_transformers, greedy_in_float64
 from sgl_aspects.runtime.conformance.tiny_model import write_tiny_model
 from tests.broken_platforms import FAULTS, POOL_FAULTS
@@ -143,3 +146,26 @@ def test_the_command_reports_faults_that_processes_show(tmp_path: Path) -> None:
     failure = suite.find("testcase[@name='peak']/failure")
     assert failure is not None
     assert failure.get("message") == "write get_current_memory_usage"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--only", "speed"], "no check is called 'speed'"),
+        (["--json", "/no/such/folder/report.json"], "write a file in a folder that exists"),
+    ],
+)
+def test_arguments_that_cannot_be_met(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["conformance", *words])
+    except SystemExit as ended:  # argparse's own way
+        status = int(str(ended.code))
+    assert status == 2
+    assert part in capsys.readouterr().err
+
+
+def test_inputs_are_made_on_the_host_wherever_tensors_go_by_default() -> None:
+    with torch.device("meta"):
+        assert random_tensor(3, dtype=torch.float32, seed=1).device == torch.device("cpu")
