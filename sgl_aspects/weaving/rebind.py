@@ -74,7 +74,9 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
         names = namespace(module)
         if str(names.get("__name__")).startswith("sgl_aspects.weaving"):
             continue
-        # A list first: another thread may be importing into this module.
+        # Lists first: another thread may be importing into this module. Most modules have none of them.
+        if wanted.keys().isdisjoint(map(id, list(names.values()))):
+            continue
         for name, value in list(names.items()):
             pair = wanted.get(id(value))
             if pair is not None and pair.old is value and pair.only_bound_to is None:
