@@ -75,7 +75,7 @@ class ForwardAspect:
         batch = self._batch(args, kwargs)
         platform = self._platform(self._runner(args, kwargs))
         if self._device_name is None and platform is not None:
-            self._device_name = platform.device_name
+            self._device_name = getattr(platform, "device_name", None)
         events = self._events(platform)
         start_ns = time_ns()
         if events is not None:
