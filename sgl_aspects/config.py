@@ -1,4 +1,4 @@
-"""`aspects.toml`: hooks and traced functions declared without code.
+"""`aspects.toml`: hooks declared without code.
 
     [[hook]]
     target = "pkg.mod:Class.method"          # or a list of alternates: the first that exists wins
@@ -7,13 +7,6 @@
     order = 0
     required = false
 
-    [[trace]]
-    target = "pkg.mod:function"
-    name = "prepare"                         # the span's name; left out, the function's own
-    level = 3                                # recorded from this trace level on
-    attributes = { "batch.size" = "batch.batch_size", "tokens" = "result.num_tokens" }
-
-An attribute is a path: a parameter's name, or ``result``, then attribute names. Nothing is evaluated.
 The file is named by ``SGL_ASPECTS_CONFIG``; `sgl-aspects run --config FILE` sets it.
 """
 
@@ -22,7 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +31,6 @@ else:
 VARIABLE = "SGL_ASPECTS_CONFIG"
 
 _HOOK_KEYS = ("target", "hook", "type", "order", "required")
-_TRACE_KEYS = ("target", "name", "level", "attributes")
 _TYPES = tuple(kind.value for kind in HookType)
 
 
@@ -71,22 +63,10 @@ class DeclaredHook:
 
 
 @dataclass(frozen=True)
-class TracedFunction:
-    """One ``[[trace]]``: a function that gets a span of its own."""
-
-    target: Target
-    name: str | None
-    level: int
-    attributes: Mapping[str, tuple[str, ...]]
-    where: str
-
-
-@dataclass(frozen=True)
 class Config:
     """What a configuration file declares."""
 
     hooks: tuple[DeclaredHook, ...] = ()
-    traces: tuple[TracedFunction, ...] = field(default=())
 
 
 def from_environment() -> Config:
@@ -114,11 +94,8 @@ def read(path: str | Path) -> Config:
 
 def parse(document: Mapping[str, Any], path: str) -> Config:
     """Check what was read from ``path``; raises like :func:`read`."""
-    _only(document, ("hook", "trace"), path)
-    return Config(
-        hooks=tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)),
-        traces=tuple(_trace(_Table(entry, where)) for entry, where in _entries(document, "trace", path)),
-    )
+    _only(document, ("hook",), path)
+    return Config(tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)))
 
 
 def _entries(document: Mapping[str, Any], key: str, path: str) -> list[tuple[Mapping[str, Any], str]]:
@@ -177,22 +154,3 @@ def _hook(table: _Table) -> DeclaredHook:
         required=table.get("required", bool, False, "true or false"),
         where=table.where,
     )
-
-
-def _trace(table: _Table) -> TracedFunction:
-    _only(table.values, _TRACE_KEYS, table.where)
-    name = table.values.get("name")
-    if name is not None and (not isinstance(name, str) or not name.strip()):
-        raise ConfigError(f"{table.where}: name = {name!r}: write the span's name, or leave it out")
-    level = table.get("level", int, 3, "a level from 1 to 4")
-    if not 1 <= level <= 4:
-        raise ConfigError(f"{table.where}: level = {level}: write a level from 1 to 4")
-    attributes = table.get("attributes", dict, {}, "a table of attribute paths")
-    for key, path in attributes.items():
-        if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-            raise ConfigError(
-                f"{table.where}: attributes: {key} = {path!r}: write a parameter's name or 'result', "
-                "followed by attribute names, as in 'batch.reqs'"
-            )
-    paths = {key: tuple(path.split(".")) for key, path in attributes.items()}
-    return TracedFunction(table.target(), name, level, paths, table.where)

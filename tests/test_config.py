@@ -25,11 +25,6 @@ required = true
 target = ["new.mod:f", "old.mod:f"]
 hook = "my_hooks:Watch"
 type = "observe"
-
-[[trace]]
-target = "pkg.mod:prepare"
-level = 2
-attributes = { "batch.size" = "batch.batch_size", tokens = "result.num_tokens" }
 """
 
 
@@ -39,7 +34,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_hooks_and_traced_functions_are_read(tmp_path: Path) -> None:
+def test_hooks_are_read(tmp_path: Path) -> None:
     found = config.read(written(tmp_path, GOOD))
     first, second = found.hooks
     assert (str(first.target), first.hook, first.hook_type, first.order, first.required) == (
@@ -50,9 +45,6 @@ def test_hooks_and_traced_functions_are_read(tmp_path: Path) -> None:
         True,
     )
     assert str(second.target) == "new.mod:f | old.mod:f"
-    (trace,) = found.traces
-    assert trace.level == 2
-    assert trace.attributes == {"batch.size": ("batch", "batch_size"), "tokens": ("result", "num_tokens")}
 
 
 def test_reading_imports_nothing(tmp_path: Path) -> None:
@@ -64,7 +56,7 @@ def test_reading_imports_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[[hok]]", ["unknown key 'hok'", "hook, trace"]),
+        ("[[hok]]", ["unknown key 'hok'", "choose from hook"]),
         ("hook = 3", ["hook: write tables", "[[hook]]"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='arround'", ["hook 1", "'arround'", "around, replace"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'", ["type = None", "before, after"]),
@@ -73,11 +65,7 @@ def test_reading_imports_nothing(tmp_path: Path) -> None:
         ("[[hook]]\nhook='m:f'\ntype='around'", ["target = None"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\norder=true", ["order = True", "whole number"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\nordr=1", ["'ordr'", "order, required"]),
-        ("[[trace]]\ntarget='a:b'\nlevel=9", ["trace 1", "level = 9", "1 to 4"]),
-        ("[[trace]]\ntarget='a:b'\nattributes={x='f()'}", ["x = 'f()'", "parameter's name"]),
-        ("[[trace]]\ntarget='a:b'\nattributes={x=3}", ["x = 3"]),
-        ("[[trace]]\ntarget='a:b'\nname=''", ["name = ''"]),
-        ("[[trace", ["is no TOML"]),
+        ("[[hook", ["is no TOML"]),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_and_the_choices(
