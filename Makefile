@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types bench clean sglang-env test-sglang
+.PHONY: help demo test test-slow lint types bench clean sglang-env test-sglang
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
-	@echo "make test    all tests"
+	@echo "make test    all tests but the slow ones"
+	@echo "make test-slow   conformance runs, and packages installed into environments of their own"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
@@ -20,6 +21,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -24,6 +24,8 @@ from sgl_aspects.runtime.conformance.reference_model import greedy_by_transforme
 from sgl_aspects.runtime.conformance.tiny_model import write_tiny_model
 from tests.broken_platforms import FAULTS, POOL_FAULTS
 
+pytestmark = pytest.mark.slow
+
 #: Those that need no other process.
 HERE = [group for group in GROUPS if group not in ("memory", "distributed", "generation")]
 

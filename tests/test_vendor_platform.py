@@ -19,6 +19,8 @@ from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
 from tests.tiny_models import make_llama
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
