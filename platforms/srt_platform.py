@@ -57,10 +57,10 @@ class SRTPlatform(DeviceMixin):
         return "sgl_aspects.runtime.kv_cache:MHATokenPool"
 
     def get_mla_kv_pool_cls(self) -> type | str:
-        self._not_implemented("get_mla_kv_pool_cls")
+        return "sgl_aspects.runtime.kv_cache:MLATokenPool"
 
     def get_nsa_kv_pool_cls(self) -> type | str:
-        self._not_implemented("get_nsa_kv_pool_cls")
+        return "sgl_aspects.runtime.kv_cache:NSATokenPool"
 
     def get_paged_allocator_cls(self) -> type | str:
         return "sgl_aspects.runtime.kv_cache:PagedAllocator"

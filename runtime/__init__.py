@@ -9,7 +9,7 @@ The caller's process:
 The scheduler's process:
     scheduler_process.py  its entry point
     scheduler.py, batch.py         continuous batching: which tokens the model sees in each step
-    kv_cache.py           pages, page table, pool
+    kv_cache/             pages, page table, pools by kind of attention
     model_runner.py, forward_batch.py, sampler.py   one step on the device
     models/, ops/, attention/      the model, written on operators
 Both:

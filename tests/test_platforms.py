@@ -139,8 +139,6 @@ def test_identity_queries_say_exactly_one_family(member: PlatformEnum) -> None:
         "create_graph()",
         "use_stream(object())",
         "get_default_attention_backend()",
-        "get_mla_kv_pool_cls()",
-        "get_nsa_kv_pool_cls()",
         "get_graph_runner_cls()",
         "get_compile_backend()",
         "get_piecewise_backend_cls()",

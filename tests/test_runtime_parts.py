@@ -15,7 +15,14 @@ from sgl_aspects.errors import ConfigError, InvalidRequestError, ModelLoadError
 from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.kv_cache import MHATokenPool, PagedAllocator, PageTable
+from sgl_aspects.runtime.kv_cache import (
+    MHATokenPool,
+    MLATokenPool,
+    NSATokenPool,
+    PagedAllocator,
+    PageTable,
+    token_bytes,
+)
 from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Linear, Operator, RMSNorm
 from sgl_aspects.runtime.sampler import Sampler
@@ -289,6 +296,38 @@ def test_what_is_written_into_the_pool_is_found_by_slot_and_by_page() -> None:
     page = pool.get_page_buffer(1)[1].view(4, 2, 3, 5)
     assert torch.equal(page[2], torch.stack((key[0], value[0])))
     assert not page[[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("kv_cache_dim", [None, 16])
+@pytest.mark.parametrize("pool_class", [MLATokenPool, NSATokenPool])
+def test_compressed_rows_are_found_by_slot_and_by_page(pool_class: Any, kv_cache_dim: int | None) -> None:
+    index = {"index_head_dim": 6} if pool_class is NSATokenPool else {}
+    pool = pool_class(
+        16, 4, torch.float32, 2, CPU, kv_lora_rank=8, qk_rope_head_dim=3, kv_cache_dim=kv_cache_dim, **index
+    )
+    pool.clear([1, 2])
+    slots, key = torch.tensor([6, 9]), torch.randn(2, 1, 11)
+    pool.set_kv_buffer(1, slots, key, key[..., :8])
+    assert torch.equal(pool.get_key_buffer(1)[slots], key)
+    assert torch.equal(pool.get_value_buffer(1)[slots], key[..., :8])
+    keys, values = pool.split_pages(pool.get_page_buffer(1)[[1, 2]], requests=2)
+    assert torch.equal(keys[0, 2], key[0])
+    assert torch.equal(values[1, 1], key[1, :, :8])
+    assert not pool.get_key_buffer(1)[[0, 4, 5, 7, 8, 10, 11]].any()
+    if index:
+        index_key = torch.randn(2, 6)
+        pool.set_index_key_buffer(1, slots, index_key)
+        assert torch.equal(pool.get_index_key_buffer(1)[slots], index_key)
+    pool.clear([1])
+    assert not pool.get_key_buffer(1)[6].any()
+    assert not index or not pool.get_index_key_buffer(1)[6].any()
+
+
+def test_the_bytes_of_a_token_are_those_of_its_rows() -> None:
+    assert token_bytes("mha", torch.bfloat16, 2, head_num=3, head_dim=5) == 2 * 2 * 3 * 5 * 2
+    assert token_bytes("mla", torch.float32, 2, kv_lora_rank=8, qk_rope_head_dim=3) == 2 * 11 * 4
+    sizes = {"kv_lora_rank": 8, "qk_rope_head_dim": 3, "index_head_dim": 6}
+    assert token_bytes("dsa", torch.float32, 2, **sizes) == 2 * 17 * 4
 
 
 # -- operators ---------------------------------------------------------------------------------------

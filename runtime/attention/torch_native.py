@@ -142,8 +142,8 @@ class TorchNativeBackend(AttentionBackend):
         source = self.kv_pool.get_page_buffer(layer.layer_id)
         buffer = self._buffer(len(pages), source)
         torch.index_select(source, 0, pages, out=buffer)
-        rows = buffer.view(requests, -1, 2, layer.num_kv_heads, layer.head_dim)
-        return rows[:, :, 0].transpose(1, 2), rows[:, :, 1].transpose(1, 2)
+        keys, values = self.kv_pool.split_pages(buffer, requests)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     _scratch: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""The paged key-value cache: which pages are free, which belong to which request, and the memory itself.
+"""Which pages of the key-value cache are free, and which belong to which request.
 
     page table, one row for each running request          pool, page_size 4 (slots 0 1 2 3 | 4 5 6 7 | ...)
     row 0 │ 3 5 0 0   six tokens: page 3 full, 5 half      page 0 │ padding: never handed out
@@ -74,59 +74,3 @@ class PageTable:
             return self.table[rows, positions]
         offsets = positions % page_size
         return self.table[rows, positions // page_size].mul_(page_size).add_(offsets)
-
-
-class MHATokenPool:
-    """Keys and values of every layer: one row of ``head_num`` key heads and as many value heads a token.
-
-    ``size`` in tokens. Keys and values of a token lie side by side, so that one gather fetches both.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        layer_num: int,
-        device: torch.device,
-        head_num: int,
-        head_dim: int,
-    ) -> None:
-        self.dtype = dtype
-        pages = size // page_size + 1  # page 0 is the padding
-        # Left as the device gives it: the operating system commits memory as pages are first written.
-        self._pages = torch.empty(
-            layer_num, pages, page_size * 2 * head_num * head_dim, dtype=dtype, device=device
-        )
-        self._pages[:, 0] = 0
-        rows = self._pages.view(layer_num, pages * page_size, 2, head_num, head_dim)
-        self._layer_pages = list(self._pages.unbind(0))
-        self._keys = [layer[:, 0] for layer in rows.unbind(0)]
-        self._values = [layer[:, 1] for layer in rows.unbind(0)]
-
-    @staticmethod
-    def bytes_per_token(dtype: torch.dtype, layer_num: int, head_num: int, head_dim: int) -> int:
-        return layer_num * 2 * head_num * head_dim * dtype.itemsize
-
-    def clear(self, pages: list[int]) -> None:
-        """Zero pages before a request gets them: whatever they held, masked or not, must not be NaN."""
-        self._pages.index_fill_(1, torch.tensor(pages, device=self._pages.device), 0)
-
-    def set_kv_buffer(
-        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Write key and value [tokens, heads, head_dim] of one layer into ``slots``."""
-        self._keys[layer_id].index_copy_(0, slots, key)
-        self._values[layer_id].index_copy_(0, slots, value)
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """[slots, heads, head_dim], a view."""
-        return self._keys[layer_id]
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """[slots, heads, head_dim], a view."""
-        return self._values[layer_id]
-
-    def get_page_buffer(self, layer_id: int) -> torch.Tensor:
-        """[pages, page_size * 2 * heads * head_dim], a view: what a gather by pages reads."""
-        return self._layer_pages[layer_id]
