@@ -10,7 +10,8 @@ The scheduler's process:
     scheduler_process.py  its entry point
     scheduler.py, batch.py         continuous batching: which tokens the model sees in each step
     kv_cache/             pages, page table, pools by kind of attention
-    model_runner.py, forward_batch.py, sampler.py   one step on the device
+    model_runner.py, forward_batch.py               one step on the device
+    logit_adjuster.py, grammar.py, sampler.py, logprobs.py   from logits to tokens
     models/, ops/, attention/      the model, written on operators
 Both:
     server_args.py, sampling_params.py, messages.py, loader/ (what a checkpoint says of itself)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import enum
 import random
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sgl_aspects.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.grammar import Grammar
+    from sgl_aspects.runtime.logprobs import TokenLogprobs
 
 
 class ForwardMode(enum.Enum):
@@ -38,6 +43,14 @@ class Req:
     #: Row of the page table; -1 while waiting.
     row: int = -1
     finish_reason: str | None = None
+    #: Says what went wrong where the reason is "error".
+    error: str | None = None
+    #: Whether the last token only ended the request, and is no text.
+    has_end_token: bool = False
+    #: What the output is held to, where the request brought a schema.
+    grammar: Grammar | None = None
+    #: One for each output token, where the request asked for them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:
@@ -45,7 +58,12 @@ class Req:
 
     @property
     def max_total_tokens(self) -> int:
-        return len(self.input_ids) + self.sampling_params.max_new_tokens
+        return len(self.input_ids) + self.max_new_tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The owner has put a number in the place of None."""
+        return self.sampling_params.max_new_tokens or 0
 
     @property
     def is_prefill_done(self) -> bool:
@@ -91,3 +109,5 @@ class BatchResult:
     """The next token of each request of a batch; None for those whose prompt is not done."""
 
     next_token_ids: list[int | None]
+    #: Empty where nobody asked.
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)

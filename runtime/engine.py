@@ -10,8 +10,10 @@ imports the script again.
 from __future__ import annotations
 
 import multiprocessing
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
@@ -19,7 +21,13 @@ from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.output_receiver import OutputReceiver, StatsCalls
 from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
-from sgl_aspects.runtime.request_manager import GenerateRequest, Prompt, RequestManager, StreamChunk
+from sgl_aspects.runtime.request_manager import (
+    GenerateRequest,
+    Prompt,
+    RequestManager,
+    RequestState,
+    StreamChunk,
+)
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.scheduler_link import SchedulerLink
 from sgl_aspects.runtime.server_args import ServerArgs
@@ -185,12 +193,36 @@ class Engine:
         """As :meth:`submit`, for a conversation."""
         return self._submit(messages, sampling_params, rid, external_trace_header, is_chat=True, stream=True)
 
+    # -- several at once ---------------------------------------------------------------------------------
+
+    def submit_group(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        is_chat: bool = False,
+        rid: str | None = None,
+        external_trace_header: Mapping[str, str] | None = None,
+    ) -> list[list[RequestHandle]]:
+        """Send ``sampling_params.n`` requests for each prompt, which make up one call and one trace.
+
+        Returns the handles of each prompt. Where one cannot be sent, none is.
+        """
+        return self._submit_group(
+            prompts, sampling_params, rid, external_trace_header, is_chat=is_chat, stream=True
+        )
+
     # -- the engine itself ---------------------------------------------------------------------------
 
     @property
     def scheduler_pid(self) -> int:
         """Process id of the scheduler."""
         return self._link.process.pid or 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can serve no more; None while it can."""
+        return self.request_manager.death
 
     def abort(self, rid: str) -> bool:
         """End a request early; False where none with this id is under way."""
@@ -245,24 +277,62 @@ class Engine:
         is_chat: bool,
         stream: bool,
     ) -> RequestHandle:
-        request = GenerateRequest(
-            prompt=prompt,
-            sampling_params=params or SamplingParams(),
-            is_chat=is_chat,
-            stream=stream,
-            headers={name.lower(): value for name, value in (headers or {}).items()},
-        )
-        if rid is not None:
-            request.rid = rid
+        if params is not None and params.n != 1:
+            raise InvalidRequestError(
+                f"n={params.n}: submit_group() is what gives several answers to a prompt"
+            )
+        ((handle,),) = self._submit_group([prompt], params, rid, headers, is_chat=is_chat, stream=stream)
+        return handle
+
+    def _submit_group(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None,
+        rid: str | None,
+        headers: Mapping[str, str] | None,
+        *,
+        is_chat: bool,
+        stream: bool,
+    ) -> list[list[RequestHandle]]:
+        params = params or SamplingParams()
         manager = self.request_manager
-        state = manager.receive_request(request)
+        manager.check_sampling_params(params)
+        headers = {name.lower(): value for name, value in (headers or {}).items()}
+        first = rid or uuid.uuid4().hex
+        count = len(prompts) * params.n
+        states: list[RequestState] = []
         try:
-            manager.tokenize_request(state)
-            manager.send_request(state)
+            for number in range(count):
+                request = GenerateRequest(
+                    prompt=prompts[number // params.n],
+                    sampling_params=_of_choice(params, number % params.n),
+                    rid=f"{first}-{number}" if number else first,
+                    is_chat=is_chat,
+                    stream=stream,
+                    headers=headers,
+                    group=first if count > 1 else "",
+                )
+                states.append(manager.receive_request(request))
+            for number, state in enumerate(states):
+                if number % params.n:
+                    state.input_ids = states[number - 1].input_ids
+                else:
+                    manager.tokenize_request(state)
+            for state in states:
+                manager.send_request(state)
         except BaseException as error:
-            manager.end_request(state, "error", error)
+            for state in states:
+                manager.fail_request(state.rid, error)
             raise
-        return RequestHandle(manager, state)
+        handles = [RequestHandle(manager, state) for state in states]
+        return [handles[start : start + params.n] for start in range(0, count, params.n)]
+
+
+def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """The settings of one of ``n`` answers: each has a seed of its own."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + index) % 2**63)
 
 
 def _one_for_each(value: Any, count: int, name: str, single: type) -> list[Any]:

@@ -7,8 +7,12 @@ list of TokenOutput.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sgl_aspects.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.logprobs import TokenLogprobs
 
 # Why a request ended: "stop" (an end token or a stop text), "length" (max_new_tokens), "abort", "error".
 
@@ -66,8 +70,12 @@ class TokenOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     cached_tokens: int = 0
-    #: Says what went wrong where finish_reason is "error".
+    #: Says what went wrong where finish_reason is "error": an InvalidRequestError's message.
     error: str | None = None
+    #: Whether the last token only ended the request, and is no text.
+    has_end_token: bool = False
+    #: One for each token, where the request asked for them.
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass

@@ -15,6 +15,8 @@ from sgl_aspects.runtime.batch import Batch
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import PageTable
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.logit_adjuster import LogitAdjuster
+from sgl_aspects.runtime.logprobs import TokenLogprobs, token_logprobs
 from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Operator
 from sgl_aspects.runtime.sampler import Sampler
@@ -42,6 +44,9 @@ class ModelRunner:
         self.context_length = choose_context_length(server_args.context_length, self.config.context_length)
         self.load_model()
         self.sampler = Sampler()
+        self.logit_adjuster = LogitAdjuster(
+            server_args.max_running_requests, self.config.vocab_size, self.config.eos_token_ids, self.device
+        )
         self.init_kv_cache()
 
     def load_model(self) -> None:
@@ -113,13 +118,22 @@ class ModelRunner:
         """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing."""
         with self.platform.inference_mode():
             params = [req.sampling_params for req in batch.reqs]
+            samples = batch.samples()
             # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
             uniforms = [
-                req.random.random() if samples and not req.sampling_params.is_greedy else 0.0
-                for req, samples in zip(batch.reqs, batch.samples())
+                req.random.random() if sampling and not req.sampling_params.is_greedy else 0.0
+                for req, sampling in zip(batch.reqs, samples)
             ]
-            tokens: list[int] = self.sampler(logits, params, uniforms).tolist()
+            adjusted = self.logit_adjuster(logits, batch.reqs, samples)
+            tokens: list[int] = self.sampler(adjusted, params, uniforms).tolist()
             return tokens
+
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: list[int], batch: Batch
+    ) -> list[TokenLogprobs | None]:
+        """For each request that asked, of the distribution before penalties and temperature."""
+        with self.platform.inference_mode():
+            return token_logprobs(logits, token_ids, [req.sampling_params.logprobs for req in batch.reqs])
 
 
 def choose_context_length(wanted: int | None, of_model: int) -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sgl_aspects.runtime.request_manager import RequestManager, RequestState, StreamChunk
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,8 @@ class GenerationResult:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    #: One for each output token, where ``SamplingParams.logprobs`` asked for them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def completion_tokens(self) -> int:
@@ -36,6 +44,15 @@ class RequestHandle:
     def rid(self) -> str:
         return self._state.rid
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self._state.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache; known with the first chunk."""
+        return self._state.cached_tokens
+
     def __iter__(self) -> Iterator[StreamChunk]:
         """Leaving the loop early aborts the request."""
         try:
@@ -43,6 +60,30 @@ class RequestHandle:
                 yield chunk
             self._raise_error()
         finally:
+            self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        """The same for ``async for``: the event loop goes on while the next chunk is awaited."""
+        loop, state, ready = asyncio.get_running_loop(), self._state, asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ready.set)
+
+        state.wake = wake
+        try:
+            while True:
+                ready.clear()
+                try:
+                    while (chunk := state.chunks.get_nowait()) is not None:
+                        yield chunk
+                except queue.Empty:
+                    await ready.wait()
+                else:
+                    break
+            self._raise_error()
+        finally:
+            state.wake = None
             self.abort()
 
     def result(self, timeout: float | None = None) -> GenerationResult:
@@ -58,6 +99,7 @@ class RequestHandle:
             finish_reason=state.finish_reason or "",
             prompt_tokens=state.prompt_tokens,
             cached_tokens=state.cached_tokens,
+            logprobs=list(state.logprobs),
         )
 
     def abort(self) -> bool:

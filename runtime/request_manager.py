@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import queue
+import reprlib
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
+from sgl_aspects.runtime.grammar import check_json_schema
 from sgl_aspects.runtime.messages import AbortRequest, TokenizedRequest, TokenOutput
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.text_stream import IncrementalDecoder, StopTexts
 from sgl_aspects.runtime.tokenizer import ChatMessage, Tokenizer
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.logprobs import TokenLogprobs
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
@@ -31,6 +36,8 @@ class GenerateRequest:
     stream: bool = False
     #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
     headers: Mapping[str, str] = field(default_factory=dict)
+    #: Of several requests that one call led to, the id of the first; empty where there is but one.
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    #: One for each token, where the request asked for them.
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class RequestState:
@@ -53,6 +62,7 @@ class RequestState:
         self.model = model
         self.input_ids: list[int] = []
         self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -63,12 +73,20 @@ class RequestState:
         #: Chunks for the one who reads this request; ``finished`` is set after the last was put.
         self.chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
         self.finished = threading.Event()
+        #: Called, in the thread that receives, after something was put into ``chunks``.
+        self.wake: Callable[[], None] | None = None
         self.decoder: IncrementalDecoder | None = None
         self.stop_texts = StopTexts(request.sampling_params.stop)
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.input_ids)
+
+    def put_chunk(self, chunk: StreamChunk | None) -> None:
+        self.chunks.put(chunk)
+        wake = self.wake
+        if wake is not None:
+            wake()
 
 
 class RequestManager:
@@ -97,14 +115,15 @@ class RequestManager:
         #: The requests under way. Whoever takes one out ends it, so that each ends once.
         self._states: dict[str, RequestState] = {}
         self._lock = threading.Lock()
-        self._death: str | None = None
+        #: Why no request is taken any more; None while they are.
+        self.death: str | None = None
 
     def receive_request(self, request: GenerateRequest) -> RequestState:
         """InvalidRequestError where a request with this id is under way; nothing is received then."""
         state = RequestState(request, self.model)
         with self._lock:
-            if self._death is not None:
-                raise SchedulerDiedError(self._death)
+            if self.death is not None:
+                raise SchedulerDiedError(self.death)
             if request.rid in self._states:
                 raise InvalidRequestError(
                     f"request id {request.rid!r} is in use: choose another, or leave it out"
@@ -127,8 +146,20 @@ class RequestManager:
         state.input_ids = tokens
         return tokens
 
+    def check_sampling_params(self, params: SamplingParams) -> None:
+        """InvalidRequestError for what can be told only with the model: token ids, the schema."""
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name):
+                self._check_id(token, f"{name}: ")
+        if isinstance(params.json_schema, str):
+            check_json_schema(params.json_schema)
+
     def send_request(self, state: RequestState) -> None:
-        self._send(TokenizedRequest(state.rid, state.input_ids, state.request.sampling_params))
+        params = state.request.sampling_params
+        if params.max_new_tokens is None:
+            room = min(self._context_length, self._max_total_tokens) - state.prompt_tokens
+            params = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
+        self._send(TokenizedRequest(state.rid, state.input_ids, params))
 
     def handle_output(self, output: TokenOutput) -> None:
         """Take in what a request got in one step. Outputs of a request that has ended are dropped."""
@@ -140,6 +171,7 @@ class RequestManager:
             state.first_token_time_ns = time.time_ns()
             state.cached_tokens = output.cached_tokens
         state.output_ids.extend(output.token_ids)
+        state.logprobs.extend(output.logprobs or ())
         text = self._new_text(state, output)
         finish_reason = output.finish_reason
         if state.stop_texts.found and finish_reason in (None, "length", "stop"):
@@ -148,9 +180,11 @@ class RequestManager:
             finish_reason = "stop"
         state.text += text
         if text or finish_reason is not None or output.token_ids:
-            state.chunks.put(StreamChunk(state.rid, text, output.token_ids, finish_reason))
+            chunk = StreamChunk(state.rid, text, output.token_ids, finish_reason, output.logprobs)
+            state.put_chunk(chunk)
         if finish_reason is not None:
-            self.end_request(state, finish_reason)
+            error = InvalidRequestError(output.error or "") if finish_reason == "error" else None
+            self.end_request(state, finish_reason, error)
 
     def detokenize(self, state: RequestState, token_ids: Sequence[int]) -> str:
         """The text that these further tokens add, as far as it is certain."""
@@ -166,7 +200,7 @@ class RequestManager:
         state.error = error
         state.finished_time_ns = time.time_ns()
         state.finished.set()
-        state.chunks.put(None)
+        state.put_chunk(None)
 
     def abort(self, rid: str) -> bool:
         """Ask the scheduler to end the request; False where none with this id is under way."""
@@ -196,18 +230,18 @@ class RequestManager:
     def scheduler_died(self, error: SchedulerDiedError) -> None:
         """End every request with this error, each with an instance of its own, and refuse all later ones."""
         with self._lock:
-            self._death = str(error)
+            self.death = str(error)
             states = list(self._states.values())
         for state in states:
-            self.end_request(state, "error", SchedulerDiedError(self._death))
+            self.end_request(state, "error", SchedulerDiedError(self.death))
 
     # -- helpers -------------------------------------------------------------------------------------
 
     def _new_text(self, state: RequestState, output: TokenOutput) -> str:
-        shown = output.token_ids
-        if output.finish_reason == "stop" and shown:
-            shown = shown[:-1]  # the token that ended it is no text, even where it is not a special one
-        text = state.stop_texts.add(self.detokenize(state, shown))
+        shown = output.token_ids[:-1] if output.has_end_token else output.token_ids
+        text = self.detokenize(state, shown)
+        if len(state.output_ids) > state.request.sampling_params.min_new_tokens:
+            text = state.stop_texts.add(text)
         if output.finish_reason is not None and not state.stop_texts.found:
             text += state.stop_texts.add(state.decoder.flush() if state.decoder else "")
             if not state.stop_texts.found:
@@ -220,13 +254,18 @@ class RequestManager:
                 f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
             )
         for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{token!r} is no token id: this model's are the numbers from 0 to {self._vocab_size - 1}"
-                )
+            self._check_id(token)
         return list(prompt)
 
-    def _check_length(self, prompt_tokens: int, max_new_tokens: int) -> None:
+    def _check_id(self, token: Any, where: str = "") -> None:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+            raise InvalidRequestError(
+                f"{where}{reprlib.repr(token)} is no token id: this model's are the numbers from 0 to "
+                f"{self._vocab_size - 1}"
+            )
+
+    def _check_length(self, prompt_tokens: int, wanted_tokens: int | None) -> None:
+        max_new_tokens = wanted_tokens or 1  # None: at least one
         wanted = f"the prompt's {prompt_tokens} tokens and max_new_tokens={max_new_tokens}"
         if prompt_tokens + max_new_tokens > self._context_length:
             raise InvalidRequestError(

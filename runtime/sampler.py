@@ -53,7 +53,9 @@ class Sampler:
         # Enough candidates for every row: its k where it has one, a guess where only p cuts.
         wanted = max(p.top_k or _CANDIDATES for p in params)
         best, indices = probabilities.topk(min(wanted, vocab), dim=-1)
-        sure = best.double().sum(dim=-1) >= top_p
+        min_p = torch.tensor([p.min_p for p in params], device=probabilities.device, dtype=torch.float64)
+        least = min_p * best[:, 0].double()
+        sure = (best.double().sum(dim=-1) >= top_p) | (best[:, -1] < least)
         if not bool((sure | (top_k <= best.shape[-1])).all()):
             best, indices = probabilities.sort(dim=-1, descending=True)
         best = best.double()
@@ -63,12 +65,13 @@ class Sampler:
         whole = torch.where(top_k < vocab, best.sum(dim=-1), 1.0)
         before = best.cumsum(dim=-1) - best
         # A token stays while those before it do not reach p: the first always does.
-        best = best.masked_fill(before >= (top_p * whole).unsqueeze(1), 0.0)
+        dropped = (before >= (top_p * whole).unsqueeze(1)) | (best < least.unsqueeze(1))
+        best = best.masked_fill(dropped, 0.0)
         return indices.gather(1, _draw(best, uniforms).unsqueeze(1)).squeeze(1)
 
 
 def _keeps_all(params: SamplingParams) -> bool:
-    return params.top_p >= 1.0 and params.top_k is None
+    return params.top_p >= 1.0 and params.top_k is None and params.min_p == 0.0
 
 
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

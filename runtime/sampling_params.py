@@ -2,47 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 from sgl_aspects.errors import InvalidRequestError
 
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Checked when it is made: a value out of range is an InvalidRequestError.
+    """Checked when it is made: a value out of range is an InvalidRequestError that names field and range.
 
-    The order is the one transformers uses: temperature, then top_k, then top_p over what top_k left.
+    The order is the one transformers uses: penalties, biases and forbidden tokens first, then temperature,
+    top_k, top_p over what top_k left, min_p.
     """
 
-    max_new_tokens: int = 128
-    #: 0 takes the likeliest token (greedy); no other field below has an effect on the choice then.
+    #: None: as many as the context length and the key-value cache leave after the prompt.
+    max_new_tokens: int | None = 128
+    #: 0 takes the likeliest token (greedy); seed, top_k, top_p and min_p have no effect then.
     temperature: float = 0.0
     #: Keep the fewest likeliest tokens whose probabilities reach this sum.
     top_p: float = 1.0
     #: Keep this many of the likeliest tokens; None keeps all.
     top_k: int | None = None
+    #: Keep the tokens that are at least this share of the likeliest one's probability.
+    min_p: float = 0.0
+    #: Above 1 makes tokens of prompt and output less likely: positive logits are divided by it, negative ones
+    #: multiplied.
+    repetition_penalty: float = 1.0
+    #: Taken from a token's logit for each time that it is in the output.
+    frequency_penalty: float = 0.0
+    #: Taken from a token's logit once it is in the output.
+    presence_penalty: float = 0.0
+    #: Added to the logits of these tokens.
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     #: The same seed, prompt and settings give the same tokens, whatever else is in the batch.
     seed: int | None = None
+    #: End tokens and stop texts do not count before so many tokens.
+    min_new_tokens: int = 0
     #: Tokens that end the request, beside the model's own end-of-text tokens.
     stop_token_ids: Sequence[int] = ()
     #: Texts that end the request; they are not part of its text.
     stop: Sequence[str] = ()
     #: Go on past the model's own end-of-text tokens.
     ignore_eos: bool = False
+    #: Tell each token's log probability, and those of so many of the likeliest; None tells nothing. Of the
+    #: model's own distribution, before penalties and temperature.
+    logprobs: int | None = None
+    #: Answers to one prompt, each with a seed of its own.
+    n: int = 1
+    #: The text is JSON that this schema allows: a dict, or JSON text. Needs the package's extra "json".
+    json_schema: str | Mapping[str, Any] | None = None
+    #: Whether the logits are changed before a token is chosen. Such a request must know its last token.
+    adjusts_logits: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            _refuse("max_new_tokens", self.max_new_tokens, "a whole number of at least 1")
+        self._check_numbers()
+        self._check_lists()
+        if not isinstance(self.ignore_eos, bool):
+            _refuse("ignore_eos", self.ignore_eos, "True or False")
+        schema = self.json_schema
+        if isinstance(schema, Mapping):
+            schema = json.dumps(schema)
+        if schema is not None and not isinstance(schema, str):
+            _refuse("json_schema", schema, "a JSON schema as a dict or as text, or None")
+        if schema is not None and self.min_new_tokens:
+            _refuse("min_new_tokens", self.min_new_tokens, "0 beside json_schema, which says when to end")
+        object.__setattr__(self, "json_schema", schema)
+        adjusts = self.has_penalties or self.logit_bias or self.min_new_tokens or schema is not None
+        object.__setattr__(self, "adjusts_logits", bool(adjusts))
+
+    def _check_numbers(self) -> None:
+        if self.max_new_tokens is not None:
+            self._check_integer("max_new_tokens", 1)
+        self._check_integer("min_new_tokens", 0)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            _refuse("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens={self.max_new_tokens}")
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             _refuse("temperature", self.temperature, "a finite number of at least 0 (0 is greedy)")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             _refuse("top_p", self.top_p, "a number above 0 and up to 1")
         if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
             _refuse("top_k", self.top_k, "a whole number of at least 1, or None for all tokens")
-        if self.seed is not None and not _is_integer(self.seed):
-            _refuse("seed", self.seed, "a whole number, or None")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            _refuse("min_p", self.min_p, "a number from 0 to 1")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= 100:
+            _refuse("repetition_penalty", self.repetition_penalty, "a number above 0 and up to 100")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            if not _is_number(value) or not -2 <= value <= 2:
+                _refuse(name, value, "a number from -2 to 2")
+        if self.seed is not None and (not _is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):
+            _refuse("seed", self.seed, "a whole number of 64 bits, or None")
+        if self.logprobs is not None:
+            self._check_integer("logprobs", 0, MAX_TOP_LOGPROBS)
+        self._check_integer("n", 1, MAX_CHOICES)
+
+    def _check_integer(self, name: str, lowest: int, highest: int | None = None) -> None:
+        value = getattr(self, name)
+        if not _is_integer(value) or value < lowest or (highest is not None and value > highest):
+            limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+            _refuse(name, value, f"a whole number {limits}")
+
+    def _check_lists(self) -> None:
         stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not _is_list_of(stops, str) or "" in stops:
             _refuse("stop", self.stop, "a text or a list of texts, none of them empty")
@@ -50,25 +117,35 @@ class SamplingParams:
             _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            _refuse("ignore_eos", self.ignore_eos, "True or False")
+        biases = self.logit_bias
+        if not isinstance(biases, Mapping) or not all(
+            _is_integer(token) and _is_number(bias) and -100 <= bias <= 100 for token, bias in biases.items()
+        ):
+            _refuse("logit_bias", biases, "a dict of token ids and numbers from -100 to 100")
+        object.__setattr__(self, "logit_bias", dict(biases))
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty)
+
 
 def _refuse(name: str, value: object, choices: str) -> NoReturn:
-    raise InvalidRequestError(f"{name}={value!r}: write {choices}")
+    raise InvalidRequestError(f"{name}={reprlib.repr(value)}: write {choices}")
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list_of(values: object, kind: type) -> TypeGuard[Sequence[Any]]:
-    return isinstance(values, Sequence) and all(isinstance(value, kind) for value in values)
+    return isinstance(values, Sequence) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in values
+    )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -12,11 +12,14 @@ import os
 import random
 from collections import deque
 from collections.abc import Iterator
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
+from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.batch import Batch, BatchResult, ForwardMode, Req
+from sgl_aspects.runtime.grammar import GrammarCompiler
 from sgl_aspects.runtime.messages import (
     AbortRequest,
     ReadyMessage,
@@ -55,6 +58,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @cached_property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Made for the first request with a schema; InvalidRequestError where the library is missing."""
+        runner = self.model_runner
+        return GrammarCompiler(
+            runner.checkpoint.load_tokenizer(), runner.config.vocab_size, runner.config.eos_token_ids
+        )
 
     def event_loop(self) -> None:
         """Serve until told to stop, or until the owner is gone."""
@@ -99,6 +110,13 @@ class Scheduler:
         if seed is None:
             seed = self._seeds.getrandbits(64)
         req = Req(message.rid, message.input_ids, message.sampling_params, random.Random(seed))
+        if message.sampling_params.json_schema is not None:
+            try:
+                req.grammar = self.grammar_compiler.compile(str(message.sampling_params.json_schema))
+            except InvalidRequestError as error:
+                req.finish_reason, req.error = "error", str(error)
+                self.stream_output([req])
+                return req
         if (
             req.max_total_tokens > self.kv_allocator.total_size
         ):  # the owner checks too: it would wait for ever
@@ -169,26 +187,41 @@ class Scheduler:
     def run_batch(self, batch: Batch) -> BatchResult:
         logits = self.model_runner.forward(batch)
         tokens = self.model_runner.sample(logits, batch)
-        return BatchResult([token if samples else None for token, samples in zip(tokens, batch.samples())])
+        logprobs = []
+        if any(req.sampling_params.logprobs is not None for req in batch.reqs):
+            logprobs = self.model_runner.logprobs(logits, tokens, batch)
+        return BatchResult(
+            [token if samples else None for token, samples in zip(tokens, batch.samples())], logprobs
+        )
 
     def process_batch_result(self, batch: Batch, result: BatchResult) -> None:
         """Add the new tokens to their requests, and end those that are done."""
-        for req, count, token in zip(batch.reqs, batch.num_new_tokens, result.next_token_ids):
+        for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, result.next_token_ids)):
             req.computed_tokens += count
             if token is None:
                 continue
             req.output_ids.append(token)
+            if result.logprobs and (logprobs := result.logprobs[i]) is not None:
+                req.logprobs.append(logprobs)
             reason = self._finish_reason(req, token)
             if reason is not None:
                 self.finish_request(req, reason)
 
     def _finish_reason(self, req: Req, token: int) -> str | None:
         params = req.sampling_params
-        if token in params.stop_token_ids:
+        is_eos = token in self.model_runner.config.eos_token_ids
+        if token in params.stop_token_ids or (is_eos and not params.ignore_eos):
+            req.has_end_token = True
             return "stop"
-        if token in self.model_runner.config.eos_token_ids and not params.ignore_eos:
-            return "stop"
-        return "length" if len(req.output_ids) >= params.max_new_tokens else None
+        if req.grammar is not None:
+            req.grammar.accept(token)
+            if req.grammar.error:
+                req.error = f"the output cannot be held to json_schema: {req.grammar.error}"
+                return "error"
+            if req.grammar.is_complete:
+                req.has_end_token = is_eos
+                return "stop"
+        return "length" if len(req.output_ids) >= req.max_new_tokens else None
 
     def finish_request(self, req: Req, finish_reason: str) -> None:
         """Give back all that the request holds. Its last output carries the reason."""
@@ -207,7 +240,18 @@ class Scheduler:
         for req in reqs:
             new = req.output_ids[req.sent_tokens :]
             if new or req.finish_reason is not None:
-                outputs.append(TokenOutput(req.rid, new, req.finish_reason, req.cached_tokens))
+                logprobs = req.logprobs[req.sent_tokens :] if req.logprobs else None
+                outputs.append(
+                    TokenOutput(
+                        req.rid,
+                        new,
+                        req.finish_reason,
+                        req.cached_tokens,
+                        req.error,
+                        req.has_end_token,
+                        logprobs,
+                    )
+                )
                 req.sent_tokens += len(new)
         if outputs:
             self.connection.send(outputs)

@@ -47,6 +47,7 @@ EMBEDDED = Catalog(
     attributes={
         "request.rid": "rid",
         "request.headers": "headers",
+        "request.group": "group",
         "request.operation": lambda request: "chat" if request.is_chat else "text_completion",
         "request.stream": "stream",
         "request.max_tokens": "sampling_params.max_new_tokens",
@@ -54,7 +55,10 @@ EMBEDDED = Catalog(
         "request.top_p": "sampling_params.top_p",
         "request.top_k": "sampling_params.top_k",
         "request.seed": "sampling_params.seed",
+        "request.frequency_penalty": lambda request: request.sampling_params.frequency_penalty or None,
+        "request.presence_penalty": lambda request: request.sampling_params.presence_penalty or None,
         "request.stop_sequences": "sampling_params.stop",
+        "request.choice.count": lambda request: request.sampling_params.n if request.group else None,
         "manager.model": "model",
         "state.rid": "rid",
         "state.model": "model",

@@ -40,6 +40,7 @@ REQUEST_ATTRIBUTES = (
     "frequency_penalty",
     "presence_penalty",
     "stop_sequences",
+    "choice.count",
 )
 
 
@@ -50,6 +51,7 @@ class _Live:
     span_id: int
     start_ns: int
     model: str
+    origin: context.TraceContext
     detokenize_start: int = 0
     detokenize_end: int = 0
     detokenize_busy: int = 0
@@ -78,7 +80,7 @@ class RequestAspect:
         self._attributes = [
             (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
         ]
-        self._choice_count = reader("request.choice_count")
+        self._group = reader("request.group")
         self._rid = reader("state.rid")
         self._model = reader("state.model")
         self._engine_model = reader("manager.model")
@@ -118,10 +120,12 @@ class RequestAspect:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
-        origin = context.of_request(self._headers(request), recorder.sample)
+        # Several requests of one call are one trace, even where the call brought none along.
+        first = self._live.get(self._group(request) or "")
+        origin = first.origin if first else context.of_request(self._headers(request), recorder.sample)
         recorder.request_begin(span_id, rid, start_ns, origin, f"{operation} {model}", attributes)
         if error is None:
-            self._live[rid] = _Live(span_id, start_ns, model)
+            self._live[rid] = _Live(span_id, start_ns, model, origin)
         else:
             recorder.span(span_id, span_id, 0, REQUEST, start_ns, time_ns(), (), error_type(error))
 
