@@ -23,11 +23,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from sgl_aspects.tracing import ring_format
 from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.ring_reader import RunReader
+from sgl_aspects.tracing.run_reader import RunReader
 
 ROUNDS = 15
 BATCH = 2000
-FORWARD = SpanType("forward", ("mode", "size", "tokens", "share"))
+FORWARD = SpanType("forward", {"mode": str, "size": int, "tokens": int, "share": float})
 ATTRIBUTES: dict[str, Any] = {"mode": "decode", "size": 12, "tokens": 12, "share": 0.25}
 
 
@@ -57,14 +57,14 @@ def spans() -> None:
     """Nanoseconds of the traced thread for one span with four attributes; medians of interleaved rounds."""
     with _folder() as folder:
         recorder = RingRecorder(folder)
-        new_id, clock = recorder.new_id, time.time_ns
+        new_id, clock, write = recorder.new_id, time.time_ns, recorder.spans(FORWARD)
 
         def ours() -> None:
             start = clock()
-            recorder.span(new_id(), 1, 1, FORWARD, start, clock(), ("decode", 12, 12, 0.25))
+            write(new_id(), 1, 1, start, clock(), ("decode", 12, 12, 0.25))
 
         def record_only() -> None:
-            recorder.span(5, 1, 1, FORWARD, 1, 2, ("decode", 12, 12, 0.25))
+            write(5, 1, 1, 1, 2, ("decode", 12, 12, 0.25))
 
         sdk = TracerProvider()
         sdk.add_span_processor(BatchSpanProcessor(_Nowhere(), max_queue_size=1 << 20))
@@ -93,7 +93,7 @@ def spans() -> None:
                 for _ in range(BATCH):
                     subject()
                 times[name].append((time.perf_counter_ns() - before) / BATCH)
-                recorder._words[ring_format.WORD_TAKEN] = recorder._limit  # an attentive collector
+                recorder._words[ring_format.WORD_TAKEN] = recorder._slots._limit  # an attentive collector
         base = statistics.median(times["ours: with its two clock readings and its id"])
         for name, found in times.items():
             median = statistics.median(found)
@@ -169,7 +169,7 @@ def steps() -> None:
     with _folder() as folder:
         recorder = RingRecorder(folder)
         recorder.open()
-        state = SchedulerState()
+        state = SchedulerState(recorder)
         observers: dict[str, list[Any]] = {}
         for aspect in (
             ScheduledRequestAspect(recorder, EMBEDDED, state),
@@ -204,7 +204,7 @@ def steps() -> None:
                 for _ in range(500):
                     call("step", (scheduler,), None, children)
                 found.append((time.perf_counter_ns() - before) / 500 / 1000)
-                recorder._words[ring_format.WORD_TAKEN] = recorder._limit
+                recorder._words[ring_format.WORD_TAKEN] = recorder._slots._limit
             print(
                 f"level {level}: median {statistics.median(found):6.2f} us a step, best {min(found):6.2f} us"
             )
@@ -212,8 +212,9 @@ def steps() -> None:
 
 
 def _write(recorder: RingRecorder, first: int, count: int) -> None:
+    write = recorder.spans(FORWARD)
     for number in range(count):
-        recorder.span(first + number + 1, 1, 1, FORWARD, 1, 2, ("decode", number, 12, 0.25))
+        write(first + number + 1, 1, 1, 1, 2, ("decode", number, 12, 0.25))
 
 
 def _write_in_process(folder: str, first: int, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def read_page(path: Path) -> dict[str, Any]:
         return int.from_bytes(data[offset : offset + 8], "little")
 
     assert data[:8] == b"SGLARING"
-    assert word(8) == 1
+    assert word(8) == 2
     slots, slot_bytes, definitions_at, slots_at = word(40), word(48), word(56), word(64)
     assert len(data) == slots_at + slots * slot_bytes
     definitions = _definitions(data[definitions_at : definitions_at + word(16 * 8)])
@@ -39,12 +40,10 @@ def read_page(path: Path) -> dict[str, Any]:
             error = values.pop() if has_error else ""
             after = 5 + len(codes)
             all_links = links.pop(words[0], []) + words[after : after + count]
-            records.append(
-                ("span", *words[:3], name, tuple(names), words[3], words[4], error, values, all_links)
-            )
+            records.append(("span", name, names, *words[:5], values, error, all_links))
         elif kind == 3:
             name, names, *_ = definitions[index]
-            records.append(("begin", *words[:3], name, tuple(names), words[3]))
+            records.append(("begin", name, names, *words[:4]))
         elif kind == 4:
             records.append(("sent", words[0]))
         elif kind == 5:
@@ -54,7 +53,7 @@ def read_page(path: Path) -> dict[str, Any]:
             if kind == 7:
                 text = json.loads(pieces.pop(words[0])[:index])
                 if text[0] == "S":
-                    text[5] = tuple(text[5])
+                    text[-1] = links.pop(text[3], []) + text[-1]
                 records.append(({"R": "received", "A": "seen", "S": "span"}[text[0]], *text[1:]))
     return {"pid": word(16), "dropped": word(17 * 8), "taken": word(24 * 8), "records": records}
 
@@ -70,7 +69,7 @@ def _definitions(data: bytes) -> list[Any]:
 
 
 def _value(code: str, data: bytes, definitions: list[Any]) -> Any:
-    if code == "f":
+    if code == "f" and data != struct.pack("<d", 2**63 - 1024):
         sign = -1 if data[7] & 0x80 else 1
         exponent = (data[7] & 0x7F) << 4 | data[6] >> 4
         fraction = int.from_bytes(data[:7], "little") & (1 << 52) - 1
@@ -78,4 +77,6 @@ def _value(code: str, data: bytes, definitions: list[Any]) -> Any:
             return sign * fraction * 2.0**-1074
         return sign * (1 + fraction / (1 << 52)) * 2.0 ** (exponent - 1023)
     number = int.from_bytes(data, "little", signed=True)
-    return {"i": number, "b": bool(number), "n": None}.get(code, definitions[number] if code == "t" else None)
+    if code == "t":
+        return definitions[number]
+    return None if code == "f" or number == 2**63 - 1024 else number if code == "i" else bool(number)

@@ -21,14 +21,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from sgl_aspects.tracing import TraceSession, attach, context, ring_format
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import SpanEnd, SpanType
+from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.ring_reader import RunReader
+from sgl_aspects.tracing.run_reader import RunReader
 from tests import workers
 from tests.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 
 spawn = multiprocessing.get_context("spawn")
-REQUEST = SpanType("request", ("gen_ai.usage.output_tokens",))
+REQUEST = SpanType("request", {"gen_ai.usage.output_tokens": int})
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +48,13 @@ def begin(session: TraceSession, rid: str, origin: TraceContext | None = None) -
     """Records the caller's side of a request; the function returned ends it and gives its span id."""
     recorder, start = session.recorder, time.time_ns()
     span_id = recorder.new_id()
-    recorder.request_begin(span_id, rid, start, origin or context.new(), "chat m", {"gen_ai.request.id": rid})
-    recorder.request_sent(span_id)
+    recorder.write(
+        RequestBegin(span_id, rid, start, *(origin or context.new()), "chat m", {"gen_ai.request.id": rid})
+    )
+    recorder.write(RequestSent(span_id))
 
     def end(error: str = "") -> int:
-        recorder.span(span_id, span_id, 0, REQUEST, start, time.time_ns(), [3], error)
+        recorder.spans(REQUEST)(span_id, span_id, 0, start, time.time_ns(), [3], error)
         return span_id
 
     return end
@@ -168,8 +170,8 @@ def test_a_request_that_was_never_sent_is_passed_over(receiver: Receiver) -> Non
     with attach(endpoint=receiver.endpoint) as session:
         recorder, now = session.recorder, time.time_ns()
         failed = recorder.new_id()
-        recorder.request_begin(failed, "same", now, context.new(), "chat m", {})
-        recorder.span(failed, failed, 0, REQUEST, now, now, [0], "ValueError")
+        recorder.write(RequestBegin(failed, "same", now, *context.new(), "chat m", {}))
+        recorder.spans(REQUEST)(failed, failed, 0, now, now, [0], "ValueError")
         end = begin(session, "same", TraceContext(0x77))
         run_scheduler(session, ["same"])
         end()
@@ -285,17 +287,10 @@ def test_the_console_exporter_writes_to_the_engine_s_output(capfd: pytest.Captur
 def test_values_that_no_encoder_takes_do_not_cost_the_batch(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
         recorder, now = session.recorder, time.time_ns()
-        odd = SpanType("odd", ("huge", "text", "thing", "absent", "list"))
+        odd = SpanType("odd", {"huge": int, "text": str, "thing": str, "absent": str, "list": list})
         span_id = recorder.new_id()
-        recorder.span(
-            span_id,
-            span_id,
-            0,
-            odd,
-            now,
-            now,
-            [1 << 70, "a\ud800b", 1j, None, [1, 2]],  # type: ignore[list-item]
-        )
+        values = [1 << 70, "a\ud800b", 1j, None, [1, 2]]
+        recorder.spans(odd)(span_id, span_id, 0, now, now, values)  # type: ignore[arg-type]
         begin(session, "r\ud800")()
     assert len(receiver.spans) == 2
     (span,) = receiver.named("odd")
@@ -306,7 +301,7 @@ def test_a_writer_far_ahead_drops_and_counts(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(ring_format, "SLOTS", 256)
     recorder = RingRecorder(str(tmp_path))
     for number in range(1000):
-        recorder.span(recorder.new_id(), 1, 1, REQUEST, 1, 2, [number])
+        recorder.spans(REQUEST)(recorder.new_id(), 1, 1, 1, 2, [number])
     reader = RunReader(str(tmp_path))
     first = [record for _, record in reader.poll()]
     assert [record.values for record in first if isinstance(record, SpanEnd)] == [[n] for n in range(255)]
@@ -314,7 +309,7 @@ def test_a_writer_far_ahead_drops_and_counts(monkeypatch: pytest.MonkeyPatch, tm
         first += [record for _, record in reader.poll()]
     assert len(first) == 256
     assert reader.dropped == 744
-    recorder.span(recorder.new_id(), 1, 1, REQUEST, 1, 2, [2000])
+    recorder.spans(REQUEST)(recorder.new_id(), 1, 1, 1, 2, [2000])
     (record,) = [record for _, record in reader.poll()]
     assert isinstance(record, SpanEnd)
     assert record.values == [2000]
@@ -437,12 +432,12 @@ def test_a_program_that_just_ends_has_delivered(receiver: Receiver, tmp_path: Pa
         import time
         from sgl_aspects.tracing import context, session
         from sgl_aspects.tracing.plugin import activate
-        from sgl_aspects.tracing.records import SpanType
+        from sgl_aspects.tracing.records import RequestBegin, SpanType
         activate()
         recorder, now = session.current().recorder, time.time_ns()
         span_id = recorder.new_id()
-        recorder.request_begin(span_id, "r", now, context.new(), "chat m", {})
-        recorder.span(span_id, span_id, 0, SpanType("x"), now, now + 5)
+        recorder.write(RequestBegin(span_id, "r", now, *context.new(), "chat m", {}))
+        recorder.spans(SpanType("x"))(span_id, span_id, 0, now, now + 5)
         print(session.current().run_folder)
     """
     environment = {**os.environ, "SGL_ASPECTS_TRACE": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}

@@ -19,7 +19,7 @@ from sgl_aspects.tracing.aspects.step import StepAspect
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.join import Joiner
 from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.ring_reader import RunReader
+from sgl_aspects.tracing.run_reader import RunReader
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -86,7 +86,8 @@ def test_reading_contexts_loads_no_opentelemetry() -> None:
 
 
 def test_a_user_s_span_inside_a_step_is_its_child(tmp_path: Path) -> None:
-    recorder, state = RingRecorder(str(tmp_path)), SchedulerState()
+    recorder = RingRecorder(str(tmp_path))
+    state = SchedulerState(recorder)
     (step,) = [
         observation
         for observation in StepAspect(recorder, EMBEDDED, state).observations()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.ring_reader import RunReader
+from sgl_aspects.tracing.run_reader import RunReader
 from tests import workers
 from tests.otlp_receiver import spans_of
 from tests.test_tracing_collector import begin, read_file, run_scheduler

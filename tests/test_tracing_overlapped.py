@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.recorder import SpanWriter
+from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from tests.stand_ins import Engine
 
 SCHEDULER = """
@@ -37,24 +39,23 @@ class Memory:
 
     level: int = 3
     sample: int = 1 << 32
-    spans: list[tuple[Any, ...]] = field(default_factory=list)
-    begun: list[tuple[Any, ...]] = field(default_factory=list)
+    ended: list[SpanEnd] = field(default_factory=list)
+    begun: list[SpanBegin] = field(default_factory=list)
     ids: int = 0
 
     def new_id(self) -> int:
         self.ids += 1
         return self.ids
 
-    def request_seen(self, *record: Any) -> None: ...
+    def write(self, event: Event) -> None:
+        if isinstance(event, SpanBegin):
+            self.begun.append(event)
 
-    def span_begin(self, *record: Any) -> None:
-        self.begun.append(record)
+    def spans(self, type: SpanType) -> SpanWriter:
+        return lambda *fields, **named: self.ended.append(SpanEnd(type, *fields, **named))
 
-    def span(self, *record: Any) -> None:
-        self.spans.append(record)
-
-    def named(self, name: str) -> list[tuple[Any, ...]]:
-        return [record for record in self.spans if record[3].name == name]
+    def named(self, name: str) -> list[SpanEnd]:
+        return [record for record in self.ended if record.type.name == name]
 
 
 @pytest.fixture
@@ -95,7 +96,8 @@ def launch(scheduler: Any, found: Any) -> Any:
 def test_a_loop_that_finds_nothing_leaves_no_record(scheduler: Any, recorder: Memory) -> None:
     for _ in range(1000):
         scheduler.get_next_batch_to_run()
-    assert recorder.spans == recorder.begun == []
+    assert recorder.ended == []
+    assert recorder.begun == []
 
 
 def test_results_go_to_the_step_of_their_batch(scheduler: Any, recorder: Memory) -> None:
@@ -108,8 +110,8 @@ def test_results_go_to_the_step_of_their_batch(scheduler: Any, recorder: Memory)
     steps = recorder.named("scheduler.step")
     assert len(steps) == 2
     for step, result in zip(steps, recorder.named("process_result")):
-        assert result[1] == result[2] == step[0]
-    assert [step[8] for step in steps] == [[record[1]] for record in recorder.named("prefill")]
+        assert result.root_id == result.parent_id == step.span_id
+    assert [step.links for step in steps] == [[record.root_id] for record in recorder.named("prefill")]
 
 
 def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorder: Memory) -> None:
@@ -119,17 +121,17 @@ def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorde
     chunk_result = launch(scheduler, chunk)
     last_result = launch(scheduler, last)
     scheduler.process_batch_result(chunk, chunk_result)
-    assert not [begun for begun in recorder.begun if begun[3].name == "decode"]
+    assert not [begun for begun in recorder.begun if begun.type.name == "decode"]
     req.inflight_middle_chunks = 0
     scheduler.process_batch_result(last, last_result)
-    assert [record[6] for record in recorder.named("prefill")] == [(8, 0), (3, 1)]
-    assert len([begun for begun in recorder.begun if begun[3].name == "decode"]) == 1
+    assert [record.values for record in recorder.named("prefill")] == [(8, 0), (3, 1)]
+    assert len([begun for begun in recorder.begun if begun.type.name == "decode"]) == 1
     assert len(recorder.named("queue")) == 1
 
     req.finished_reason, req.output_ids = {"type": "stop"}, [1, 2]
     step = batch("DECODE", req)
     scheduler.process_batch_result(step, launch(scheduler, step))
-    assert [record[6] for record in recorder.named("decode")] == [(2, "stop")]
+    assert [record.values for record in recorder.named("decode")] == [(2, "stop")]
 
 
 def test_a_request_that_ends_with_its_first_token_has_been_prefilled(
@@ -142,7 +144,7 @@ def test_a_request_that_ends_with_its_first_token_has_been_prefilled(
     scheduler.process_batch_result(only, result)
     assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [1, 1, 1]
     (prefill,), (decode,) = recorder.named("prefill"), recorder.named("decode")
-    assert prefill[5] == decode[4] <= decode[5]
+    assert prefill.end_ns == decode.start_ns <= decode.end_ns
 
 
 def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memory) -> None:
@@ -151,7 +153,7 @@ def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memor
     ended_before = len(recorder.named("queue"))
     scheduler.abort_request(SimpleNamespace(rid="a-", abort_all=False))
     aborted = recorder.named("queue")[ended_before:]
-    assert [record[6] for record in aborted] == [("abort",)]
+    assert [record.values for record in aborted] == [("abort",)]
     assert [req.rid for req in scheduler.waiting_queue] == [stays.rid]
     assert waits not in scheduler.waiting_queue
 

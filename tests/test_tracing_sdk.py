@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
 
 if __name__ == "__main__":
     memory, provider = InMemorySpanExporter(), TracerProvider()
@@ -34,13 +34,13 @@ if __name__ == "__main__":
             sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
             engine.generate("hello", sampling, rid="r1", external_trace_header=headers)
         # As a scheduler in the same process records: children before parents, the request known by a key.
-        recorder, step, run = session.recorder, SpanType("scheduler.step", ("size",)), SpanType("run_batch")
-        recorder.request_seen(50, "r1", 1)
-        recorder.span_begin(60, 60, 0, step, 10)
-        recorder.span(62, 60, 61, SpanType("forward"), 12, 13)
-        recorder.span(61, 60, 60, run, 11, 14, (), "ValueError")
-        recorder.span(60, 60, 0, step, 10, 15, (1,), "", [50])
-        recorder.span(63, 50, 50, SpanType("queue"), 10, 11)
+        recorder, step = session.recorder, SpanType("scheduler.step", {"size": int})
+        recorder.write(RequestSeen(50, "r1", 1))
+        recorder.write(SpanBegin(step, 60, 60, 0, 10))
+        recorder.spans(SpanType("forward"))(62, 60, 61, 12, 13)
+        recorder.spans(SpanType("run_batch"))(61, 60, 60, 11, 14, (), "ValueError")
+        recorder.spans(step)(60, 60, 0, 10, 15, (1,), "", [50])
+        recorder.spans(SpanType("queue"))(63, 50, 50, 10, 11)
     print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
 """
 

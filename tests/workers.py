@@ -31,29 +31,29 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     import signal
     import time
 
-    from sgl_aspects.tracing.records import SpanType
+    from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
     from sgl_aspects.tracing.ring import RingRecorder
 
     recorder = RingRecorder(folder)
-    step, queue = SpanType("scheduler.step", ("sgl_aspects.batch.size",)), SpanType("queue")
-    decode = SpanType("decode", ("gen_ai.usage.output_tokens",))
+    step, queue = SpanType("scheduler.step", {"sgl_aspects.batch.size": int}), SpanType("queue")
+    decode = SpanType("decode", {"gen_ai.usage.output_tokens": int})
     begin = time.time_ns()
     step_id, keys = recorder.new_id(), []
-    recorder.span_begin(step_id, step_id, 0, step, begin)
+    recorder.write(SpanBegin(step, step_id, step_id, 0, begin))
     for rid in rids:
         key = recorder.new_id()
         keys.append(key)
-        recorder.request_seen(key, rid, begin)
-        recorder.span(recorder.new_id(), key, key, queue, begin, begin + 1000)
-        recorder.span(recorder.new_id(), key, key, decode, begin + 1000, time.time_ns(), [len(rid)])
-    recorder.span(step_id, step_id, 0, step, begin, time.time_ns(), [len(rids)], links=keys)
+        recorder.write(RequestSeen(key, rid, begin))
+        recorder.spans(queue)(recorder.new_id(), key, key, begin, begin + 1000)
+        recorder.spans(decode)(recorder.new_id(), key, key, begin + 1000, time.time_ns(), [len(rid)])
+    recorder.spans(step)(step_id, step_id, 0, begin, time.time_ns(), [len(rids)], links=keys)
     open_step = recorder.new_id()
-    recorder.span_begin(open_step, open_step, 0, step, time.time_ns())
+    recorder.write(SpanBegin(step, open_step, open_step, 0, time.time_ns()))
     if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     while ending == "hang":
         time.sleep(60)
-    recorder.span(open_step, open_step, 0, step, begin, time.time_ns(), [0])
+    recorder.spans(step)(open_step, open_step, 0, begin, time.time_ns(), [0])
     recorder.close()
 
 
@@ -62,10 +62,11 @@ def own_a_run(ready: Connection, file: str) -> None:
     import time
 
     from sgl_aspects.tracing import attach, context
+    from sgl_aspects.tracing.records import RequestBegin
 
     session = attach(exporters=["otlp-json-file"], file=file)
     span_id = session.recorder.new_id()
-    session.recorder.request_begin(span_id, "r", time.time_ns(), context.new(), "chat m", {})
+    session.recorder.write(RequestBegin(span_id, "r", time.time_ns(), *context.new(), "chat m", {}))
     ready.send((session.run_folder, session.collector_process_id))
     time.sleep(600)
 
@@ -143,12 +144,12 @@ class FailingPlatform(CpuPlatform):
 
 def record_until_killed(folder: str, count: int) -> None:
     """Records spans 1, 2, 3 … and writes each one's number to ``count`` once it is finished."""
-    from sgl_aspects.tracing.records import SpanType
+    from sgl_aspects.tracing.records import SpanBegin, SpanType
     from sgl_aspects.tracing.ring import RingRecorder
 
     recorder = RingRecorder(folder)
-    small = SpanType("small", ("number", "half", "mode"))
-    large = SpanType("large", ("number", "half", "mode", "list"))
+    small = SpanType("small", {"number": int, "half": float, "mode": str})
+    large = SpanType("large", {"number": int, "half": float, "mode": str, "list": list})
     recorder.open()
     os.set_blocking(count, False)
     number = 0
@@ -156,8 +157,8 @@ def record_until_killed(folder: str, count: int) -> None:
         number += 1
         values: list[Any] = [number, number / 2, "decode"]
         type = small if number % 3 else large
-        recorder.span_begin(number, 1, 1, type, 5)
-        recorder.span(number, 1, 1, type, 5, 5 + number, values if number % 3 else [*values, [number]])
+        recorder.write(SpanBegin(type, number, 1, 1, 5))
+        recorder.spans(type)(number, 1, 1, 5, 5 + number, values if number % 3 else [*values, [number]])
         if number <= 4000:  # what a pipe holds
             os.write(count, number.to_bytes(8, "little"))
 
@@ -167,9 +168,10 @@ def record_spans(folder: str, first: int, count: int) -> None:
     from sgl_aspects.tracing.records import SpanType
     from sgl_aspects.tracing.ring import RingRecorder
 
-    recorder, plain = RingRecorder(folder), SpanType("plain", ("number",))
+    recorder = RingRecorder(folder)
+    write = recorder.spans(SpanType("plain", {"number": int}))
     for number in range(count):
-        recorder.span(first + number + 1, 1, 1, plain, 1, 2, [number])
+        write(first + number + 1, 1, 1, 1, 2, [number])
     recorder.close()
 
 

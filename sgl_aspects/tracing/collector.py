@@ -25,8 +25,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.exporters import Pipeline, close_all, make_exporter, quiet_exporters
 from sgl_aspects.tracing.join import Joiner
-from sgl_aspects.tracing.ring_reader import RunReader
 from sgl_aspects.tracing.run_folder import CLOSING, remove_run_folder
+from sgl_aspects.tracing.run_reader import RunReader
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
 

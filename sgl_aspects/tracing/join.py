@@ -126,20 +126,7 @@ class Joiner:
             if owner is writer and isinstance(begin, SpanBegin):
                 del self._open[key]
                 end = max(writer.last_ns, begin.start_ns)
-                self.add(
-                    writer,
-                    SpanEnd(
-                        begin.span_id,
-                        begin.root_id,
-                        begin.parent_id,
-                        begin.type,
-                        begin.start_ns,
-                        end,
-                        UNFINISHED,
-                        [],
-                        [],
-                    ),
-                )
+                self.add(writer, SpanEnd(*begin, end, error=UNFINISHED))
 
     def finish(self) -> None:
         """The run has ended: nothing waits any longer, requests without an end get one."""
@@ -152,9 +139,8 @@ class Joiner:
             if isinstance(begin, RequestBegin):
                 root = self._roots[begin.span_id]
                 end = max(writer.last_ns, begin.start_ns, root.last_child_ns)
-                record = SpanEnd(
-                    begin.span_id, begin.span_id, 0, _NO_TYPE, begin.start_ns, end, UNFINISHED, [], []
-                )
+                span_id, start = begin.span_id, begin.start_ns
+                record = SpanEnd(_NO_TYPE, span_id, span_id, 0, start, end, error=UNFINISHED)
                 self._end_request(writer, record)
         self._open.clear()
 

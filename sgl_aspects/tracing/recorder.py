@@ -1,18 +1,29 @@
-"""The one interface through which aspects record; storages stand behind it (:mod:`.ring`)."""
+"""The one interface through which aspects record; storages stand behind it (:mod:`.ring`, :mod:`.sdk`)."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import AttributeValue, SpanType
+from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
-_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
-# Odd, so that multiplying by it permutes the 64-bit numbers: ids do not repeat within a process.
-_ODD = 0x9E37_79B9_7F4A_7C15
+
+class SpanWriter(Protocol):
+    """Records one whole span of a type; its arguments are the fields of :class:`~.records.SpanEnd`."""
+
+    def __call__(
+        self,
+        span_id: int,
+        root_id: int,
+        parent_id: int,
+        start_ns: int,
+        end_ns: int,
+        values: Sequence[AttributeValue] = (),
+        error: str = "",
+        links: Sequence[int] = (),
+    ) -> None: ...
 
 
 class Recorder(Protocol):
@@ -32,36 +43,11 @@ class Recorder(Protocol):
     def new_id(self) -> int:
         """A span id or key that nobody else in the run has."""
 
-    def request_begin(
-        self,
-        span_id: int,
-        request_id: str,
-        start_ns: int,
-        context: TraceContext,
-        name: str,
-        attributes: Mapping[str, AttributeValue],
-    ) -> None: ...
+    def spans(self, type: SpanType) -> SpanWriter:
+        """What records the spans of this type; to be asked for once."""
 
-    def request_sent(self, span_id: int) -> None: ...
-
-    def request_seen(self, key: int, request_id: str, time_ns: int) -> None: ...
-
-    def span_begin(
-        self, span_id: int, root_id: int, parent_id: int, type: SpanType, start_ns: int
-    ) -> None: ...
-
-    def span(
-        self,
-        span_id: int,
-        root_id: int,
-        parent_id: int,
-        type: SpanType,
-        start_ns: int,
-        end_ns: int,
-        values: Sequence[AttributeValue] = (),
-        error: str = "",
-        links: Sequence[int] = (),
-    ) -> None: ...
+    def write(self, event: Event) -> None:
+        """Records anything but a whole span."""
 
     def make_current(self, root_id: int) -> object | None:
         """Makes a root that this process began OpenTelemetry's current span; for ``context.restore``."""
@@ -71,11 +57,8 @@ class Recorder(Protocol):
 
 
 def id_source() -> Callable[[], int]:
-    """Ids for one process: a counter times an odd constant, xor a random number. Never 0."""
-    mask = int.from_bytes(os.urandom(8), "big")
-    following = itertools.count(1).__next__
+    """Ids for one process, never 0: from a random number on, one after the other.
 
-    def new_id() -> int:
-        return (following() * _ODD & _64_BITS) ^ mask or new_id()
-
-    return new_id
+    That two of a hundred processes with a billion ids each meet is less likely than one in 100,000.
+    """
+    return itertools.count(1 + (int.from_bytes(os.urandom(8), "big") >> 2)).__next__

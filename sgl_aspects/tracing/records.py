@@ -8,7 +8,8 @@ the engine's messages need not carry ours. Times are nanoseconds since the epoch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | list[float] | None"
@@ -16,10 +17,14 @@ AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | 
 
 @dataclass(frozen=True, eq=False)
 class SpanType:
-    """What spans of one kind have in common: a name and the names of their attributes, in order."""
+    """What spans of one kind have in common: a name, and the types of their attributes, in order.
+
+    A value of another type than its attribute's costs time, and an integer becomes a float where that is the
+    type. Each value may be None.
+    """
 
     name: str
-    attributes: tuple[str, ...] = ()
+    attributes: Mapping[str, type] = field(default_factory=dict)
 
 
 class RequestBegin(NamedTuple):
@@ -58,29 +63,31 @@ class RequestSeen(NamedTuple):
 class SpanBegin(NamedTuple):
     """A span has begun: written for roots and long spans only, so that unfinished ones can be shown."""
 
+    type: SpanType
     span_id: int
     root_id: int
     parent_id: int
-    type: SpanType
     start_ns: int
 
 
 class SpanEnd(NamedTuple):
     """A whole span. ``parent_id`` 0: it is a root. ``error``: what ``error.type`` says, "" where all is well.
 
-    ``values`` stand in the order of ``type.attributes``; None leaves an attribute out.
-    ``links`` are root ids or keys.
+    ``values`` stand in the order of ``type.attributes``; None leaves an attribute out, and so does a list
+    that ends before it. ``links`` are root ids or keys.
     """
 
+    type: SpanType
     span_id: int
     root_id: int
     parent_id: int
-    type: SpanType
     start_ns: int
     end_ns: int
-    error: str
-    values: list[AttributeValue]
-    links: list[int]
+    values: Sequence[AttributeValue] = ()
+    error: str = ""
+    links: Sequence[int] = ()
 
 
-Record: TypeAlias = "RequestBegin | RequestSent | RequestSeen | SpanBegin | SpanEnd"
+#: The rarer records; spans have a way of their own (:mod:`.recorder`).
+Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | SpanBegin"
+Record: TypeAlias = "Event | SpanEnd"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = b"SGLARING"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".ring"
 
 HEADER_BYTES = 4096
@@ -57,12 +57,15 @@ TEXT = struct.Struct(f"<BxHIQ{TEXT_BYTES}sQ")
 MARK = struct.Struct("<Q")
 MARK_OFFSET = SLOT_BYTES - 8
 
-#: How each code of a span's values is packed: integer, float, boolean, text (its definition), none.
-CODES = {"i": "q", "f": "d", "b": "q", "t": "Q", "n": "Q"}
+#: How each code of a span's values is packed: integer, float, boolean, text (its definition, 0: none).
+CODES = {"i": "q", "f": "d", "b": "q", "t": "Q"}
+CODE_OF: dict[type, str] = {int: "i", float: "f", bool: "b", str: "t"}
+#: In the place of a number: none. As a float it is as exact.
+NONE = (1 << 63) - 1024
 
 
-def span_struct(codes: str, links: int) -> struct.Struct:
-    """head, span id, root id, parent id, start, end, one word a value, the links, the mark."""
-    words = len(codes) + links
-    packed = "".join(CODES[code] for code in codes)
-    return struct.Struct(f"<6Q{packed}{'Q' * links}{(SPAN_WORDS - words) * 8}xQ")
+def span_struct(codes: str, has_error: bool, links: int) -> struct.Struct:
+    """head, span id, root id, parent id, start, end, one word a value, the error, the links, the mark."""
+    packed = "".join(CODES[code] for code in codes) + "Q" * (has_error + links)
+    padding = (SPAN_WORDS - len(codes) - has_error - links) * 8
+    return struct.Struct(f"<6Q{packed}{padding}xQ")

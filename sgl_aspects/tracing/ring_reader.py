@@ -1,4 +1,4 @@
-"""The reader of ring files: the collector's, and that of everybody who looks at a live or dead process.
+"""The reader of a ring file: the collector's, and that of everybody who looks at a live or dead process.
 
 Nothing in a file is trusted: a process may have died at any point of its writing, and a file may be damaged.
 """
@@ -6,43 +6,21 @@ Nothing in a file is trusted: a process may have died at any point of its writin
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.records import (
-    Record,
-    RequestBegin,
-    RequestSeen,
-    RequestSent,
-    SpanBegin,
-    SpanEnd,
-    SpanType,
-)
+from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
+from sgl_aspects.tracing.ring_decoder import DamagedError, Decoder
 
 # So many slots are read at once.
 _CHUNK = 512
 # A slot that a living process took and never filled (its thread was interrupted there) is then passed over.
 _PATIENCE_SECONDS = 5.0
-_PENDING_TEXTS = 1024
 _WORDS = layout.HEADER_BYTES // 8
-
-
-class _Layout(NamedTuple):
-    type: SpanType
-    codes: str
-    has_error: bool
-    links: int
-    struct: struct.Struct
-
-
-class DamagedError(Exception):
-    """Raised for what cannot be read; contained in this module."""
 
 
 class RingReader:
@@ -55,10 +33,6 @@ class RingReader:
         self.damaged = 0
         self._read_only = read_only
         self._descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
-        self._definitions: list[_Layout | str | None] = [None]
-        self._definitions_end = 0
-        self._texts: dict[int, list[bytes]] = {}
-        self._links: dict[int, list[int]] = {}
         self._stuck_since: float | None = None
         self._is_exhausted = False  # its process is gone and everything is read
         try:
@@ -87,7 +61,8 @@ class RingReader:
             raise DamagedError(f"{self.path} is no ring of version {layout.VERSION}")
         self.process_id = words[layout.WORD_PROCESS_ID]
         self.started_ns = words[layout.WORD_STARTED_NS]
-        self._clock_offset = struct.unpack("<q", struct.pack("<Q", words[layout.WORD_CLOCK_OFFSET_NS]))[0]
+        offset = struct.unpack("<q", struct.pack("<Q", words[layout.WORD_CLOCK_OFFSET_NS]))[0]
+        self._decoder = Decoder(self._read_definitions, offset)
 
     def _first_taken(self) -> int:
         taken = self._header()[layout.WORD_TAKEN]
@@ -209,105 +184,17 @@ class RingReader:
     def _decode(self, data: bytes, position: int) -> Record | None:
         """The record in a slot; None for a part of one, and for what is damaged."""
         try:
-            record = self._decoded(data, position)
-        except (DamagedError, ValueError, TypeError, LookupError, struct.error, RecursionError):
+            record = self._decoder.decode(data, position)
+        except DamagedError:
             self.damaged += 1
             return None
         if record is not None:
             self.last_ns = max(self.last_ns, _time_of(record))
         return record
 
-    def _decoded(self, data: bytes, position: int) -> Record | None:
-        kind = data[position]
-        if kind == layout.KIND_SPAN:
-            return self._span(data, position)
-        if kind == layout.KIND_BEGIN:
-            head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
-            found = self._layout(head >> layout.HEAD_SHIFT)
-            return SpanBegin(span_id, root_id, parent_id, found.type, start + self._clock_offset)
-        if kind == layout.KIND_SENT:
-            return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
-        if kind == layout.KIND_LINKS:
-            _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
-            _bound(self._links)
-            self._links.setdefault(span_id, []).extend(link for link in links if link)
-            return None
-        if kind in (layout.KIND_PART, layout.KIND_LONG):
-            return self._text(data, position)
-        if kind == layout.KIND_VOID:
-            return None
-        raise DamagedError(f"a record of kind {kind}")
-
-    def _span(self, data: bytes, position: int) -> SpanEnd:
-        (head,) = layout.MARK.unpack_from(data, position)
-        found = self._layout(head >> layout.HEAD_SHIFT)
-        fields = found.struct.unpack_from(data, position)
-        span_id, root_id, parent_id, start, end = fields[1:6]
-        values: list[Any] = [
-            value if code in "if" else self._value(code, value)
-            for code, value in zip(found.codes, fields[6:])
-        ]
-        error = values.pop() if found.has_error else ""
-        first_link = 6 + len(found.codes)
-        links = self._links.pop(span_id, []) + list(fields[first_link : first_link + found.links])
-        offset = self._clock_offset
-        return SpanEnd(
-            span_id, root_id, parent_id, found.type, start + offset, end + offset, error, values, links
-        )
-
-    def _value(self, code: str, value: int) -> Any:
-        if code == "b":
-            return bool(value)
-        if code == "n":
-            return None
-        text = self._definition(value)
-        if not isinstance(text, str):
-            raise DamagedError(f"definition {value} is no text")
-        return text
-
-    def _text(self, data: bytes, position: int) -> Record | None:
-        kind, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
-        pieces = self._texts.pop(key, [])
-        if len(pieces) != index:
-            raise DamagedError("a part of a record is missing")
-        pieces.append(piece)
-        if kind == layout.KIND_PART:
-            _bound(self._texts)
-            self._texts[key] = pieces
-            return None
-        whole = b"".join(pieces)
-        if not 0 <= len(whole) - size < layout.TEXT_BYTES:
-            raise DamagedError("a record of the wrong length")
-        name, *fields = json.loads(whole[:size])
-        if name == "S":
-            fields[3:5] = [SpanType(str(fields[3]), tuple(str(name) for name in fields[4]))]
-        make, kinds = _TEXT_RECORDS[name]
-        if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
-            raise DamagedError("a record with fields of the wrong type")
-        record: Record = make(*fields)
-        return record
-
-    def _layout(self, index: int) -> _Layout:
-        found = self._definition(index)
-        if not isinstance(found, _Layout):
-            raise DamagedError(f"definition {index} is no layout")
-        return found
-
-    def _definition(self, index: int) -> _Layout | str | None:
-        if index >= len(self._definitions):
-            self._read_definitions()
-        return self._definitions[index]
-
-    def _read_definitions(self) -> None:
+    def _read_definitions(self) -> bytes:
         end = min(self._header()[layout.WORD_DEFINITIONS_END], layout.DEFINITIONS_BYTES)
-        data = self._read(layout.HEADER_BYTES, end)
-        while self._definitions_end + 4 <= end:
-            start = self._definitions_end + 4
-            size = int.from_bytes(data[start - 4 : start], "little")
-            if start + size > end:
-                break
-            self._definitions_end = start + size
-            self._definitions.append(_parse_definition(data[start : start + size]))
+        return self._read(layout.HEADER_BYTES, end)
 
 
 def _whole(data: bytes, first: int) -> int:
@@ -322,89 +209,9 @@ def _marks(data: bytes) -> list[int]:
     return memoryview(data).cast("Q")[words - 1 :: words].tolist()
 
 
-def _parse_definition(data: bytes) -> _Layout | str | None:
-    try:
-        text = data[1:].decode()
-        if data[:1] == b"T":
-            return text
-        name, attributes, codes, has_error, links = json.loads(text)
-        if data[:1] != b"L" or len(codes) + links > layout.SPAN_WORDS or (has_error and codes[-1] != "t"):
-            return None
-        type = SpanType(str(name), tuple(str(attribute) for attribute in attributes))
-        return _Layout(type, str(codes), bool(has_error), links, layout.span_struct(codes, links))
-    except (ValueError, TypeError, LookupError, struct.error, RecursionError):
-        return None
-
-
-def _bound(pending: dict[int, Any]) -> None:
-    """Parts whose end never came are given up, the oldest first."""
-    while len(pending) >= _PENDING_TEXTS:
-        del pending[next(iter(pending))]
-
-
-_TEXT_RECORDS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
-    "R": (RequestBegin, (int, str, int, int, int, bool, str, bool, str, dict)),
-    "A": (RequestSeen, (int, str, int)),
-    "S": (SpanEnd, (int, int, int, SpanType, int, int, str, list, list)),
-}
-
-
 def _time_of(record: Record) -> int:
     if isinstance(record, SpanEnd):
         return record.end_ns
     if isinstance(record, (RequestBegin, SpanBegin)):
         return record.start_ns
     return record.time_ns if isinstance(record, RequestSeen) else 0
-
-
-class RunReader:
-    """Follows every ring of a run folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._refused: set[Path] = set()
-        self.writers: dict[str, RingReader] = {}
-        self.has_more = False
-
-    @property
-    def damaged(self) -> int:
-        return len(self._refused) + sum(writer.damaged for writer in self.writers.values())
-
-    @property
-    def dropped(self) -> int:
-        return sum(writer.dropped for writer in self.writers.values())
-
-    def poll(self) -> Iterator[tuple[RingReader, Record]]:
-        """What was written since the last time. ``has_more`` afterwards: some ring has a lot left to read."""
-        self.find()
-        self.has_more = False
-        for writer in list(self.writers.values()):
-            records, more = writer.poll(writer.is_alive())
-            self.has_more = self.has_more or more
-            if records:
-                writer.commit()
-            for record in records:
-                yield writer, record
-
-    def living(self) -> list[RingReader]:
-        """The writers whose processes are still there."""
-        self.find()
-        return [writer for writer in self.writers.values() if writer.is_alive()]
-
-    def close(self) -> None:
-        for writer in self.writers.values():
-            writer.close()
-
-    def find(self) -> list[RingReader]:
-        """Opens the rings that are new."""
-        found = []
-        for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
-            name = path.name.removesuffix(layout.SUFFIX)
-            if name in self.writers or path in self._refused:
-                continue
-            try:
-                reader = self.writers[name] = RingReader(path)
-                found.append(reader)
-            except (DamagedError, OSError):
-                self._refused.add(path)
-        return found

@@ -32,7 +32,7 @@ def weave_aspects(recorder: Recorder) -> list[Callable[[], None]]:
     undo: list[Callable[[], None]] = []
     advices: list[aspects.Advice] = []
     for catalog in CATALOGS:
-        state = SchedulerState()
+        state = SchedulerState(recorder)
         found: list[Observation] = []
         loop_is_a_function = "step" in catalog.roles
         if loop_is_a_function:

@@ -10,6 +10,7 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation
 from sgl_aspects.tracing.aspects.request import DETOKENIZE
 from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import RequestSeen
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class DetokenizerAspect:
 
     def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
         self._recorder = recorder
+        self._write = recorder.spans(DETOKENIZE)
         self._live: dict[str, _Detokenized] = {}
         self._batch = catalog.roles["detokenize"].argument("outputs")
         self._each = catalog.reader("outputs.each")
@@ -49,11 +51,11 @@ class DetokenizerAspect:
                 if self._is_probe(rid) or not self._recorder.level:
                     continue
                 request = self._live[rid] = _Detokenized(self._recorder.new_id(), start_ns)
-                self._recorder.request_seen(request.key, rid, start_ns)
+                self._recorder.write(RequestSeen(request.key, rid, start_ns))
             request.calls += 1
             request.busy_ns += share
             if reason is not None:
                 del self._live[rid]
                 values = (request.calls, request.busy_ns / 1e9)
-                recorder, key = self._recorder, request.key
-                recorder.span(recorder.new_id(), key, key, DETOKENIZE, request.start_ns, now, values)
+                key = request.key
+                self._write(self._recorder.new_id(), key, key, request.start_ns, now, values)

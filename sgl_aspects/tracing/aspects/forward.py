@@ -15,13 +15,13 @@ from sgl_aspects.tracing.records import SpanType
 
 FORWARD = SpanType(
     "forward",
-    (
-        "sgl_aspects.forward.mode",
-        "sgl_aspects.batch.size",
-        "sgl_aspects.batch.tokens",
-        "sgl_aspects.device.name",
-        "sgl_aspects.forward.device_time",
-    ),
+    {
+        "sgl_aspects.forward.mode": str,
+        "sgl_aspects.batch.size": int,
+        "sgl_aspects.batch.tokens": int,
+        "sgl_aspects.device.name": str,
+        "sgl_aspects.forward.device_time": float,
+    },
 )
 # So many forward passes may wait for the device; beyond, the oldest is recorded without its device time.
 _PENDING = 64
@@ -45,6 +45,7 @@ class ForwardAspect:
 
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
         self._recorder = recorder
+        self._write = recorder.spans(FORWARD)
         self._state = state
         self._pending: collections.deque[_Pending] = collections.deque()
         self._spare: list[tuple[Any, ...]] = []
@@ -134,16 +135,9 @@ class ForwardAspect:
                 self._record(waiting, None)
 
     def _record(self, waiting: _Pending, device_seconds: float | None) -> None:
-        self._recorder.span(
-            waiting.span_id,
-            waiting.step_id,
-            waiting.parent_id,
-            FORWARD,
-            waiting.start_ns,
-            waiting.end_ns,
-            [*waiting.values, self._device_name, device_seconds],
-            waiting.error,
-        )
+        values = [*waiting.values, self._device_name, device_seconds]
+        span_id, step_id, parent_id, start_ns, end_ns, *_ = waiting
+        self._write(span_id, step_id, parent_id, start_ns, end_ns, values, waiting.error)
 
 
 def _nothing_enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,10 +13,11 @@ from time import time_ns
 from typing import Any, Generic, TypeVar
 
 from sgl_aspects.engines.catalog import Catalog
-from sgl_aspects.tracing.aspects.observer import Observation, error_type
-from sgl_aspects.tracing.aspects.scheduled import DECODE, PREFILL, QUEUE, ScheduledRequest, SchedulerState
-from sgl_aspects.tracing.aspects.step import PROCESS_RESULT, RUN_BATCH, SAMPLE, SCHEDULE, STEP
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
+from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, SchedulerState
+from sgl_aspects.tracing.aspects.step import STEP, StepSpans
+from sgl_aspects.tracing.recorder import Recorder, SpanWriter
+from sgl_aspects.tracing.records import SpanBegin
 
 _T = TypeVar("_T")
 
@@ -88,7 +89,7 @@ class OverlappedRequestAspect:
             Observation("abort_scheduled_request", self._abort_enter, self._abort_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
             Observation("process_batch_result", self._process_enter, self._process_exit),
-            Observation("stream_output", self._stream_enter, _nothing),
+            Observation("stream_output", self._stream_enter, nothing),
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,17 +97,12 @@ class OverlappedRequestAspect:
         if self._is_probe(message) or not self._recorder.level:
             return None
         rid = self._message_rid(message)
-        recorder = self._recorder
-        now = time_ns()
-        request = ScheduledRequest(recorder.new_id(), recorder.new_id(), now)
-        recorder.request_seen(request.key, rid, now)
-        recorder.span_begin(request.queue_id, request.key, request.key, QUEUE, now)
-        self._state.requests[rid] = request
+        self._state.add(rid)
         return rid
 
     def _add_exit(self, rid: Any, result: Any, error: BaseException | None) -> None:
         if error is not None and rid is not None:
-            self._end(rid, None, None, error_type(error))
+            self._state.end(rid, None, None, error_type(error), time_ns())
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._scheduler(args, kwargs), self._aborted(args, kwargs)
@@ -118,8 +114,8 @@ class OverlappedRequestAspect:
         waiting = self._waiting_rids(scheduler) or set()
         for rid, request in list(self._state.requests.items()):
             concerned = everything or (prefix and rid.startswith(prefix))
-            if concerned and not request.chunks and not request.is_running and rid not in waiting:
-                self._end(rid, None, "abort", "")
+            if concerned and not request.is_running and rid not in waiting:
+                self._state.end(rid, None, "abort", "", time_ns())
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._ran(args, kwargs)
@@ -131,9 +127,7 @@ class OverlappedRequestAspect:
             request = self._state.requests.get(self._rid(req))
             if request is None or request.decode_id:
                 continue  # not ours, or decoded along with other requests' prompts
-            if not request.is_running:
-                request.is_running = True
-                self._recorder.span(request.queue_id, request.key, request.key, QUEUE, request.queued_ns, now)
+            self._state.leave_queue(request, now)
             chunks.append(_Chunk(req, request, tokens))
         return _Prefill(now, chunks) if chunks else None
 
@@ -166,29 +160,14 @@ class OverlappedRequestAspect:
             reason = self._finish_reason(req)
             if reason is not None and self._rid(req) in requests:
                 problem = reason if reason == "abort" else ""
-                self._end(self._rid(req), self._output_tokens(req), reason, problem)
+                self._state.end(self._rid(req), self._output_tokens(req), reason, problem, time_ns())
 
     def _record(self, prefill: _Prefill, problem: str) -> None:
-        recorder, start_ns, end_ns = self._recorder, prefill.start_ns, time_ns()
+        end_ns = time_ns()
         for chunk in prefill.chunks:
-            request = chunk.request
-            key, values = request.key, (chunk.tokens, request.chunks)
-            request.chunks += 1
-            recorder.span(recorder.new_id(), key, key, PREFILL, start_ns, end_ns, values, problem)
-            if chunk.is_last and not problem:
-                request.decode_id, request.decode_ns = recorder.new_id(), end_ns
-                recorder.span_begin(request.decode_id, key, key, DECODE, end_ns)
-
-    def _end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str) -> None:
-        request = self._state.requests.pop(rid, None)
-        if request is None:
-            return
-        recorder, key, now = self._recorder, request.key, time_ns()
-        if request.decode_id:
-            values = (output_tokens, reason)
-            recorder.span(request.decode_id, key, key, DECODE, request.decode_ns, now, values, problem)
-        elif not request.is_running:
-            recorder.span(request.queue_id, key, key, QUEUE, request.queued_ns, now, (reason,), problem)
+            self._state.prefilled(
+                chunk.request, chunk.tokens, chunk.is_last, prefill.start_ns, end_ns, problem
+            )
 
 
 @dataclass(eq=False)
@@ -208,6 +187,7 @@ class OverlappedStepAspect:
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
         self._recorder = recorder
         self._state = state
+        self._spans = StepSpans(recorder)
         self._scheduled: _Step | None = None
         self._is_decided = False  # whether the step to come is recorded
         self._launched: _Launched[_Step] = _Launched()
@@ -236,16 +216,16 @@ class OverlappedStepAspect:
         step = self._scheduled = self._begin(start_ns)
         self._is_decided = True
         if step is not None:
-            self._child(step.id, step.id, SCHEDULE, start_ns)
+            self._child(self._spans.schedule, step.id, step.id, start_ns)
 
     def _begin(self, start_ns: int) -> _Step | None:
         """A new step; None where it is not to be recorded."""
-        step_id = self._state.begin_step(self._recorder)
+        step_id = self._state.begin_step()
         if not step_id:
             return None
         step = _Step(step_id, start_ns)
         # The step's own record has to come first: its children name it.
-        self._recorder.span_begin(step.id, step.id, 0, STEP, start_ns)
+        self._recorder.write(SpanBegin(STEP, step.id, step.id, 0, start_ns))
         return step
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,8 +248,8 @@ class OverlappedStepAspect:
             return
         start_ns, step = token
         run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
-        recorder, problem = self._recorder, error_type(error)
-        recorder.span(run_id, step.id, step.id, RUN_BATCH, start_ns, time_ns(), (), problem)
+        problem = error_type(error)
+        self._spans.run_batch(run_id, step.id, step.id, start_ns, time_ns(), (), problem)
         step.values = [self._step_number(step.batch), *step.values]
         step.batch = None
         if error is None:
@@ -280,7 +260,7 @@ class OverlappedStepAspect:
     def _sample_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
         step_id = self._state.step_id
         if step_id:
-            self._child(step_id, self._state.run_id, SAMPLE, start_ns, error_type(error))
+            self._child(self._spans.sample, step_id, self._state.run_id, start_ns, error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return time_ns(), self._processing(args, kwargs), self._launched.take(self._result(args, kwargs))
@@ -290,21 +270,18 @@ class OverlappedStepAspect:
         if step is None:
             return
         problem = error_type(error)
-        self._child(step.id, step.id, PROCESS_RESULT, start_ns, problem)
+        self._child(self._spans.process_result, step.id, step.id, start_ns, problem)
         self._end(step, [read(scheduler) for read in self._scheduler_readers], problem)
 
     def _end(self, step: _Step, scheduler_values: list[Any], problem: str) -> None:
         values = [*step.values, *scheduler_values]
-        self._recorder.span(step.id, step.id, 0, STEP, step.start_ns, time_ns(), values, problem, step.links)
+        self._spans.step(step.id, step.id, 0, step.start_ns, time_ns(), values, problem, step.links)
 
-    def _child(self, step_id: int, parent_id: int, type: Any, start_ns: int, problem: str = "") -> None:
-        recorder = self._recorder
-        recorder.span(recorder.new_id(), step_id, parent_id, type, start_ns, time_ns(), (), problem)
+    def _child(
+        self, write: SpanWriter, step_id: int, parent_id: int, start_ns: int, problem: str = ""
+    ) -> None:
+        write(self._recorder.new_id(), step_id, parent_id, start_ns, time_ns(), (), problem)
 
 
 def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return time_ns()
-
-
-def _nothing(token: Any, result: Any, error: BaseException | None) -> None:
-    """The work is done on entry."""

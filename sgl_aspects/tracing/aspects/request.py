@@ -10,23 +10,25 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, SpanType
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
 
-TOKENIZE = SpanType("tokenize", ("gen_ai.usage.input_tokens",))
-DETOKENIZE = SpanType("detokenize", ("sgl_aspects.detokenize.calls", "sgl_aspects.detokenize.busy_time"))
+TOKENIZE = SpanType("tokenize", {"gen_ai.usage.input_tokens": int})
+DETOKENIZE = SpanType(
+    "detokenize", {"sgl_aspects.detokenize.calls": int, "sgl_aspects.detokenize.busy_time": float}
+)
 REQUEST = SpanType(
     "request",
-    (
-        "gen_ai.response.id",
-        "gen_ai.response.model",
-        "gen_ai.response.finish_reasons",
-        "gen_ai.response.time_to_first_chunk",
-        "gen_ai.usage.input_tokens",
-        "gen_ai.usage.output_tokens",
-        "gen_ai.usage.cache_read.input_tokens",
-        "gen_ai.latency.time_to_first_token",
-        "gen_ai.latency.e2e",
-    ),
+    {
+        "gen_ai.response.id": str,
+        "gen_ai.response.model": str,
+        "gen_ai.response.finish_reasons": list,
+        "gen_ai.response.time_to_first_chunk": float,
+        "gen_ai.usage.input_tokens": int,
+        "gen_ai.usage.output_tokens": int,
+        "gen_ai.usage.cache_read.input_tokens": int,
+        "gen_ai.latency.time_to_first_token": float,
+        "gen_ai.latency.e2e": float,
+    },
 )
 
 # Attributes known when the request comes in, read from the request.
@@ -63,6 +65,9 @@ class RequestAspect:
 
     def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
         self._recorder = recorder
+        self._write_request = recorder.spans(REQUEST)
+        self._write_tokenize = recorder.spans(TOKENIZE)
+        self._write_detokenize = recorder.spans(DETOKENIZE)
         self._provider = catalog.provider_name
         self._live: dict[str, _Live] = {}
         roles, reader = catalog.roles, catalog.reader
@@ -123,11 +128,12 @@ class RequestAspect:
         # Several requests of one call are one trace, even where the call brought none along.
         first = self._live.get(self._group(request) or "")
         origin = first.origin if first else context.of_request(self._headers(request), recorder.sample)
-        recorder.request_begin(span_id, rid, start_ns, origin, f"{operation} {model}", attributes)
+        name = f"{operation} {model}"
+        recorder.write(RequestBegin(span_id, rid, start_ns, *origin, name, attributes))
         if error is None:
             self._live[rid] = _Live(span_id, start_ns, model, origin)
         else:
-            recorder.span(span_id, span_id, 0, REQUEST, start_ns, time_ns(), (), error_type(error))
+            self._write_request(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return time_ns(), self._tokenized(args, kwargs)
@@ -137,22 +143,13 @@ class RequestAspect:
         live = self._live.get(self._rid(state))
         if live is not None:
             count = len(result) if isinstance(result, list) else None
-            recorder = self._recorder
-            recorder.span(
-                recorder.new_id(),
-                live.span_id,
-                live.span_id,
-                TOKENIZE,
-                start_ns,
-                time_ns(),
-                (count,),
-                error_type(error),
-            )
+            span_id, root = self._recorder.new_id(), live.span_id
+            self._write_tokenize(span_id, root, root, start_ns, time_ns(), (count,), error_type(error))
 
     def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         live = self._live.get(self._rid(self._sent(args, kwargs)))
         if live is not None:
-            self._recorder.request_sent(live.span_id)
+            self._recorder.write(RequestSent(live.span_id))
 
     def _detokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._live.get(self._rid(self._detokenized(args, kwargs))), time_ns()
@@ -172,17 +169,11 @@ class RequestAspect:
         live = self._live.pop(self._rid(state), None)
         if live is None:
             return
-        recorder = self._recorder
+        root = live.span_id
         if live.detokenize_calls:
-            recorder.span(
-                recorder.new_id(),
-                live.span_id,
-                live.span_id,
-                DETOKENIZE,
-                live.detokenize_start,
-                live.detokenize_end,
-                (live.detokenize_calls, live.detokenize_busy / 1e9),
-            )
+            busy = (live.detokenize_calls, live.detokenize_busy / 1e9)
+            span_id, start_ns, end_ns = self._recorder.new_id(), live.detokenize_start, live.detokenize_end
+            self._write_detokenize(span_id, root, root, start_ns, end_ns, busy)
         problem = error_type(cause)
         if not problem and reason in ("abort", "error"):
             problem = reason
@@ -200,4 +191,4 @@ class RequestAspect:
             to_first,
             (end_ns - live.start_ns) / 1e9,
         ]
-        recorder.span(live.span_id, live.span_id, 0, REQUEST, live.start_ns, end_ns, values, problem)
+        self._write_request(root, root, 0, live.start_ns, end_ns, values, problem)

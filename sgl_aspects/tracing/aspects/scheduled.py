@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
 
 # A finish reason in the queue: the request ended there. The request's own span says whether that is an error.
-QUEUE = SpanType("queue", ("sgl_aspects.finish_reason",))
-PREFILL = SpanType("prefill", ("sgl_aspects.prefill.tokens", "sgl_aspects.prefill.chunk"))
-DECODE = SpanType("decode", ("gen_ai.usage.output_tokens", "sgl_aspects.finish_reason"))
+QUEUE = SpanType("queue", {"sgl_aspects.finish_reason": str})
+PREFILL = SpanType("prefill", {"sgl_aspects.prefill.tokens": int, "sgl_aspects.prefill.chunk": int})
+DECODE = SpanType("decode", {"gen_ai.usage.output_tokens": int, "sgl_aspects.finish_reason": str})
 
 
-@dataclass
+@dataclass(eq=False)
 class ScheduledRequest:
-    """A request in the scheduler. ``key`` is its name in this process's records (see ``RequestSeen``)."""
+    """A request in the scheduler. ``key`` is its name in this process's records (see ``RequestSeen``).
+
+    Its span ``decode`` is open where ``decode_id`` is not 0; else ``queue``, unless it ``is_running``.
+    """
 
     key: int
     queue_id: int
@@ -30,30 +33,71 @@ class ScheduledRequest:
     decode_ns: int = 0
 
 
-@dataclass
 class SchedulerState:
-    """What the aspects of a scheduler share. One thread runs a scheduler, so there is one current step."""
+    """What the aspects of a scheduler share, and how its requests are recorded.
 
-    requests: dict[str, ScheduledRequest] = field(default_factory=dict)
-    last_run_end_ns: int = 0
-    #: What the current step is recorded with: the recorder's level, or 0 where the step is not sampled.
-    level: int = 0
-    #: Span ids; 0 where no such span is open.
-    step_id: int = 0
-    run_id: int = 0
+    One thread runs a scheduler, so there is one current step. ``level`` is what that step is recorded with:
+    the recorder's level, or 0 where the step is not sampled. ``step_id`` and ``run_id`` are span ids, 0 where
+    no such span is open.
+    """
 
-    def begin_step(self, recorder: Recorder) -> int:
+    def __init__(self, recorder: Recorder) -> None:
+        self.requests: dict[str, ScheduledRequest] = {}
+        self.level = self.step_id = self.run_id = 0
+        self._recorder = recorder
+        self._write_queue = recorder.spans(QUEUE)
+        self._write_prefill = recorder.spans(PREFILL)
+        self._write_decode = recorder.spans(DECODE)
+
+    def begin_step(self) -> int:
         """The id of a new step; 0 where it is not to be recorded."""
-        level = recorder.level
-        if level < 2:
-            self.level = 0
-            return 0
-        step_id = recorder.new_id()
-        if (step_id & 0xFFFF_FFFF) >= recorder.sample:
-            self.level = 0
-            return 0
-        self.level = level
-        return step_id
+        recorder = self._recorder
+        level = self.level = recorder.level
+        if level >= 2:
+            step_id = recorder.new_id()
+            # Ids follow one another: their product with an odd number is spread evenly.
+            if (step_id * 0x9E37_79B9 & 0xFFFF_FFFF) < recorder.sample:
+                return step_id
+        self.level = 0
+        return 0
+
+    def add(self, rid: str) -> None:
+        """The scheduler got a request."""
+        recorder, now = self._recorder, time_ns()
+        key, queue_id = recorder.new_id(), recorder.new_id()
+        recorder.write(RequestSeen(key, rid, now))
+        recorder.write(SpanBegin(QUEUE, queue_id, key, key, now))
+        self.requests[rid] = ScheduledRequest(key, queue_id, now)
+
+    def leave_queue(self, request: ScheduledRequest, now: int) -> None:
+        """It is in a batch for the first time."""
+        if not request.is_running:
+            request.is_running = True
+            self._write_queue(request.queue_id, request.key, request.key, request.queued_ns, now)
+
+    def prefilled(
+        self, request: ScheduledRequest, tokens: int, is_last: bool, start_ns: int, end_ns: int, problem: str
+    ) -> None:
+        """A chunk of its prompt was worked on; from the last one on it decodes."""
+        recorder, key, values = self._recorder, request.key, (tokens, request.chunks)
+        request.chunks += 1
+        self._write_prefill(recorder.new_id(), key, key, start_ns, end_ns, values, problem)
+        if is_last and not problem:
+            request.decode_id, request.decode_ns = recorder.new_id(), end_ns
+            recorder.write(SpanBegin(DECODE, request.decode_id, key, key, end_ns))
+
+    def end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str, now: int) -> None:
+        """It leaves the scheduler, wherever it was; nothing where it is not known."""
+        request = self.requests.pop(rid, None)
+        if request is None:
+            return
+        key = request.key
+        if request.decode_id:
+            start_ns = request.decode_ns
+            values = (output_tokens, reason)
+            self._write_decode(request.decode_id, key, key, start_ns, max(start_ns, now), values, problem)
+        elif not request.is_running:
+            self._write_queue(request.queue_id, key, key, request.queued_ns, time_ns(), (reason,), problem)
 
 
 class ScheduledRequestAspect:
@@ -62,6 +106,7 @@ class ScheduledRequestAspect:
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
         self._recorder = recorder
         self._state = state
+        self._last_run_end_ns = 0
         roles, reader = catalog.roles, catalog.reader
         self._added = roles["add_request"].argument("message")
         self._ran = roles["run_batch"].argument("batch")
@@ -83,23 +128,16 @@ class ScheduledRequestAspect:
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self._recorder
-        if not recorder.level:
+        if not self._recorder.level:
             return None
         rid = self._message_rid(self._added(args, kwargs))
-        now = time_ns()
-        request = ScheduledRequest(recorder.new_id(), recorder.new_id(), now)
-        recorder.request_seen(request.key, rid, now)
-        recorder.span_begin(request.queue_id, request.key, request.key, QUEUE, now)
         # Before the call, so that an end inside it (a request that is refused) finds the request.
-        self._state.requests[rid] = request
+        self._state.add(rid)
         return rid
 
     def _add_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if error is not None and token is not None:
-            request = self._state.requests.pop(token, None)
-            if request is not None:
-                self._end(request, None, None, error_type(error))
+            self._state.end(token, None, None, error_type(error), time_ns())
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         requests = self._state.requests
@@ -113,45 +151,22 @@ class ScheduledRequestAspect:
             request = requests.get(self._rid(req))
             if not left or request is None:
                 continue
-            if not request.chunks:
-                self._recorder.span(request.queue_id, request.key, request.key, QUEUE, request.queued_ns, now)
+            self._state.leave_queue(request, now)
             chunks.append((request, tokens, left <= tokens))
         return now, chunks
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        end_ns = self._state.last_run_end_ns = time_ns()
+        end_ns = self._last_run_end_ns = time_ns()
         if token is None:
             return
         start_ns, chunks = token
-        recorder = self._recorder
         problem = error_type(error)
         for request, tokens, is_last in chunks:
-            values = (tokens, request.chunks)
-            request.chunks += 1
-            recorder.span(
-                recorder.new_id(), request.key, request.key, PREFILL, start_ns, end_ns, values, problem
-            )
-            if is_last and error is None:
-                request.decode_id, request.decode_ns = recorder.new_id(), end_ns
-                recorder.span_begin(request.decode_id, request.key, request.key, DECODE, end_ns)
+            self._state.prefilled(request, tokens, is_last, start_ns, end_ns, problem)
 
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: before the engine tells the caller, whose span is to end after this one.
-        req = self._ended(args, kwargs)
-        request = self._state.requests.pop(self._rid(req), None)
-        if request is not None:
-            reason = self._end_reason(args, kwargs)
-            self._end(request, self._output_tokens(req), reason, reason if reason == "error" else "")
-
-    def _end(
-        self, request: ScheduledRequest, output_tokens: int | None, reason: str | None, problem: str
-    ) -> None:
-        recorder, key = self._recorder, request.key
-        if request.decode_id:
-            # The last token came with the last run; what the scheduler did since is not decoding.
-            start_ns, values = request.decode_ns, (output_tokens, reason)
-            end_ns = max(start_ns, self._state.last_run_end_ns)
-            recorder.span(request.decode_id, key, key, DECODE, start_ns, end_ns, values, problem)
-        elif not request.chunks:
-            start_ns = request.queued_ns
-            recorder.span(request.queue_id, key, key, QUEUE, start_ns, time_ns(), (reason,), problem)
+        req, reason = self._ended(args, kwargs), self._end_reason(args, kwargs)
+        problem = reason if reason == "error" else ""
+        # The last token came with the last run; what the scheduler did since is not decoding.
+        self._state.end(self._rid(req), self._output_tokens(req), reason, problem, self._last_run_end_ns)

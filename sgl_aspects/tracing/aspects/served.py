@@ -18,7 +18,7 @@ from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothin
 from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
 
 
 @dataclass(eq=False)
@@ -60,6 +60,8 @@ class ServedRequestAspect:
 
     def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
         self._recorder = recorder
+        self._write_request = recorder.spans(REQUEST)
+        self._write_tokenize = recorder.spans(TOKENIZE)
         self._provider = catalog.provider_name
         self._live: dict[str, _Answer] = {}
         roles, reader = catalog.roles, catalog.reader
@@ -180,7 +182,7 @@ class ServedRequestAspect:
         streams: bool,
     ) -> _Answer:
         answer = _Answer(self._recorder.new_id(), rid, start_ns, streams)
-        self._recorder.request_begin(answer.span_id, rid, start_ns, origin, serving.name, attributes)
+        self._recorder.write(RequestBegin(answer.span_id, rid, start_ns, *origin, serving.name, attributes))
         return answer
 
     def _request_attributes(
@@ -219,7 +221,7 @@ class ServedRequestAspect:
             (end_ns - answer.start_ns) / 1e9,
         ]
         span_id = answer.span_id
-        self._recorder.span(span_id, span_id, 0, REQUEST, answer.start_ns, end_ns, values, problem)
+        self._write_request(span_id, span_id, 0, answer.start_ns, end_ns, values, problem)
 
     # -- on its way -----------------------------------------------------------------------------------------
 
@@ -230,21 +232,21 @@ class ServedRequestAspect:
         start_ns, rid = token
         answer = self._live.get(rid)
         if answer is not None:
-            recorder, root = self._recorder, answer.span_id
+            span_id, root = self._recorder.new_id(), answer.span_id
             count = None if error is not None else self._token_count(result)
             problem = error_type(error)
-            recorder.span(recorder.new_id(), root, root, TOKENIZE, start_ns, time_ns(), (count,), problem)
+            self._write_tokenize(span_id, root, root, start_ns, time_ns(), (count,), problem)
 
     def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         answer = self._live.get(self._sent_rid(self._sent(args, kwargs)))
         if answer is not None:
-            self._recorder.request_sent(answer.span_id)
+            self._recorder.write(RequestSent(answer.span_id))
 
     def _send_all_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tokenized in self._all_sent(args, kwargs):
             answer = self._live.get(self._sent_rid(tokenized))
             if answer is not None:
-                self._recorder.request_sent(answer.span_id)
+                self._recorder.write(RequestSent(answer.span_id))
 
     # -- and back -------------------------------------------------------------------------------------------
 

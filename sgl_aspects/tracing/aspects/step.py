@@ -11,28 +11,34 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import restore
-from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.recorder import Recorder, SpanWriter
+from sgl_aspects.tracing.records import SpanBegin, SpanType
 
 STEP = SpanType(
     "scheduler.step",
-    (
-        "sgl_aspects.step.id",
-        "sgl_aspects.forward.mode",
-        "sgl_aspects.batch.size",
-        "sgl_aspects.batch.tokens",
-        "sgl_aspects.queue.waiting",
-        "sgl_aspects.queue.running",
-        "sgl_aspects.kv.usage",
-    ),
+    {
+        "sgl_aspects.step.id": int,
+        "sgl_aspects.forward.mode": str,
+        "sgl_aspects.batch.size": int,
+        "sgl_aspects.batch.tokens": int,
+        "sgl_aspects.queue.waiting": int,
+        "sgl_aspects.queue.running": int,
+        "sgl_aspects.kv.usage": float,
+    },
 )
-SCHEDULE = SpanType("schedule")
-RUN_BATCH = SpanType("run_batch")
-SAMPLE = SpanType("sample")
-PROCESS_RESULT = SpanType("process_result")
-
 
 _OTEL = "opentelemetry.trace"
+
+
+class StepSpans:
+    """What records a step and its children, whose time alone is told."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.step = recorder.spans(STEP)
+        self.schedule = recorder.spans(SpanType("schedule"))
+        self.run_batch = recorder.spans(SpanType("run_batch"))
+        self.sample = recorder.spans(SpanType("sample"))
+        self.process_result = recorder.spans(SpanType("process_result"))
 
 
 class StepAspect:
@@ -45,6 +51,7 @@ class StepAspect:
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
         self._recorder = recorder
         self._state = state
+        self._spans = StepSpans(recorder)
         self._batch: Any = None
         self._links: Sequence[int] = ()
         self._linked_reqs: list[Any] = []
@@ -68,7 +75,7 @@ class StepAspect:
 
     def _step_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
-        step_id = state.step_id = state.begin_step(self._recorder)
+        step_id = state.step_id = state.begin_step()
         if not step_id:
             return None
         self._batch, self._links = None, ()
@@ -88,15 +95,15 @@ class StepAspect:
         end_ns = time_ns()
         values = [*self._batch_values(batch), *self._scheduler_values(scheduler)]
         problem = "" if error is None else error_type(error)
-        self._recorder.span(step_id, step_id, 0, STEP, start_ns, end_ns, values, problem, self._links)
+        self._spans.step(step_id, step_id, 0, start_ns, end_ns, values, problem, self._links)
 
     def _schedule_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         if error is not None or result is not None:
             # The step's own record has to come first, and whether there is a step is known only now.
             step_id = self._state.step_id
             if step_id:
-                self._recorder.span_begin(step_id, step_id, 0, STEP, token)
-            self._record(SCHEDULE, token, error)
+                self._recorder.write(SpanBegin(STEP, step_id, step_id, 0, token))
+            self._record(self._spans.schedule, token, error)
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         state = self._state
@@ -119,22 +126,22 @@ class StepAspect:
         if step_id:
             state.run_id = 0
             problem = "" if error is None else error_type(error)
-            self._recorder.span(run_id, step_id, step_id, RUN_BATCH, token, time_ns(), (), problem)
+            self._spans.run_batch(run_id, step_id, step_id, token, time_ns(), (), problem)
 
     def _sample_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        self._record(SAMPLE, token, error, self._state.run_id)
+        self._record(self._spans.sample, token, error, self._state.run_id)
 
     def _process_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        self._record(PROCESS_RESULT, token, error)
+        self._record(self._spans.process_result, token, error)
 
-    def _record(self, type: SpanType, start_ns: int, error: BaseException | None, parent_id: int = 0) -> None:
+    def _record(
+        self, write: SpanWriter, start_ns: int, error: BaseException | None, parent_id: int = 0
+    ) -> None:
         step_id = self._state.step_id
         if step_id:
-            end_ns, recorder = time_ns(), self._recorder
+            end_ns = time_ns()
             problem = "" if error is None else error_type(error)
-            recorder.span(
-                recorder.new_id(), step_id, parent_id or step_id, type, start_ns, end_ns, (), problem
-            )
+            write(self._recorder.new_id(), step_id, parent_id or step_id, start_ns, end_ns, (), problem)
 
 
 def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

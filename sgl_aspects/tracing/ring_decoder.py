@@ -1,0 +1,188 @@
+"""What the slots of a ring file mean: the records of :mod:`.records`, and nothing that is damaged."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sgl_aspects.tracing import ring_format as layout
+from sgl_aspects.tracing.records import (
+    Record,
+    RequestBegin,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+
+# Parts of records whose end has not come; beyond so many the oldest are given up.
+_PENDING = 1024
+_NO_NUMBER = (layout.NONE, float(layout.NONE))
+_KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
+
+
+class DamagedError(Exception):
+    """Raised for what cannot be read; contained in the readers."""
+
+
+class _Layout(NamedTuple):
+    type: SpanType
+    codes: str
+    has_error: bool
+    links: int
+    struct: struct.Struct
+
+
+class Decoder:
+    """The definitions of one ring, and the parts of records whose other parts have not come.
+
+    ``read_definitions``: gives the definitions' bytes as far as they are written. ``clock_offset``: what
+    makes the ring's times Unix time, in nanoseconds.
+    """
+
+    def __init__(self, read_definitions: Callable[[], bytes], clock_offset: int) -> None:
+        self._read_definitions = read_definitions
+        self._clock_offset = clock_offset
+        self._definitions: list[_Layout | str | None] = [None]
+        self._definitions_end = 0
+        self._texts: dict[int, list[bytes]] = {}
+        self._links: dict[int, list[int]] = {}
+
+    def decode(self, data: bytes, position: int) -> Record | None:
+        """The record in a slot; None for a part of one. Raises ``DamagedError``."""
+        try:
+            return self._decode(data, position)
+        except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
+            raise DamagedError(str(error)) from error
+
+    def _decode(self, data: bytes, position: int) -> Record | None:
+        kind = data[position]
+        if kind == layout.KIND_SPAN:
+            return self._span(data, position)
+        if kind == layout.KIND_BEGIN:
+            head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
+            type = self._layout(head >> layout.HEAD_SHIFT).type
+            return SpanBegin(type, span_id, root_id, parent_id, start + self._clock_offset)
+        if kind == layout.KIND_SENT:
+            return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
+        if kind == layout.KIND_LINKS:
+            _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
+            _bound(self._links)
+            self._links.setdefault(span_id, []).extend(link for link in links if link)
+            return None
+        if kind in (layout.KIND_PART, layout.KIND_LONG):
+            return self._text(data, position)
+        if kind == layout.KIND_VOID:
+            return None
+        raise DamagedError(f"a record of kind {kind}")
+
+    def _span(self, data: bytes, position: int) -> SpanEnd:
+        (head,) = layout.MARK.unpack_from(data, position)
+        found = self._layout(head >> layout.HEAD_SHIFT)
+        _, span_id, root_id, parent_id, start, end, *words, _ = found.struct.unpack_from(data, position)
+        count = len(found.codes)
+        values = [self._value(code, word) for code, word in zip(found.codes, words)]
+        error = self._defined_text(words[count]) if found.has_error else ""
+        links = self._links.pop(span_id, []) + words[count + found.has_error :]
+        offset = self._clock_offset
+        return SpanEnd(
+            found.type, span_id, root_id, parent_id, start + offset, end + offset, values, error, links
+        )
+
+    def _value(self, code: str, word: Any) -> Any:
+        if code == "t":
+            return self._defined_text(word) if word else None
+        if word in _NO_NUMBER:
+            return None
+        return bool(word) if code == "b" else word
+
+    def _text(self, data: bytes, position: int) -> Record | None:
+        kind, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
+        pieces = self._texts.pop(key, [])
+        if len(pieces) & 0xFFFF != index:
+            raise DamagedError("a part of a record is missing")
+        pieces.append(piece)
+        if kind == layout.KIND_PART:
+            _bound(self._texts)
+            self._texts[key] = pieces
+            return None
+        whole = b"".join(pieces)
+        if not 0 <= len(whole) - size < layout.TEXT_BYTES:
+            raise DamagedError("a record of the wrong length")
+        name, *fields = json.loads(whole[:size])
+        make, kinds = _TEXT_RECORDS[name]
+        if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
+            raise DamagedError("a record with fields of the wrong type")
+        return make(self, *fields)
+
+    def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
+        span = SpanEnd(SpanType(name, dict.fromkeys(map(str, names), object)), *fields)
+        links = [*self._links.pop(span.span_id, []), *span.links]
+        if not all(isinstance(link, int) for link in links):
+            raise DamagedError("a link that is no number")
+        return span._replace(links=links)
+
+    def _layout(self, index: int) -> _Layout:
+        found = self._definition(index)
+        if not isinstance(found, _Layout):
+            raise DamagedError(f"definition {index} is no layout")
+        return found
+
+    def _defined_text(self, index: int) -> str:
+        found = self._definition(index)
+        if not isinstance(found, str):
+            raise DamagedError(f"definition {index} is no text")
+        return found
+
+    def _definition(self, index: int) -> _Layout | str | None:
+        if index >= len(self._definitions):
+            self._read_more()
+        return self._definitions[index]
+
+    def _read_more(self) -> None:
+        data = self._read_definitions()
+        while self._definitions_end + 4 <= len(data):
+            start = self._definitions_end + 4
+            size = int.from_bytes(data[start - 4 : start], "little")
+            if start + size > len(data):
+                break
+            self._definitions_end = start + size
+            self._definitions.append(_parse_definition(data[start : start + size]))
+
+
+def _parse_definition(data: bytes) -> _Layout | str | None:
+    """None for one that is damaged: those after it keep their numbers."""
+    try:
+        text = data[1:].decode()
+        if data[:1] == b"T":
+            return text
+        name, names, codes, has_error, links = json.loads(text)
+        if (
+            data[:1] != b"L"
+            or not isinstance(has_error, bool)
+            or not 0 <= links <= layout.SPAN_WORDS - len(codes) - has_error
+        ):
+            return None
+        kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
+        type = SpanType(str(name), dict(zip(map(str, names), kinds)))
+        return _Layout(type, str(codes), has_error, links, layout.span_struct(codes, has_error, links))
+    except (ValueError, TypeError, LookupError, struct.error, RecursionError):
+        return None
+
+
+def _bound(pending: dict[int, Any]) -> None:
+    while len(pending) >= _PENDING:
+        del pending[next(iter(pending))]
+
+
+_TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type, ...]]] = {
+    "R": (
+        lambda _, *fields: RequestBegin(*fields),
+        (int, str, int, int, int, bool, str, bool, str, dict),
+    ),
+    "A": (lambda _, *fields: RequestSeen(*fields), (int, str, int)),
+    "S": (Decoder._span_from_text, (str, list, int, int, int, int, int, list, str, list)),
+}

@@ -1,0 +1,64 @@
+"""The rings of a run, followed as processes come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sgl_aspects.tracing import ring_format as layout
+from sgl_aspects.tracing.records import Record
+from sgl_aspects.tracing.ring_decoder import DamagedError
+from sgl_aspects.tracing.ring_reader import RingReader
+
+
+class RunReader:
+    """Follows every ring of a run folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._refused: set[Path] = set()
+        self.writers: dict[str, RingReader] = {}
+        self.has_more = False
+
+    @property
+    def damaged(self) -> int:
+        return len(self._refused) + sum(writer.damaged for writer in self.writers.values())
+
+    @property
+    def dropped(self) -> int:
+        return sum(writer.dropped for writer in self.writers.values())
+
+    def poll(self) -> Iterator[tuple[RingReader, Record]]:
+        """What was written since the last time. ``has_more`` afterwards: some ring has a lot left to read."""
+        self.find()
+        self.has_more = False
+        for writer in list(self.writers.values()):
+            records, more = writer.poll(writer.is_alive())
+            self.has_more = self.has_more or more
+            if records:
+                writer.commit()
+            for record in records:
+                yield writer, record
+
+    def living(self) -> list[RingReader]:
+        """The writers whose processes are still there."""
+        self.find()
+        return [writer for writer in self.writers.values() if writer.is_alive()]
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+
+    def find(self) -> list[RingReader]:
+        """Opens the rings that are new."""
+        found = []
+        for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
+            name = path.name.removesuffix(layout.SUFFIX)
+            if name in self.writers or path in self._refused:
+                continue
+            try:
+                reader = self.writers[name] = RingReader(path)
+                found.append(reader)
+            except (DamagedError, OSError):
+                self._refused.add(path)
+        return found

@@ -1,0 +1,95 @@
+"""The fast path of the flight recorder: for each type of span a function made for its attributes.
+
+It looks texts up and packs all values in one expression. A loop over the attributes would cost as much again
+as everything else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+from sgl_aspects.tracing import ring_format as layout
+from sgl_aspects.tracing.recorder import SpanWriter
+from sgl_aspects.tracing.records import SpanType
+
+#: (number of links, has an error) -> what packs such a span into memory, and the first word of its slot.
+Layouts = dict[tuple[int, bool], tuple[Callable[..., None], int]]
+PLAIN = (0, False)
+#: What ``pack_into`` raises for a value of the wrong type, or one that needs more than 64 bits.
+MISFITS = (struct.error, TypeError, ValueError, OverflowError)
+
+_SOURCE = """
+def make(slots, texts, layouts, learn, write_as_text):
+    def write(span_id, root_id, parent_id, start_ns, end_ns, values=(), error="", links=()):
+        try:
+            {take_apart}
+            if error or links:
+                pack_into, head = layouts[len(links), error != ""]
+                more = [texts[error], *links] if error else links
+            else:
+                pack_into, head = layouts[PLAIN]
+                more = None
+            number = slots.take()
+        except StopIteration:
+            if slots.make_room():
+                write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+            return
+        except (LookupError, TypeError, ValueError):
+            learn(write, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+            return
+        memory, offset = slots.memory, OFFSET + ((number & slots.mask) << SHIFT)
+        try:
+            if more is None:
+                pack_into(memory, offset, head, span_id, root_id, parent_id, start_ns, end_ns, {words}number)
+            else:
+                pack_into(
+                    memory, offset, head, span_id, root_id, parent_id, start_ns, end_ns, {words}*more, number
+                )
+        except MISFITS:
+            slots.void(number)
+            write_as_text(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+
+    return write
+"""
+
+
+def codes_of(type: SpanType) -> str | None:
+    """One code for each attribute (:data:`.ring_format.CODES`); None where spans of it do not fit a slot."""
+    codes = [layout.CODE_OF.get(each) for each in type.attributes.values()]
+    return None if None in codes or len(codes) > layout.SPAN_WORDS else "".join(map(str, codes))
+
+
+def make_writer(
+    codes: str,
+    slots: Any,
+    texts: dict[str | None, int],
+    layouts: Layouts,
+    learn: Callable[..., None],
+    write_as_text: Callable[..., None],
+) -> SpanWriter:
+    """The writer of spans with attributes of these codes.
+
+    ``slots``: a :class:`~sgl_aspects.tracing.ring_slots.Slots`. ``learn`` is given the writer and its
+    arguments where ``layouts`` or ``texts`` do not have what the span needs, or the number of values is
+    wrong: it sees to that and calls again, or gives up. ``write_as_text`` gets what does not fit a slot.
+    """
+    names = [f"value_{number}" for number in range(len(codes))]
+    lines = [f"{', '.join(names)}, = values" if names else ""]
+    lines += [f"{name} = texts[{name}]" for name, code in zip(names, codes) if code == "t"]
+    words = [
+        name if code == "t" else f"NONE if {name} is None else {name}" for name, code in zip(names, codes)
+    ]
+    source = _SOURCE.format(
+        take_apart=("\n" + " " * 12).join(filter(None, lines)), words="".join(f"{word}, " for word in words)
+    )
+    names_in_it: dict[str, Any] = {
+        "MISFITS": MISFITS,
+        "NONE": layout.NONE,
+        "OFFSET": layout.SLOTS_OFFSET,
+        "PLAIN": PLAIN,
+        "SHIFT": layout.SLOT_SHIFT,
+    }
+    exec(compile(source, f"<the writer of spans of {codes or 'no attributes'}>", "exec"), names_in_it)
+    return cast(SpanWriter, names_in_it["make"](slots, texts, layouts, learn, write_as_text))
