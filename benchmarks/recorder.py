@@ -137,7 +137,7 @@ class _Platform:
         return _Event()
 
 
-class _Allocator:
+class _Cache:
     total_size = 1000
 
     def available_size(self) -> int:
@@ -152,7 +152,7 @@ class _Scheduler:
     def __init__(self) -> None:
         self.waiting: list[Any] = []
         self.running: list[Any] = []
-        self.kv_allocator = _Allocator()
+        self.kv_cache = _Cache()
 
 
 def steps() -> None:

@@ -12,6 +12,7 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from sgl_aspects.runtime.grammar import Grammar
     from sgl_aspects.runtime.logprobs import TokenLogprobs
+    from sgl_aspects.runtime.kv_cache.prefix_cache import Node
 
 
 class ForwardMode(enum.Enum):
@@ -32,19 +33,28 @@ class Req:
     sampling_params: SamplingParams
     #: Draws one number for each sampled token, so that a seed gives the same text in any batch.
     random: random.Random
+    #: Higher ones come first; among equals the one that arrived first.
+    priority: int = 0
+    arrival: int = 0
     output_ids: list[int] = field(default_factory=list)
-    #: Prompt tokens that were found in the prefix cache.
+    #: Prompt tokens that were found in the prefix cache when the request was first admitted.
     cached_tokens: int = 0
     #: Tokens whose keys and values are in the cache.
     computed_tokens: int = 0
     #: Output tokens that the caller has been told.
     sent_tokens: int = 0
     pages: list[int] = field(default_factory=list)
+    #: How many of the pages, from the first on, are the prefix tree's, and where they end in it.
+    shared_pages: int = 0
+    prefix: Node | None = None
     #: Row of the page table; -1 while waiting.
     row: int = -1
+    #: Stays true when the request has to give way and waits again.
+    was_admitted: bool = False
     finish_reason: str | None = None
-    #: Says what went wrong where the reason is "error".
+    #: Where the reason is "error": what went wrong, and the name of the class in sgl_aspects.errors.
     error: str | None = None
+    error_type: str = "InvalidRequestError"
     #: Whether the last token only ended the request, and is no text.
     has_end_token: bool = False
     #: What the output is held to, where the request brought a schema.
@@ -66,8 +76,18 @@ class Req:
         return self.sampling_params.max_new_tokens or 0
 
     @property
+    def precedence(self) -> tuple[int, int]:
+        """The lower goes first, and gives way last."""
+        return -self.priority, self.arrival
+
+    @property
     def is_prefill_done(self) -> bool:
-        return self.computed_tokens >= len(self.input_ids)
+        """Whether only the token that was sampled last is to be computed. A retracted request has more."""
+        return bool(self.output_ids) and self.computed_tokens >= self.total_tokens - 1
+
+    @property
+    def prefill_tokens_left(self) -> int:
+        return 0 if self.is_prefill_done else self.total_tokens - self.computed_tokens
 
     def tokens_between(self, start: int, end: int) -> list[int]:
         """The tokens at positions ``start`` up to ``end`` of prompt and output together."""

@@ -229,7 +229,9 @@ class Engine:
         return self.request_manager.abort(rid)
 
     def stats(self) -> dict[str, int]:
-        """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens, steps."""
+        """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens,
+        kv_cached_tokens (prefixes, of which those that nobody uses count as available), retractions, steps.
+        """
         return self._stats_calls.call()
 
     def shutdown(self) -> None:

@@ -24,6 +24,8 @@ class TokenizedRequest:
     rid: str
     input_ids: list[int]
     sampling_params: SamplingParams
+    #: Higher ones are served first, and make lower ones give way where memory is short.
+    priority: int = 0
 
 
 @dataclass
@@ -70,8 +72,10 @@ class TokenOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     cached_tokens: int = 0
-    #: Says what went wrong where finish_reason is "error": an InvalidRequestError's message.
+    #: Says what went wrong where finish_reason is "error".
     error: str | None = None
+    #: Name of the error's class in sgl_aspects.errors.
+    error_type: str = "InvalidRequestError"
     #: Whether the last token only ended the request, and is no text.
     has_end_token: bool = False
     #: One for each token, where the request asked for them.

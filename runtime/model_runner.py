@@ -13,7 +13,7 @@ from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 from sgl_aspects.runtime.batch import Batch
 from sgl_aspects.runtime.forward_batch import ForwardBatch
-from sgl_aspects.runtime.kv_cache import PageTable
+from sgl_aspects.runtime.kv_cache import KVCache, PageTable
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.logit_adjuster import LogitAdjuster
 from sgl_aspects.runtime.logprobs import TokenLogprobs, token_logprobs
@@ -82,9 +82,9 @@ class ModelRunner:
                 f"each, {free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction "
                 f"({args.mem_fraction})."
             )
-        self.kv_allocator = allocator_class(size, args.page_size)
+        allocator = allocator_class(size, args.page_size)
         self.kv_pool = pool_class(
-            size=self.kv_allocator.total_size,
+            size=allocator.total_size,
             page_size=args.page_size,
             dtype=self.dtype,
             layer_num=config.num_layers,
@@ -95,13 +95,14 @@ class ModelRunner:
         self.page_table = PageTable(
             args.max_running_requests, self.context_length, args.page_size, self.device
         )
+        self.kv_cache = KVCache(allocator, self.page_table, self.kv_pool, prefix_cache=args.prefix_cache)
         name = args.attention_backend or self.platform.get_default_attention_backend()
         self.attention_backend: AttentionBackend = attention_backend_class(name)(
             self.kv_pool, self.page_table
         )
         logger.info(
             "key-value cache: %d tokens of %d bytes, attention backend %s",
-            self.kv_allocator.total_size,
+            allocator.total_size,
             token_bytes,
             name,
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sgl_aspects import errors
 from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
 from sgl_aspects.runtime.grammar import check_json_schema
 from sgl_aspects.runtime.messages import AbortRequest, TokenizedRequest, TokenOutput
@@ -34,6 +35,8 @@ class GenerateRequest:
     is_chat: bool = False
     #: Whether the caller wants text as it comes.
     stream: bool = False
+    #: Higher ones are served first.
+    priority: int = 0
     #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
     headers: Mapping[str, str] = field(default_factory=dict)
     #: Of several requests that one call led to, the id of the first; empty where there is but one.
@@ -159,7 +162,7 @@ class RequestManager:
         if params.max_new_tokens is None:
             room = min(self._context_length, self._max_total_tokens) - state.prompt_tokens
             params = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        self._send(TokenizedRequest(state.rid, state.input_ids, params))
+        self._send(TokenizedRequest(state.rid, state.input_ids, params, state.request.priority))
 
     def handle_output(self, output: TokenOutput) -> None:
         """Take in what a request got in one step. Outputs of a request that has ended are dropped."""
@@ -183,7 +186,7 @@ class RequestManager:
             chunk = StreamChunk(state.rid, text, output.token_ids, finish_reason, output.logprobs)
             state.put_chunk(chunk)
         if finish_reason is not None:
-            error = InvalidRequestError(output.error or "") if finish_reason == "error" else None
+            error = getattr(errors, output.error_type)(output.error) if finish_reason == "error" else None
             self.end_request(state, finish_reason, error)
 
     def detokenize(self, state: RequestState, token_ids: Sequence[int]) -> str:

@@ -1,17 +1,18 @@
 """Scheduler: decides, step by step, which tokens of which requests the model sees.
 
 Each step takes the next token of every request that is decoding, and fills up with prompts, cut into chunks
-(chunked prefill). A request gets all the pages it can ever need when it is admitted, and waits until then:
-the cache never runs out in mid-flight. Requests are admitted in the order they came.
+(chunked prefill). A request is admitted when there is room for its prompt, and gets pages for its output as
+it grows. Where memory runs out, the request that comes last by priority and arrival gives way: it goes back
+to its place in the queue, keeps its tokens, and computes them again later. The first one never has to, since
+one request alone always fits; so each gets its turn, and nobody overtakes.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
-from collections import deque
-from collections.abc import Iterator
 from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,7 @@ from sgl_aspects.runtime.messages import (
     TokenOutput,
 )
 from sgl_aspects.runtime.model_runner import ModelRunner
+from sgl_aspects.runtime.request_queue import RequestQueue
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -47,11 +49,13 @@ class Scheduler:
         self.platform = current_platform
         self.platform.apply_server_args_defaults(server_args)
         self.model_runner = ModelRunner(server_args)
-        self.kv_allocator = self.model_runner.kv_allocator
-        self.waiting: deque[Req] = deque()
+        self.kv_cache = self.model_runner.kv_cache
+        self.waiting = RequestQueue()
         self.running: list[Req] = []
         self.step_id = 0
+        self.num_retractions = 0
         self.shutting_down = False
+        self._arrivals = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
         self._owner = os.getppid()
 
@@ -69,7 +73,7 @@ class Scheduler:
 
     def event_loop(self) -> None:
         """Serve until told to stop, or until the owner is gone."""
-        self.connection.send(ReadyMessage(max_total_tokens=self.kv_allocator.total_size))
+        self.connection.send(ReadyMessage(max_total_tokens=self.kv_cache.total_size))
         try:
             while not self.shutting_down:
                 for message in self.recv_requests():
@@ -109,7 +113,14 @@ class Scheduler:
         seed = message.sampling_params.seed
         if seed is None:
             seed = self._seeds.getrandbits(64)
-        req = Req(message.rid, message.input_ids, message.sampling_params, random.Random(seed))
+        req = Req(
+            message.rid,
+            message.input_ids,
+            message.sampling_params,
+            random.Random(seed),
+            priority=message.priority,
+            arrival=next(self._arrivals),
+        )
         if message.sampling_params.json_schema is not None:
             try:
                 req.grammar = self.grammar_compiler.compile(str(message.sampling_params.json_schema))
@@ -117,12 +128,31 @@ class Scheduler:
                 req.finish_reason, req.error = "error", str(error)
                 self.stream_output([req])
                 return req
-        if (
-            req.max_total_tokens > self.kv_allocator.total_size
-        ):  # the owner checks too: it would wait for ever
+        if req.max_total_tokens > self.kv_cache.total_size:  # the owner checks too: it would wait for ever
             raise ValueError(f"request {req.rid} needs more tokens than the key-value cache holds")
-        self.waiting.append(req)
+        self.waiting.add(req)
+        self._limit_queue()
         return req
+
+    def _limit_queue(self) -> None:
+        """Refuse the last request where one too many waits; those that can run at once do not count."""
+        args = self.server_args
+        if args.max_queued_requests is None:
+            return
+        free_places = args.max_running_requests - len(self.running)
+        if len(self.waiting) > args.max_queued_requests + max(free_places, 0):
+            self.fail_request(
+                self.waiting.last_refusable(),
+                f"the queue is full: {args.max_queued_requests} requests wait (max_queued_requests). "
+                "Try again later",
+                "QueueFullError",
+            )
+
+    def fail_request(self, req: Req, error: str, error_type: str) -> None:
+        """End a request with an error of a class in sgl_aspects.errors, and tell its caller."""
+        req.error, req.error_type = error, error_type
+        self.finish_request(req, "error")
+        self.stream_output([req])
 
     def abort_request(self, rid: str) -> None:
         """End a waiting or running request; one that has ended already is none of both."""
@@ -145,16 +175,16 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next batch; None where there is nothing to compute."""
+        self.make_room()
+        self.admit_requests()
         decodes = [req for req in self.running if req.is_prefill_done]
         reqs, counts = list(decodes), [1] * len(decodes)
         budget = self.server_args.chunked_prefill_size
-        for req in self._prefills():
-            count = min(len(req.input_ids) - req.computed_tokens, budget)
-            reqs.append(req)
-            counts.append(count)
-            budget -= count
-            if budget == 0:
-                break
+        for req in self.running:
+            if budget and not req.is_prefill_done:
+                reqs.append(req)
+                counts.append(min(req.prefill_tokens_left, budget))
+                budget -= counts[-1]
         if not reqs:
             return None
         if len(decodes) == len(reqs):
@@ -164,25 +194,56 @@ class Scheduler:
         self.step_id += 1
         return Batch(mode, reqs, counts, self.step_id, num_decodes=len(decodes))
 
-    def _prefills(self) -> Iterator[Req]:
-        """Running requests whose prompt is not done, then waiting ones, admitted as they are asked for."""
-        yield from [req for req in self.running if not req.is_prefill_done]
-        while self.waiting and len(self.running) < self.server_args.max_running_requests:
-            if not self._admit(self.waiting[0]):
-                return  # nobody overtakes: a long request would wait for ever behind short ones
-            yield self.running[-1]
+    def make_room(self) -> None:
+        """Pages for the next token of each running request; where they run out, the last gives way."""
+        for req in sorted(self.running, key=lambda req: req.precedence):
+            while req.row >= 0 and not self.kv_cache.extend(req, req.total_tokens):
+                self.retract_request(self._last_running())
+
+    def admit_requests(self) -> None:
+        """Take requests from the queue while this step has tokens left for their prompts, and there is room.
+
+        Nobody overtakes: a long request would wait for ever behind short ones. One of higher priority makes
+        running ones of lower priority give way.
+        """
+        args = self.server_args
+        left = sum(req.prefill_tokens_left for req in self.running)
+        while len(self.waiting) and left < args.chunked_prefill_size:
+            req = self.waiting[0]
+            if len(self.running) < args.max_running_requests and self._admit(req):
+                left += req.prefill_tokens_left
+                continue
+            last = self._last_running()
+            if last.priority >= req.priority:
+                return
+            left -= last.prefill_tokens_left
+            self.retract_request(last)
 
     def _admit(self, req: Req) -> bool:
-        """Give the request at the head of the queue its pages; False where they are not free yet."""
-        pages = self.kv_allocator.alloc(req.max_total_tokens)
-        if pages is None:
+        """Move the request at the head of the queue to the running ones; False where memory is short."""
+        reserve = 0
+        if self.running:  # what those that run, and this one, may soon want; one alone always fits
+            most = self.server_args.decode_reserve
+            reserve = sum(min(r.max_total_tokens - r.total_tokens, most) for r in (*self.running, req))
+        if not self.kv_cache.admit(req, reserve):
             return False
-        self.waiting.popleft()
-        req.pages = pages
-        req.row = self.model_runner.page_table.add_row(pages)
-        self.model_runner.kv_pool.clear(pages)
+        self.waiting.remove(req)
         self.running.append(req)
+        if not req.was_admitted:
+            req.was_admitted, req.cached_tokens = True, req.computed_tokens
         return True
+
+    def retract_request(self, req: Req) -> None:
+        """Take a running request's memory away and put it back into the queue; its tokens stay known."""
+        logger.debug("request %s gives way with %d tokens computed", req.rid, req.computed_tokens)
+        self.running.remove(req)
+        self.kv_cache.release(req)
+        req.computed_tokens = 0
+        self.num_retractions += 1
+        self.waiting.add(req)
+
+    def _last_running(self) -> Req:
+        return max(self.running, key=lambda req: req.precedence)
 
     def run_batch(self, batch: Batch) -> BatchResult:
         logits = self.model_runner.forward(batch)
@@ -200,6 +261,8 @@ class Scheduler:
             req.computed_tokens += count
             if token is None:
                 continue
+            if not req.output_ids:
+                self.kv_cache.store_prefix(req)  # others may begin with this prompt, now that it is computed
             req.output_ids.append(token)
             if result.logprobs and (logprobs := result.logprobs[i]) is not None:
                 req.logprobs.append(logprobs)
@@ -230,9 +293,7 @@ class Scheduler:
             self.waiting.remove(req)
             return
         self.running.remove(req)
-        self.model_runner.page_table.remove_row(req.row)
-        self.kv_allocator.free(req.pages)
-        req.row, req.pages = -1, []
+        self.kv_cache.release(req)
 
     def stream_output(self, reqs: list[Req]) -> None:
         """Send what these requests got since the last time, in one message."""
@@ -248,6 +309,7 @@ class Scheduler:
                         req.finish_reason,
                         req.cached_tokens,
                         req.error,
+                        req.error_type,
                         req.has_end_token,
                         logprobs,
                     )
@@ -260,7 +322,9 @@ class Scheduler:
         return {
             "waiting_requests": len(self.waiting),
             "running_requests": len(self.running),
-            "kv_total_tokens": self.kv_allocator.total_size,
-            "kv_available_tokens": self.kv_allocator.available_size(),
+            "kv_total_tokens": self.kv_cache.total_size,
+            "kv_available_tokens": self.kv_cache.available_size(),
+            "kv_cached_tokens": self.kv_cache.cached_size(),
+            "retractions": self.num_retractions,
             "steps": self.step_id,
         }

@@ -34,6 +34,13 @@ class ServerArgs:
     mem_fraction: float = 0.5
     #: Requests that are computed at the same time; more wait.
     max_running_requests: int = 32
+    #: Requests that may wait beside them; one more is refused. None: any number.
+    max_queued_requests: int | None = None
+    #: Keep what requests have computed, for later ones that begin with the same tokens.
+    prefix_cache: bool = True
+    #: A request is admitted while so many tokens stay free for the next ones of each running request. With
+    #: less, more run at once, and more must give way and be computed again.
+    decode_reserve: int = 64
     #: Prompt tokens computed in one step; longer prompts are cut into such chunks.
     chunked_prefill_size: int = 512
     #: Makes sampling without a seed of its own repeatable from one start to the next.
@@ -54,9 +61,13 @@ class ServerArgs:
             raise ConfigError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
         for name in ("page_size", "max_running_requests", "chunked_prefill_size"):
             _check_count(name, getattr(self, name))
-        for name in ("context_length", "max_total_tokens"):
+        for name in ("context_length", "max_total_tokens", "max_queued_requests"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
+        if not _is_integer(self.decode_reserve) or self.decode_reserve < 0:
+            raise ConfigError(f"decode_reserve={self.decode_reserve!r}: write a whole number of at least 0")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache={self.prefix_cache!r}: write True or False")
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(
                 f"max_total_tokens={self.max_total_tokens} is less than one page of {self.page_size} tokens: "

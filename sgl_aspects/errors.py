@@ -10,6 +10,7 @@
     └── EngineError (RuntimeError)          the embedded engine cannot serve
         ├── ModelLoadError                  a model folder or file that is missing or broken
         ├── InvalidRequestError (ValueError)  a request that can never be served as it is
+        ├── QueueFullError                  a request too many: it can be served later
         └── SchedulerDiedError (ConnectionError)  the scheduler process is gone
 
 Each doubles a standard type, so that callers who do not know this package catch what they expect.
@@ -57,6 +58,10 @@ class ModelLoadError(EngineError):
 
 class InvalidRequestError(EngineError, ValueError):
     """Raised when a request can never be served: too long a prompt, a sampling value out of range."""
+
+
+class QueueFullError(EngineError):
+    """Raised when as many requests wait as ``max_queued_requests`` allows: try again later."""
 
 
 class SchedulerDiedError(EngineError, ConnectionError):

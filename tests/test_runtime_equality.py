@@ -82,7 +82,7 @@ def run_in_process(
             reqs.append(scheduler.add_request(arriving.pop(0)))
         scheduler.step()
         drain(ours)
-    assert scheduler.kv_allocator.available_size() == scheduler.kv_allocator.total_size
+    assert scheduler.kv_cache.available_size() == scheduler.kv_cache.total_size
     return [req.output_ids for req in reqs], modes
 
 

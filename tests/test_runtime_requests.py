@@ -153,13 +153,13 @@ def test_a_running_request_can_be_aborted(engine: Engine) -> None:
 
 
 def test_a_waiting_request_can_be_aborted_by_its_id(engine: Engine) -> None:
-    running = [engine.submit([5, 6], LONG) for _ in range(2)]  # the cache has no room for a third
-    waiting = engine.submit([7], LONG, rid="the third")
+    running = [engine.submit([5, 6], LONG) for _ in range(8)]  # as many as may run at once
+    waiting = engine.submit([7], LONG, rid="the ninth")
     wait_for(lambda: engine.stats()["waiting_requests"] == 1)
-    assert engine.abort("the third")
+    assert engine.abort("the ninth")
     result = waiting.result(timeout=10)
     assert (result.finish_reason, result.output_ids, result.text) == ("abort", [], "")
-    assert not engine.abort("the third")
+    assert not engine.abort("the ninth")
     for handle in running:
         handle.abort()
         assert handle.result(timeout=10).finish_reason == "abort"

@@ -218,7 +218,8 @@ def test_eight_requests_at_once_are_eight_whole_traces(run: Run) -> None:
         assert (root.trace_id, root.parent_id) == (f"{0xA0 + number:032x}", f"{0xB0 + number:016x}")
         assert set(spans) == {COMPLETION, *CHILDREN}
         prefilled = sum(span.attributes["sgl_aspects.prefill.tokens"] for span in spans["prefill"])
-        assert prefilled == token_count("together " * (number + 1))
+        cached = root.attributes["gen_ai.usage.cache_read.input_tokens"]
+        assert prefilled + cached == token_count("together " * (number + 1))
         assert root.attributes["gen_ai.usage.output_tokens"] == 4 + number
         assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == 4 + number
 
@@ -365,7 +366,7 @@ def test_a_scheduler_that_is_killed(model: Path) -> None:
     with http_receiver() as receiver:
         with (
             attach(endpoint=receiver.endpoint) as session,
-            Engine(model_path=model, max_total_tokens=1024) as engine,
+            Engine(model_path=model, max_total_tokens=1024, max_running_requests=1) as engine,
         ):
             engine.generate("done", tokens(3), rid="done")
             handle = engine.submit("running", tokens(900), rid="running")

@@ -1,10 +1,23 @@
 """The paged key-value cache.
 
-pages.py   PagedAllocator and PageTable: which pages are free, which belong to which request
-pools.py   MHATokenPool, MLATokenPool, NSATokenPool: the memory itself, by kind of attention
+pages.py          PagedAllocator and PageTable: which pages are free, which belong to which request
+pools.py          MHATokenPool, MLATokenPool, NSATokenPool: the memory itself, by kind of attention
+prefix_cache.py   PrefixCache: which prefixes are still in it
+manager.py        KVCache: what requests hold of all that
 """
 
+from sgl_aspects.runtime.kv_cache.manager import KVCache
 from sgl_aspects.runtime.kv_cache.pages import PagedAllocator, PageTable
 from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool, token_bytes
+from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
 
-__all__ = ["MHATokenPool", "MLATokenPool", "NSATokenPool", "PageTable", "PagedAllocator", "token_bytes"]
+__all__ = [
+    "KVCache",
+    "MHATokenPool",
+    "MLATokenPool",
+    "NSATokenPool",
+    "PageTable",
+    "PagedAllocator",
+    "PrefixCache",
+    "token_bytes",
+]

@@ -63,6 +63,10 @@ class PageTable:
         self.table[row, : len(pages)] = torch.tensor(pages, device=self.table.device)
         return row
 
+    def set_pages(self, row: int, start: int, pages: list[int]) -> None:
+        """Put ``pages`` into a row from its page number ``start`` on."""
+        self.table[row, start : start + len(pages)] = torch.tensor(pages, device=self.table.device)
+
     def remove_row(self, row: int) -> None:
         self.table[row] = 0
         self._free_rows.append(row)

@@ -8,14 +8,15 @@ from sgl_aspects.engines.catalog import Catalog, Role
 
 _MANAGER = "sgl_aspects.runtime.request_manager:RequestManager"
 _SCHEDULER = "sgl_aspects.runtime.scheduler:Scheduler"
+_KV_CACHE = "sgl_aspects.runtime.kv_cache.manager:KVCache"
 _RUNNER = "sgl_aspects.runtime.model_runner:ModelRunner"
 
 
 def _kv_usage(scheduler: Any) -> float | None:
     """The share of the KV cache that is in use, from 0 to 1."""
-    allocator = scheduler.kv_allocator
-    total = allocator.total_size
-    return 1.0 - allocator.available_size() / total if total else None
+    cache = scheduler.kv_cache
+    total = cache.total_size
+    return 1.0 - cache.available_size() / total if total else None
 
 
 EMBEDDED = Catalog(
@@ -41,6 +42,10 @@ EMBEDDED = Catalog(
         "process_batch_result": Role(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
         ),
+        "retract": Role((f"{_SCHEDULER}.retract_request",), ("scheduler:self", "req")),
+        "cache_match": Role((f"{_KV_CACHE}.match_prefix",), ("kv_cache:self", "req")),
+        "kv_alloc": Role((f"{_KV_CACHE}.alloc",), ("kv_cache:self", "num_tokens")),
+        "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch")),
         "sample": Role((f"{_RUNNER}.sample",), ("model_runner:self", "logits", "batch")),
     },
@@ -69,9 +74,9 @@ EMBEDDED = Catalog(
         "message.rid": "rid",
         "req.rid": "rid",
         "req.output_tokens": lambda req: len(req.output_ids),
-        "req.prefill_tokens_left": lambda req: (
-            0 if req.is_prefill_done else len(req.input_ids) - req.computed_tokens
-        ),
+        "req.prefill_tokens_left": "prefill_tokens_left",
+        "req.priority": "priority",
+        "req.cached_tokens": "cached_tokens",
         "batch.step_id": "step_id",
         "batch.mode": "forward_mode.value",
         "batch.reqs": "reqs",

@@ -1,0 +1,118 @@
+"""KVCache: what requests hold of the key-value cache, from the prefix they find to what they leave behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.batch import Req
+    from sgl_aspects.runtime.kv_cache.pages import PagedAllocator, PageTable
+
+
+class KVCache:
+    """The pages of a request are the prefix tree's as far as ``req.shared_pages``, and its own after that.
+
+    Sizes are in tokens. What it says of memory counts what could be evicted as available.
+    """
+
+    def __init__(
+        self, allocator: PagedAllocator, page_table: PageTable, pool: Any, *, prefix_cache: bool = True
+    ) -> None:
+        self.allocator = allocator
+        self.page_table = page_table
+        self.pool = pool
+        self.page_size = allocator.page_size
+        self.prefix_cache = PrefixCache(allocator.page_size, allocator.free)
+        self._keeps_prefixes = prefix_cache
+
+    @property
+    def total_size(self) -> int:
+        return self.allocator.total_size
+
+    def available_size(self) -> int:
+        return self.allocator.available_size() + self.prefix_cache.num_evictable * self.page_size
+
+    def cached_size(self) -> int:
+        """Tokens in the prefix tree, whether held or not."""
+        return self.prefix_cache.num_pages * self.page_size
+
+    def match_prefix(self, req: Req) -> int:
+        """Hold the longest cached prefix for ``req``; returns how many tokens it has: never all of them."""
+        tokens = req.tokens_between(0, req.total_tokens - 1)
+        whole = len(tokens) // self.page_size * self.page_size
+        req.prefix = self.prefix_cache.match(tokens[:whole])
+        self.prefix_cache.lock(req.prefix)
+        req.pages = self.prefix_cache.pages_of(req.prefix)
+        req.shared_pages = len(req.pages)
+        return req.shared_pages * self.page_size
+
+    def alloc(self, num_tokens: int) -> list[int] | None:
+        """Cleared pages for so many tokens, evicting what must be; None, and nothing taken, where too few."""
+        if num_tokens > self.available_size():
+            return None
+        short = num_tokens - self.allocator.available_size()
+        if short > 0:
+            self.prefix_cache.evict(self.allocator.pages_for(short))
+        pages = self.allocator.alloc(num_tokens)
+        if pages and self.page_size > 1:  # a page of one token is written before it is read
+            self.pool.clear(pages)
+        return pages
+
+    def admit(self, req: Req, reserve: int) -> bool:
+        """Give ``req`` a row and pages for all its tokens; False, and nothing held, where they leave less
+        than ``reserve`` tokens for others."""
+        cached = self.match_prefix(req)
+        wanted = req.total_tokens - cached
+        pages = self.alloc(wanted) if wanted + reserve <= self.available_size() else None
+        if pages is None:
+            self.prefix_cache.unlock(req.prefix)
+            req.prefix, req.pages, req.shared_pages = None, [], 0
+            return False
+        req.pages += pages
+        req.row = self.page_table.add_row(req.pages)
+        req.computed_tokens = cached
+        return True
+
+    def extend(self, req: Req, num_tokens: int) -> bool:
+        """Make the request's pages hold ``num_tokens`` tokens; False where memory has run out."""
+        missing = num_tokens - len(req.pages) * self.page_size
+        if missing <= 0:
+            return True
+        pages = self.alloc(missing)
+        if pages is None:
+            return False
+        self.page_table.set_pages(req.row, len(req.pages), pages)
+        req.pages += pages
+        return True
+
+    def store_prefix(self, req: Req) -> None:
+        """Put what the request has computed into the tree, for others to find, and go on holding it."""
+        count = req.computed_tokens // self.page_size
+        if not self._keeps_prefixes or count <= req.shared_pages:
+            return
+        mine = req.pages[:count]
+        node = self.prefix_cache.insert(req.tokens_between(0, count * self.page_size), mine)
+        self.prefix_cache.lock(node)
+        self.prefix_cache.unlock(req.prefix)
+        req.prefix, req.shared_pages = node, count
+        kept = self.prefix_cache.pages_of(node)
+        # Where another request computed the same at the same time and came first, its pages stay.
+        twice = [page for page, tree_page in zip(mine, kept) if page != tree_page]
+        if twice:
+            self.allocator.free(twice)
+            req.pages[:count] = kept
+            self.page_table.set_pages(req.row, 0, kept)
+
+    def release(self, req: Req) -> None:
+        """Take back all that the request holds; what it computed stays in the tree until room is needed."""
+        self.store_prefix(req)
+        self.allocator.free(req.pages[req.shared_pages :])
+        self.prefix_cache.unlock(req.prefix)
+        self.page_table.remove_row(req.row)
+        req.row, req.prefix, req.pages, req.shared_pages = -1, None, [], 0
+
+    def forget_prefixes(self) -> None:
+        """Evict all that nobody holds: what it was computed with is no more."""
+        self.prefix_cache.evict(self.prefix_cache.num_evictable)
