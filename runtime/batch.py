@@ -11,8 +11,8 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.grammar import Grammar
-    from sgl_aspects.runtime.logprobs import TokenLogprobs
     from sgl_aspects.runtime.kv_cache.prefix_cache import Node
+    from sgl_aspects.runtime.logprobs import TokenLogprobs
 
 
 class ForwardMode(enum.Enum):
