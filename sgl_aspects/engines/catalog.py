@@ -70,20 +70,19 @@ class Catalog:
     def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
         """Reads several attributes of a noun's object at once, in order; None for what it does not have."""
         each = [self.reader(f"{noun}.{name}") for name in names]
-
-        def read_each(subject: Any) -> Sequence[Any]:
-            return [read(subject) for read in each]
-
-        paths = [self.attributes.get(f"{noun}.{name}") for name in names]
-        if len(paths) < 2 or not all(isinstance(path, str) for path in paths):
-            return read_each
-        get_all = operator.attrgetter(*(str(path) for path in paths))
+        sources = [self.attributes.get(f"{noun}.{name}", _nothing) for name in names]
+        gets = [operator.attrgetter(source) if isinstance(source, str) else source for source in sources]
+        get_all: ValuesReader
+        if len(names) > 1 and all(isinstance(source, str) for source in sources):
+            get_all = operator.attrgetter(*map(str, sources))
+        else:
+            get_all = lambda subject: [get(subject) for get in gets]  # noqa: E731
 
         def read_at_once(subject: Any) -> Sequence[Any]:
             try:
                 return get_all(subject)
             except AttributeError:
-                return read_each(subject)
+                return [read(subject) for read in each]
 
         return read_at_once
 

@@ -23,7 +23,7 @@ from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.context import make_current, trace_id_of_root
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
-from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
+from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring_file import RingFile
 from sgl_aspects.tracing.ring_slots import Slots
 from sgl_aspects.tracing.span_writers import Layouts, codes_of, make_writer
@@ -128,16 +128,17 @@ class RingRecorder:
             return self._writers[type]
 
     def write(self, event: Event) -> None:
-        if isinstance(event, RequestBegin):
+        if isinstance(event, SpanBegin):
+            type, *fields = event
+            head = self._begins.get(type) or self._declare_begin(type)
+            if head:
+                self._slots.fill(layout.BEGIN.pack_into, head, *fields)
+        elif isinstance(event, RequestBegin):
             self._write_text(["R", *event])
         elif isinstance(event, RequestSeen):
             self._write_text(["A", *event])
-        elif isinstance(event, RequestSent):
-            self._slots.fill(layout.BEGIN.pack_into, layout.KIND_SENT, event.span_id, 0, 0, 0)
         else:
-            head = self._begins.get(event.type) or self._declare_begin(event.type)
-            if head:
-                self._slots.fill(layout.BEGIN.pack_into, head, *event[1:])
+            self._slots.fill(layout.BEGIN.pack_into, layout.KIND_SENT, event.span_id, 0, 0, 0)
 
     def make_current(self, root_id: int) -> object | None:
         return make_current(trace_id_of_root(root_id), root_id)

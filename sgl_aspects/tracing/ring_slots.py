@@ -59,13 +59,10 @@ class Slots:
 
     def fill(self, pack_into: Callable[..., None], *fields: Any) -> bool:
         """Packs a record into the next free slot, nothing where it does not fit; False where none is free."""
-        number = 0
-        while not number:
-            try:
-                number = self.take()
-            except StopIteration:
-                if not self.make_room():
-                    return False
+        try:
+            number = self.take()
+        except StopIteration:
+            return self.make_room() and self.fill(pack_into, *fields)
         offset = layout.SLOTS_OFFSET + ((number & self.mask) << layout.SLOT_SHIFT)
         try:
             pack_into(self.memory, offset, *fields, number)

@@ -99,13 +99,9 @@ class ForwardAspect:
         )
         if events is None:
             self._record(waiting, None)
-            return
-        if not self._pending and events[1].query():  # a device that does not run ahead
-            self._record(waiting, events[0].elapsed_ms(events[1]) / 1e3)
-            self._spare.append(events)
-            return
-        self._pending.append(waiting)
-        self._read_events()
+        else:
+            self._pending.append(waiting)
+            self._read_events()
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if self._pending:
