@@ -3,18 +3,13 @@
 Why not a proxy: `torch.compile` traces through a plain function and its closure, and silently bypasses a
 proxy; and a call through a plain function costs a third.
 
-All variants of one woven function share the same free variables (:data:`CELLS`):
+The hooks are constants of the code: setting a function's ``__code__`` swaps all of them in one step. A call
+that has begun goes on with the hooks it began with, the next one finds the new ones, none sees a mixture,
+and no call takes a lock. Three cells are shared by all variants of one woven function (:data:`CELLS`):
 
-    calls           how often the function was called
-    compiling       says whether torch is tracing this call, so that observers stand aside
-    head            the behavioural chain, see chain.py, for torch to trace
-    hooks0          the chain, which takes the target's arguments
-    hooks1..hooks4  the chain, and (enter, exit, failed) for each of that many observers, as one flat tuple
-    open0, open1    the same while the function accepts anything, because a REPLACE hook has other parameters
-
-A variant reads one cell, once, and no other variant reads that cell. So a thread that entered the function
-just before its code was swapped sees the hooks from before or after the swap, never a mixture: no lock is
-needed in the call.
+    calls      how often the function was called
+    compiling  says whether torch is tracing this call, so that observers stand aside
+    head       the behavioural chain, see chain.py, where torch can trace it
 
 Hooks see required parameters by position and optional ones by keyword, whichever way the caller passed
 them, with defaults filled in. (Functions with ``*args`` pass all positional parameters by position.)
@@ -31,7 +26,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 MAX_FLAT_OBSERVERS = 4
-CELLS = ("calls", "compiling", "head", "hooks0", "hooks1", "hooks2", "hooks3", "hooks4", "open0", "open1")
+CELLS = ("calls", "compiling", "head")
 
 
 class FunctionKind(enum.Enum):
@@ -137,27 +132,60 @@ class Shape(NamedTuple):
     :param signature: the parameters it accepts.
     :param observers: how many are flattened into it.
     :param guarded: torch.compile may trace this function: count and observe only outside of it.
-    :param is_open: the signature is not the target's own: anything is accepted, for a REPLACE hook.
+    :param packed: the chain takes the pair (args, kwargs), as native hooks do.
     """
 
     signature: Signature
     observers: int = 0
     guarded: bool = False
-    is_open: bool = False
-
-    @property
-    def cell(self) -> str:
-        """The name of the cell that holds the hooks."""
-        return f"{'open' if self.is_open else 'hooks'}{self.observers}"
+    packed: bool = False
 
 
 @lru_cache(maxsize=2048)
 def variant(kind: FunctionKind, shape: Shape) -> types.CodeType:
-    """The code of a woven function."""
+    """The code of a woven function, with a text in the place of each hook; see :func:`filled`."""
     source = _Source(kind, shape).text()
     factory = compile(source, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0)
     code = _code_named("woven", _code_named("factory", factory))
     return code.replace(co_consts=tuple(_constant(const) for const in code.co_consts))
+
+
+def filled(code: types.CodeType, hooks: dict[str, Any], **identity: Any) -> types.CodeType:
+    """``code``, one of :func:`variant`, with its hooks: by name, ``chain``, and ``enter0`` and so on.
+
+    :param identity: further fields of the code to set.
+    """
+    values = {f"<{name}>": _hashable(hook) for name, hook in hooks.items()}
+    consts = tuple(values.get(const, const) if type(const) is str else const for const in code.co_consts)
+    return code.replace(co_consts=(*consts, _OURS), **identity)
+
+
+def is_ours(consts: Any) -> bool:
+    """Whether a tuple holds the constants of a woven function: it holds an original on purpose."""
+    return len(consts) > 0 and consts[-1] is _OURS
+
+
+_OURS = object()
+
+
+class _Called:
+    """Stands for a callable that has no hash: debuggers hash the code of functions, and so its constants."""
+
+    __slots__ = ("called",)
+
+    def __init__(self, called: Any) -> None:
+        self.called = called
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called(*args, **kwargs)
+
+
+def _hashable(hook: Any) -> Any:
+    try:
+        hash(hook)
+    except TypeError:
+        return _Called(hook)
+    return hook
 
 
 async def _close(inner: Any) -> None:
@@ -216,8 +244,10 @@ class _Source:
         body: list[str] = []
         if self.shape.guarded:
             body += [f"if {self.local('compiling')}():", *_indent(self._hand_on("head"))]
-        body.append(f"{self.local('calls')} += 1")
-        body += self._observed() if self.shape.observers else self._hand_on(self.shape.cell)
+        # A float: adding to it costs less than to an int, and is exact up to 2 ** 53.
+        body.append(f"{self.local('calls')} += 1.0")
+        body.append(f"{self.local('chain')} = '<chain>'")
+        body += self._observed() if self.shape.observers else self._hand_on("chain")
         lines += ["        " + line for line in body]
         return "\n".join(lines)
 
@@ -236,17 +266,17 @@ class _Source:
         return call
 
     def _call(self, chain: str) -> str:
+        if self.shape.packed and chain == "chain":
+            return f"{self.local(chain)}(({self.signature.positional}), {{{self.signature.keywords}}})"
         return f"{self.local(chain)}({self.signature.call})"
 
     def _observed(self) -> list[str]:
         local = self.local
         indices = range(self.shape.observers)
         result, error, args, kwargs = local("result"), local("error"), local("args"), local("kwargs")
-        pairs = ", ".join(
-            f"{local(f'enter{i}')}, {local(f'exit{i}')}, {local(f'failed{i}')}" for i in indices
-        )
+        names = [f"{part}{i}" for i in indices for part in ("enter", "exit", "failed")]
         lines = [
-            f"{local('chain')}, {pairs} = {local(self.shape.cell)}",
+            *(f"{local(name)} = '<{name}>'" for name in names),
             f"{args} = ({self.signature.positional})",
             f"{kwargs} = {{{self.signature.keywords}}}",
         ]

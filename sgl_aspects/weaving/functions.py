@@ -1,7 +1,7 @@
 """Woven functions: a generated function that stands for a target, and what steers it.
 
-The function that stands in the engine keeps its identity while hooks come and go: only its ``__code__`` and
-the contents of its closure change, so every binding to it stays good.
+The function that stands in the engine keeps its identity while hooks come and go: only its ``__code__``
+changes, so every binding to it stays good.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import sys
 import types
 from typing import Any
 
-from sgl_aspects.weaving.codegen import CELLS, MAX_FLAT_OBSERVERS, FunctionKind, Shape, Signature, variant
+from sgl_aspects.weaving.chain import NativeLink
+from sgl_aspects.weaving.codegen import (
+    CELLS,
+    MAX_FLAT_OBSERVERS,
+    FunctionKind,
+    Shape,
+    Signature,
+    filled,
+    variant,
+)
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; ``failed(error)`` returns itself."""
@@ -30,8 +39,7 @@ class WovenFunction:
         self.signature = signature or Signature.of(original)
         self.steered = False
         self._cells = {name: types.CellType() for name in CELLS}
-        self._cells["calls"].cell_contents = 0
-        self._shape = Shape(self.signature)
+        self._cells["calls"].cell_contents = 0.0
         self._flags = _code_flags(original) & inspect.CO_ITERABLE_COROUTINE
         if signature is None:
             self._like(original)
@@ -40,8 +48,7 @@ class WovenFunction:
 
     @property
     def calls(self) -> int:
-        count: int = self._cells["calls"].cell_contents
-        return count
+        return int(self._cells["calls"].cell_contents)
 
     def own_containers(self) -> list[Any]:
         """Everything of ours that holds the original on purpose."""
@@ -63,19 +70,15 @@ class WovenFunction:
         """
         if compiling is not None:
             self._cells["compiling"].cell_contents = compiling
-        is_open = signature not in (None, self.signature)
-        observers = _flattened(observers, 1 if is_open else MAX_FLAT_OBSERVERS)
-        shape = Shape(signature or self.signature, len(observers), compiling is not None, is_open)
-        flat = (head, *(part for triple in observers for part in triple))
-        self._cells[shape.cell].cell_contents = flat if observers else head
         self._cells["head"].cell_contents = head
-        self._reshape(shape)
+        observers = _flattened(observers)
+        packed = isinstance(head, NativeLink)
+        hooks = {"chain": head.run if packed else head}
+        for index, triple in enumerate(observers):
+            hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
+        shape = Shape(signature or self.signature, len(observers), compiling is not None, packed)
+        self.function.__code__ = self._code(shape, hooks)
         self.steered = True
-
-    def _reshape(self, shape: Shape) -> None:
-        if shape != self._shape:
-            self.function.__code__ = self._named(variant(self.kind, shape))
-            self._shape = shape
 
     def take_attributes(self, original: types.FunctionType) -> None:
         """Carry over what was set on ``original`` up to now."""
@@ -105,15 +108,16 @@ class WovenFunction:
         self._identity: dict[str, Any] = {"co_name": name}
         if sys.version_info >= (3, 11):
             self._identity["co_qualname"] = qualname
-        code = self._named(variant(self.kind, self._shape))
+        code = self._code(Shape(self.signature), {})
         # Free variables are our cell names with a prefix, sorted by the compiler.
         closure = tuple(self._cells[cell.lstrip("_")] for cell in code.co_freevars)
         self.function = types.FunctionType(code, namespace, name, None, closure)
         return self.function
 
-    def _named(self, code: types.CodeType) -> types.CodeType:
+    def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
+        code = variant(self.kind, shape)
         # `await` takes a generator only with the flag that types.coroutine sets.
-        return code.replace(co_flags=code.co_flags | self._flags, **self._identity)
+        return filled(code, hooks, co_flags=code.co_flags | self._flags, **self._identity)
 
 
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:
@@ -153,9 +157,9 @@ class _Merged:
                 failed(broken)
 
 
-def _flattened(observers: Observers, most: int) -> Observers:
-    """At most ``most`` triples: what is over is merged into the last of them."""
-    if len(observers) <= most:
+def _flattened(observers: Observers) -> Observers:
+    """At most as many triples as are flattened: what is over is merged into the last of them."""
+    if len(observers) <= MAX_FLAT_OBSERVERS:
         return observers
-    rest = _Merged(observers[most - 1 :])
-    return (*observers[: most - 1], (rest.enter, rest.exit, None))  # it contains what they raise
+    rest = _Merged(observers[MAX_FLAT_OBSERVERS - 1 :])
+    return (*observers[: MAX_FLAT_OBSERVERS - 1], (rest.enter, rest.exit, None))  # contains what they raise

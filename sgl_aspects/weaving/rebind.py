@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_aspects.weaving import holders
+from sgl_aspects.weaving.codegen import is_ours
 from sgl_aspects.weaving.places import is_a, is_class, namespace
 
 
@@ -231,6 +232,8 @@ class _Both:
 
 
 def _is_of_weaver(holder: Any) -> bool:
+    if is_a(holder, tuple):
+        return is_ours(holder)
     return str(type(holder).__module__).startswith("sgl_aspects.weaving")
 
 
