@@ -1,4 +1,4 @@
-"""`aspects.toml`: hooks declared without code.
+"""`aspects.toml`: hooks and traced functions declared without code.
 
     [[hook]]
     target = "pkg.mod:Class.method"          # or a list of alternates: the first that exists wins
@@ -7,6 +7,16 @@
     order = 0
     required = false
 
+    [[trace]]                                # a span for each call, while tracing is on
+    target = "pkg.mod:Class.method"
+    name = "my step"                         # of the span; the function's own where it is left out
+    level = 1                                # of detail at which it is recorded: 1 (always) to 4
+    required = false
+    [trace.attributes]                       # parameter names, or `result`, and what they lead to
+    "batch.size" = "batch.reqs_info.size"
+    "first.token" = "result.tokens.0"
+
+Paths go over attributes, keys of mappings and indices of sequences; no code is ever evaluated.
 The file is named by ``SGL_ASPECTS_CONFIG``; `sgl-aspects run --config FILE` sets it.
 """
 
@@ -30,7 +40,11 @@ else:
 
 VARIABLE = "SGL_ASPECTS_CONFIG"
 
+RESULT = "result"
+"""In an attribute path: what the call returned."""
+
 _HOOK_KEYS = ("target", "hook", "type", "order", "required")
+_TRACE_KEYS = ("target", "name", "level", "attributes", "required")
 _TYPES = tuple(kind.value for kind in HookType)
 
 
@@ -63,10 +77,23 @@ class DeclaredHook:
 
 
 @dataclass(frozen=True)
+class DeclaredTrace:
+    """One ``[[trace]]``; ``attributes`` maps names of span attributes to the parts of their paths."""
+
+    target: Target
+    name: str | None
+    level: int
+    attributes: Mapping[str, tuple[str, ...]]
+    required: bool
+    where: str
+
+
+@dataclass(frozen=True)
 class Config:
     """What a configuration file declares."""
 
     hooks: tuple[DeclaredHook, ...] = ()
+    traces: tuple[DeclaredTrace, ...] = ()
 
 
 def from_environment() -> Config:
@@ -94,8 +121,11 @@ def read(path: str | Path) -> Config:
 
 def parse(document: Mapping[str, Any], path: str) -> Config:
     """Check what was read from ``path``; raises like :func:`read`."""
-    _only(document, ("hook",), path)
-    return Config(tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)))
+    _only(document, ("hook", "trace"), path)
+    return Config(
+        tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)),
+        tuple(_trace(_Table(entry, where)) for entry, where in _entries(document, "trace", path)),
+    )
 
 
 def _entries(document: Mapping[str, Any], key: str, path: str) -> list[tuple[Mapping[str, Any], str]]:
@@ -154,3 +184,38 @@ def _hook(table: _Table) -> DeclaredHook:
         required=table.get("required", bool, False, "true or false"),
         where=table.where,
     )
+
+
+def _trace(table: _Table) -> DeclaredTrace:
+    _only(table.values, _TRACE_KEYS, table.where)
+    name = table.get("name", str, "", "a text")
+    if not name and "name" in table.values:
+        raise ConfigError(f"{table.where}: name = '': write a text, or leave it out")
+    level = table.get("level", int, 1, "1, 2, 3 or 4")
+    if not 1 <= level <= 4:
+        raise ConfigError(f"{table.where}: level = {level}: write 1, 2, 3 or 4")
+    attributes = table.get("attributes", Mapping, {}, "a table [trace.attributes]")
+    return DeclaredTrace(
+        target=table.target(),
+        name=name or None,
+        level=level,
+        attributes={key: _path(key, value, table.where) for key, value in attributes.items()},
+        required=table.get("required", bool, False, "true or false"),
+        where=table.where,
+    )
+
+
+def _path(key: str, value: Any, where: str) -> tuple[str, ...]:
+    parts = tuple(value.split(".")) if isinstance(value, str) else ()
+    if not key or not parts or not parts[0].isidentifier():
+        raise ConfigError(
+            f"{where}: attributes: {key!r} = {value!r}: write a path such as 'batch.size', which begins with "
+            f"the name of a parameter, or with {RESULT!r}"
+        )
+    for part in parts[1:]:
+        if not part.isidentifier() and not part.isdecimal():
+            raise ConfigError(
+                f"{where}: attributes: {key!r} = {value!r}: {part!r} is neither a name nor an index; "
+                "paths hold no code"
+            )
+    return parts

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", help="trace level: 0 off, 1 request, 2 + scheduler, 3 + forward (default)")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
     parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")
-    parser.add_argument("--config", metavar="FILE", help="hooks, declared in TOML")
+    parser.add_argument("--config", metavar="FILE", help="hooks and traced functions, declared in TOML")
     parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 

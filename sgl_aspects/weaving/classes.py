@@ -49,6 +49,10 @@ class ClassPoint:
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
+    def dismiss(self, advice: Advice) -> None:
+        """Take a hook away."""
+        self.advices.remove(advice)
+
     def admit(self, advice: Advice) -> None:
         """Make sure that ``advice`` replaces a class by a class, which is then no class of the engine.
 

@@ -114,19 +114,17 @@ class Fabric:
             return None
         if point is None:
             point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
-        if isinstance(point, ClassPoint):
-            point.admit(advice)
-        elif advice.is_class_replacement:
+        if advice.is_class_replacement and not isinstance(point, ClassPoint):
             raise HookError(f"{advice}: {place} is no class, so a class cannot replace it; pass a function")
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
             give_back(advice.hook, point.standing, point.original)
+        point.admit(advice)
         if point not in self.points:
             for below in here:
                 if isinstance(below, ClassPoint):
                     below.superseded = True
             self._remember(point)
-        point.advices.append(advice)
         self._at.setdefault(advice, []).append((point, point.calls))
         return point
 
@@ -134,7 +132,7 @@ class Fabric:
         """Take ``advice`` off all its points, and return them to be settled."""
         points = [point for point, _ in self._at.pop(advice, ())]
         for point in points:
-            point.advices.remove(advice)
+            point.dismiss(advice)
         return points
 
     def count_anew(self) -> None:
@@ -250,7 +248,7 @@ class Fabric:
         advices = list(point.advices)
         for advice in advices:
             self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
-        point.advices.clear()
+            point.dismiss(advice)
         return advices
 
     def _rebind(self, pairs: list[Pair]) -> list[Stale]:

@@ -41,6 +41,9 @@ class Observer(Protocol):
 
     For coroutines and generators that life ends when they do. An exception in either method is counted
     and logged once; the engine's call goes through all the same.
+
+    An observer may have a method ``bound_to(function) -> Observer``: it is asked for each function that the
+    hook is woven on, and what it returns observes that function. A ``HookError`` says that it cannot.
     """
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:

@@ -37,7 +37,22 @@ class JoinPoint:
         self.woven = opened.weave(str(place))
         self.home = home or Home(place, opened.rebuild)
         self._head: Any = self._called
+        self._observers: dict[Advice, Any] = {}
         self.installed = False
+
+    def admit(self, advice: Advice) -> None:
+        """Add a hook; an observer that wants to know its function is asked for the one for this function.
+
+        :raises HookError: the observer cannot do its work on this function.
+        """
+        if advice.hook_type is HookType.OBSERVE and hasattr(type(advice.hook), "bound_to"):
+            self._observers[advice] = advice.hook.bound_to(self.inner)
+        self.advices.append(advice)
+
+    def dismiss(self, advice: Advice) -> None:
+        """Take a hook away."""
+        self.advices.remove(advice)
+        self._observers.pop(advice, None)
 
     @property
     def original(self) -> Any:
@@ -87,10 +102,14 @@ class JoinPoint:
         self._head = build_chain(self._called, behavioural, awaits=self.woven.kind is FunctionKind.COROUTINE)
         self.woven.steer(
             self._head,
-            tuple((advice.hook.enter, advice.hook.exit, _Failed(advice)) for advice in observers),
+            tuple(self._observing(advice) for advice in observers),
             signature=self._accepted(replaces[-1].hook) if replaces else None,
             compiling=compiling,
         )
+
+    def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
+        observer = self._observers.get(advice, advice.hook)
+        return observer.enter, observer.exit, _Failed(advice)
 
     @property
     def active(self) -> bool:

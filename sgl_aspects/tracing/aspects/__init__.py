@@ -6,12 +6,15 @@ An aspect is a set of observers: for a role, a pair ``enter(args, kwargs) -> tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import sgl_aspects as aspects
+from sgl_aspects import config
 from sgl_aspects.engines import CATALOGS
 from sgl_aspects.tracing.aspects.detokenizer import DetokenizerAspect
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
+from sgl_aspects.tracing.aspects.function import FunctionAspect
 from sgl_aspects.tracing.aspects.observer import Observation
 from sgl_aspects.tracing.aspects.overlapped import OverlappedRequestAspect, OverlappedStepAspect
 from sgl_aspects.tracing.aspects.request import RequestAspect
@@ -31,8 +34,10 @@ def weave_aspects(recorder: Recorder) -> list[Callable[[], None]]:
     """
     undo: list[Callable[[], None]] = []
     advices: list[aspects.Advice] = []
+    states: list[SchedulerState] = []
     for catalog in CATALOGS:
         state = SchedulerState(recorder)
+        states.append(state)
         found: list[Observation] = []
         loop_is_a_function = "step" in catalog.roles
         if loop_is_a_function:
@@ -53,4 +58,23 @@ def weave_aspects(recorder: Recorder) -> list[Callable[[], None]]:
                 target = aspects.Target.parse(role.targets)
                 advices.append(aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE))
     undo.append(aspects.weave(*advices).remove)
+    undo += _trace_declared(recorder, states)
     return undo
+
+
+def _trace_declared(recorder: Recorder, states: Sequence[SchedulerState]) -> Iterator[Callable[[], None]]:
+    """Weaves the functions that the configuration file wants traced; yields what undoes it.
+
+    One that cannot be is logged and stays in the report: the engine's own are traced all the same.
+    """
+    for declared in config.from_environment().traces:
+        target, aspect = str(declared.target), FunctionAspect(recorder, declared, states)
+        source = aspects.HookSource(declared.where)
+        observe = aspects.HookType.OBSERVE
+        aspects.HookRegistry.register(target, aspect, observe, source=source, required=declared.required)
+        yield partial(_unregister, target, aspect)
+    aspects.HookRegistry.apply_hooks()
+
+
+def _unregister(target: str, aspect: FunctionAspect) -> None:
+    aspects.HookRegistry.unregister(target, aspect, aspects.HookType.OBSERVE)

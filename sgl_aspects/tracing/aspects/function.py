@@ -1,0 +1,144 @@
+"""Functions that a user declared to be traced: ``[[trace]]`` in `aspects.toml`, see config.py."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.config import RESULT, DeclaredTrace
+from sgl_aspects.tracing.aspects.observer import error_type
+from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import AttributeValue, SpanType
+from sgl_aspects.weaving.arguments import argument_reader
+
+_open_span: ContextVar[tuple[int, int]] = ContextVar("sgl_aspects_open_span", default=(0, 0))
+"""Root and id of the innermost span of a traced function that is open here; zeros where none is."""
+
+_LONGEST_TEXT = 1024
+_PLAIN = (bool, int, float, str)
+
+Reader = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+class FunctionAspect:
+    """Observes the functions of one ``[[trace]]``: a span for each call.
+
+    Its parent is the traced function that is open around it, else the scheduler step that runs; with
+    neither it is the root of a trace of its own.
+    """
+
+    def __init__(self, recorder: Recorder, declared: DeclaredTrace, states: Sequence[SchedulerState]) -> None:
+        self._recorder, self._declared, self._states = recorder, declared, states
+        self.__qualname__, self.__module__ = declared.name or str(declared.target), declared.where
+
+    def bound_to(self, function: Callable[..., Any]) -> TracedFunction:
+        """The observer for one function; a :class:`HookError` where an attribute names no parameter of it."""
+        readers = [_reader(function, path) for path in self._declared.attributes.values()]
+        name = self._declared.name or getattr(function, "__qualname__", "") or str(self._declared.target)
+        type = SpanType(name, tuple(self._declared.attributes))
+        is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        return TracedFunction(self._recorder, type, self._declared.level, self._states, readers, is_generator)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Never called: each function has an observer of its own."""
+        raise NotImplementedError
+
+    def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        """Never called, likewise."""
+        raise NotImplementedError
+
+
+class TracedFunction:
+    """Records the calls of one function."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        type: SpanType,
+        level: int,
+        states: Sequence[SchedulerState],
+        readers: Sequence[Reader],
+        is_generator: bool,
+    ) -> None:
+        self._recorder, self._states, self._readers = recorder, states, readers
+        self._level, self._type = level, type
+        # Between two items of a generator its caller runs, whose spans are none of its children.
+        self._is_generator = is_generator
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self._recorder
+        if recorder.level < self._level:
+            return None
+        outer = _open_span.get()
+        root_id, parent_id = outer if outer[0] else self._step()
+        span_id, start_ns = recorder.new_id(), time_ns()
+        if not root_id:
+            if (span_id & 0xFFFF_FFFF) >= recorder.sample:
+                return None
+            root_id = span_id
+            recorder.span_begin(span_id, root_id, 0, self._type, start_ns)
+        if not self._is_generator:
+            _open_span.set((root_id, span_id))
+        return outer, root_id, parent_id, span_id, start_ns, args, kwargs
+
+    def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        outer, root_id, parent_id, span_id, start_ns, args, kwargs = token
+        end_ns = time_ns()
+        if not self._is_generator:
+            _open_span.set(outer)
+        values = [_plain(read(args, kwargs, result)) for read in self._readers]
+        self._recorder.span(
+            span_id, root_id, parent_id, self._type, start_ns, end_ns, values, error_type(error)
+        )
+
+    def _step(self) -> tuple[int, int]:
+        for state in self._states:
+            if state.step_id:
+                return state.step_id, state.run_id or state.step_id
+        return 0, 0
+
+
+def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
+    first, *rest = path
+    argument = None if first == RESULT else argument_reader(function, first)
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        found = result if argument is None else argument(args, kwargs)
+        for name in rest:
+            if found is None:
+                return None
+            found = _step_into(found, name)
+        return found
+
+    return read
+
+
+def _step_into(subject: Any, name: str) -> Any:
+    """An attribute, or an item of a mapping or a sequence; None where there is no such thing."""
+    try:
+        if isinstance(subject, Mapping):
+            return subject[name]
+        return subject[int(name)] if name.isdecimal() else getattr(subject, name)
+    except Exception:  # noqa: BLE001  a property of the engine's may raise anything
+        return None
+
+
+def _plain(value: Any) -> AttributeValue:
+    """What a span can hold; None for anything else: a tensor would have to be waited for."""
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if isinstance(value, str):
+        return str(value[:_LONGEST_TEXT])
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)) and value and type(value[0]) in (int, float, str):
+        kind = type(value[0])
+        return [item for item in value if type(item) is kind]
+    return None
