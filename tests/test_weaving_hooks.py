@@ -656,3 +656,25 @@ def test_weaving_is_all_or_nothing(engine: Any) -> None:
         aspects.weave(tagged("good"), around("engine:C"))
     assert engine.f is original
     assert aspects.report().hooks == ()
+
+
+class Unhashable:
+    """A callable that has no hash, as instances of dataclasses have none."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, original_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return [original_fn(*args, **kwargs)]
+
+    def enter(self, args: Any, kwargs: Any) -> None: ...
+
+    def exit(self, token: Any, result: Any, error: BaseException | None) -> None: ...
+
+
+def test_hooks_without_a_hash_run_and_the_code_that_holds_them_can_be_hashed(engine: Any) -> None:
+    hook = Unhashable()
+    observer = advice("engine:f", HookType.OBSERVE, hook)
+    with aspects.woven(around("engine:f", hook), observer):
+        assert engine.f(1) == [3]
+        assert isinstance(hash(engine.f.__code__), int)  # as debuggers do
+        assert observer.errors == 0
