@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow lint types bench clean sglang-env test-sglang
+.PHONY: help demo test test-slow coverage lint types bench clean sglang-env test-sglang
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
 	@echo "make test    all tests but the slow ones"
 	@echo "make test-slow   conformance runs, and packages installed into environments of their own"
+	@echo "make coverage    line and branch coverage of the weaving core, on each Python that it supports"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
@@ -24,6 +25,25 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
+
+# The core needs no torch: each Python gets a small environment of its own.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+CORE_TESTS := tests/test_weaving*.py tests/test_config.py
+
+coverage: $(PYTHONS:%=$(VENV)-core-%/.covered)
+
+$(VENV)-core-%/.covered: $(VENV)-core-%/.ready FORCE
+	COVERAGE_FILE=$(@D)/coverage $(@D)/bin/python -m coverage run --source=sgl_aspects.weaving \
+		-m pytest -q -p no:cacheprovider $(CORE_TESTS)
+	COVERAGE_FILE=$(@D)/coverage $(@D)/bin/python -m coverage report --fail-under=95 --skip-covered
+
+$(VENV)-core-%/.ready: pyproject.toml constraints.txt
+	@$* --version || { echo "$* is not here; name others: make coverage PYTHONS='python3.11'"; exit 1; }
+	$* -m venv $(VENV)-core-$*
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+FORCE:
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -52,7 +72,7 @@ $(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

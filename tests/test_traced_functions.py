@@ -283,8 +283,8 @@ def test_arguments_are_read_however_the_hook_gets_them() -> None:
 
     def variadic(a: int, b: int = 2, *rest: int, **more: int) -> None: ...
 
-    given = ((1, 2, 30), {"x": 9})
-    values = [argument_reader(variadic, name)(*given) for name in ("a", "b", "rest", "more")]
+    more = ((1, 2, 30), {"x": 9})
+    values = [argument_reader(variadic, name)(*more) for name in ("a", "b", "rest", "more")]
     assert values == [1, 2, (30,), {"x": 9}]
     with pytest.raises(HookError, match=r"has no parameter 'x'; choose from: a, b, rest, more"):
         argument_reader(variadic, "x")

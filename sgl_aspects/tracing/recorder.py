@@ -56,6 +56,12 @@ class Recorder(Protocol):
         """Ends this process's part of the run; what is recorded later is lost."""
 
 
+def in_sample(root_id: int, sample: int) -> bool:
+    """Whether a root is among the ``sample`` in 2**32 that are wanted."""
+    # Ids follow one another: their product with an odd number is spread evenly.
+    return (root_id * 0x9E37_79B9 & 0xFFFF_FFFF) < sample
+
+
 def id_source() -> Callable[[], int]:
     """Ids for one process, never 0: from a random number on, one after the other.
 

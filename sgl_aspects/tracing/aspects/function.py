@@ -12,8 +12,8 @@ from typing import Any
 from sgl_aspects.config import RESULT, DeclaredTrace
 from sgl_aspects.tracing.aspects.observer import error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
-from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, SpanType
+from sgl_aspects.tracing.recorder import Recorder, in_sample
+from sgl_aspects.tracing.records import AttributeValue, SpanBegin, SpanType
 from sgl_aspects.weaving.arguments import argument_reader
 
 _open_span: ContextVar[tuple[int, int]] = ContextVar("sgl_aspects_open_span", default=(0, 0))
@@ -40,7 +40,8 @@ class FunctionAspect:
         """The observer for one function; a :class:`HookError` where an attribute names no parameter of it."""
         readers = [_reader(function, path) for path in self._declared.attributes.values()]
         name = self._declared.name or getattr(function, "__qualname__", "") or str(self._declared.target)
-        type = SpanType(name, tuple(self._declared.attributes))
+        # Of no type of their own: what a path leads to is known when it has been walked.
+        type = SpanType(name, dict.fromkeys(self._declared.attributes, object))
         is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
         return TracedFunction(self._recorder, type, self._declared.level, self._states, readers, is_generator)
 
@@ -67,6 +68,7 @@ class TracedFunction:
     ) -> None:
         self._recorder, self._states, self._readers = recorder, states, readers
         self._level, self._type = level, type
+        self._write = recorder.spans(type)
         # Between two items of a generator its caller runs, whose spans are none of its children.
         self._is_generator = is_generator
 
@@ -78,10 +80,10 @@ class TracedFunction:
         root_id, parent_id = outer if outer[0] else self._step()
         span_id, start_ns = recorder.new_id(), time_ns()
         if not root_id:
-            if (span_id & 0xFFFF_FFFF) >= recorder.sample:
+            if not in_sample(span_id, recorder.sample):
                 return None
             root_id = span_id
-            recorder.span_begin(span_id, root_id, 0, self._type, start_ns)
+            recorder.write(SpanBegin(self._type, span_id, root_id, 0, start_ns))
         if not self._is_generator:
             _open_span.set((root_id, span_id))
         return outer, root_id, parent_id, span_id, start_ns, args, kwargs
@@ -94,9 +96,7 @@ class TracedFunction:
         if not self._is_generator:
             _open_span.set(outer)
         values = [_plain(read(args, kwargs, result)) for read in self._readers]
-        self._recorder.span(
-            span_id, root_id, parent_id, self._type, start_ns, end_ns, values, error_type(error)
-        )
+        self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
 
     def _step(self) -> tuple[int, int]:
         for state in self._states:

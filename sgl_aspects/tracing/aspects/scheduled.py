@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
 
 # A finish reason in the queue: the request ended there. The request's own span says whether that is an error.
@@ -55,8 +55,7 @@ class SchedulerState:
         level = self.level = recorder.level
         if level >= 2:
             step_id = recorder.new_id()
-            # Ids follow one another: their product with an odd number is spread evenly.
-            if (step_id * 0x9E37_79B9 & 0xFFFF_FFFF) < recorder.sample:
+            if in_sample(step_id, recorder.sample):
                 return step_id
         self.level = 0
         return 0
