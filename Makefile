@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow coverage lint types bench clean sglang-env test-sglang
+.PHONY: help demo test test-slow coverage lint types bench browser clean sglang-env test-sglang
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -23,7 +23,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-test-slow: $(VENV)/.dev
+test-slow: $(VENV)/.dev browser
 	$(BIN)/python -m pytest -m slow
 
 # The core needs no torch: each Python gets a small environment of its own.
@@ -49,6 +49,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The report page is tested in Chromium. Where it cannot be installed, those tests are skipped and say so.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ apt-get update -qq && apt-get install -qq --no-install-recommends chromium; } || true
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from sgl_aspects.cli.prompts import PROMPTS
-from sgl_aspects.cli.report import report_run
-from sgl_aspects.cli.spans import Span, children_of, read_spans
+from sgl_aspects.view.numbers import report_run
+from sgl_aspects.view.spans import Span, children_of, read_spans
 
 MAX_NEW_TOKENS = 8
 DEADLINE_SECONDS = 240

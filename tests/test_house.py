@@ -29,10 +29,11 @@ ALLOWED = {
     "engines": {"errors", "engines"},
     "bootstrap": {"plugins"},
     "tracing": {"errors", "env", "weaving", "engines", "tracing", "plugins", "__version__"},
+    "view": {"errors", "env", "tracing", "view", "__version__"},
 }
 # And which big packages it may import: torch, OpenTelemetry.
 TORCH = {"platforms", "runtime"}
-OPENTELEMETRY = {"tracing"}
+OPENTELEMETRY = {"tracing", "view"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -146,6 +147,17 @@ def test_the_wheel_holds_the_templates_of_new_platform(wheel: Path) -> None:
 
     held = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/vendor_template/" in name}
     assert held == {f"{name}.tmpl" for name in TEMPLATES}
+
+
+def test_the_wheel_holds_the_report_page(wheel: Path) -> None:
+    folder = PACKAGE / "view" / "page"
+    parts = {
+        path.relative_to(PACKAGE.parent)
+        for path in folder.rglob("*")
+        if path.suffix in (".js", ".css", ".html")
+    }
+    assert {str(part) for part in parts} <= set(zipfile.ZipFile(wheel).namelist())
+    assert "sgl_aspects/view/page/vendor/uPlot-LICENSE" in zipfile.ZipFile(wheel).namelist()
 
 
 def test_the_runtime_names_no_device() -> None:

@@ -39,6 +39,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
     Command("ctl", "Change what a live run records: level, share, on and off.", "sgl_aspects.cli.ctl"),
     Command("dump", "Show the last seconds of a live or dead traced process.", "sgl_aspects.cli.dump"),
+    Command("report", "Show a run as one page to look at in a browser.", "sgl_aspects.cli.report"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
     Command(
         "conformance", "Check that a platform does what its methods promise.", "sgl_aspects.cli.conformance"

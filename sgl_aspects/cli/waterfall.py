@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sgl_aspects.cli.report import STEP, RunReport, report_phases
-from sgl_aspects.cli.spans import Span, children_of
+from sgl_aspects.view.numbers import STEP, RunReport, report_phases
+from sgl_aspects.view.spans import Span, children_of
 
 _STYLES = {
     "tokenize": "cyan",

@@ -1,0 +1,1 @@
+"""Runs to look at: spans read back, their numbers, the report page and the live terminal view."""

@@ -1,0 +1,120 @@
+"""The numbers of a run, computed from its spans."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_aspects.view.spans import Span
+
+STEP = "scheduler.step"
+#: What the scheduler calls its batches, and what people call the phase. Mixed steps do some of both.
+PHASES = {"extend": "prefill", "mixed": "mixed", "decode": "decode"}
+
+
+@dataclass(frozen=True)
+class RequestNumbers:
+    """One request. Times in seconds."""
+
+    span: Span
+    prompt_tokens: int
+    output_tokens: int
+    time_to_first_token: float
+    #: (duration - time to first token) / tokens after the first; None where there was one token at most.
+    time_per_output_token: float | None
+
+
+@dataclass(frozen=True)
+class PhaseNumbers:
+    """The steps of one phase. Times in seconds, summed over the steps."""
+
+    phase: str
+    steps: tuple[Span, ...]
+    #: Tokens that the model was fed.
+    tokens: int
+    step_seconds: float
+    forward_seconds: float
+
+    @property
+    def forward_share(self) -> float:
+        """The part of the steps' time that the model's forward pass took, 0 to 1."""
+        return self.forward_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run: its requests and its steps by phase. Times in seconds."""
+
+    requests: tuple[RequestNumbers, ...]
+    phases: tuple[PhaseNumbers, ...]
+    #: From the first request's receipt to the last one's end.
+    seconds: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(request.prompt_tokens for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.output_tokens for request in self.requests)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_time_to_first_token(self) -> float:
+        return statistics.fmean(request.time_to_first_token for request in self.requests)
+
+    @property
+    def mean_time_per_output_token(self) -> float | None:
+        times = [r.time_per_output_token for r in self.requests if r.time_per_output_token is not None]
+        return statistics.fmean(times) if times else None
+
+    @property
+    def forward_share(self) -> float:
+        """The part of the steps' time that the model's forward pass took, 0 to 1."""
+        step_seconds = sum(phase.step_seconds for phase in self.phases)
+        forward_seconds = sum(phase.forward_seconds for phase in self.phases)
+        return forward_seconds / step_seconds if step_seconds else 0.0
+
+
+def report_run(spans: Sequence[Span]) -> RunReport:
+    """Everything that the demo shows of a run. Without requests among the spans it is empty."""
+    requests = tuple(_request_numbers(span) for span in spans if span.is_server)
+    seconds = 0.0
+    if requests:
+        first = min(request.span.start_ns for request in requests)
+        seconds = (max(request.span.end_ns for request in requests) - first) / 1e9
+    return RunReport(requests, report_phases(spans, [s for s in spans if s.name == STEP]), seconds)
+
+
+def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNumbers, ...]:
+    """``steps`` by phase, with the time of the forward passes that ``spans`` has of them."""
+    forward_seconds: dict[str, float] = {}
+    for span in spans:
+        if span.name == "forward":  # in the trace of its step, which has no other spans than the step's
+            forward_seconds[span.trace_id] = forward_seconds.get(span.trace_id, 0.0) + span.seconds
+    by_mode: dict[str, list[Span]] = {mode: [] for mode in PHASES}
+    for step in steps:
+        by_mode.setdefault(str(step.attributes.get("sgl_aspects.forward.mode", "unknown")), []).append(step)
+    return tuple(
+        PhaseNumbers(
+            phase=PHASES.get(mode, mode),
+            steps=tuple(found),
+            tokens=int(sum(step.number("sgl_aspects.batch.tokens") for step in found)),
+            step_seconds=sum(step.seconds for step in found),
+            forward_seconds=sum(forward_seconds.get(step.trace_id, 0.0) for step in found),
+        )
+        for mode, found in by_mode.items()
+        if found
+    )
+
+
+def _request_numbers(span: Span) -> RequestNumbers:
+    output_tokens = int(span.number("gen_ai.usage.output_tokens"))
+    first = span.number("gen_ai.latency.time_to_first_token")
+    per_token = (span.seconds - first) / (output_tokens - 1) if output_tokens > 1 else None
+    prompt_tokens = int(span.number("gen_ai.usage.input_tokens"))
+    return RequestNumbers(span, prompt_tokens, output_tokens, first, per_token)

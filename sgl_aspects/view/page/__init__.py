@@ -1,0 +1,63 @@
+"""The report page: one HTML file that holds its data, style and program, and asks no network for anything.
+
+What spans say is text of strangers. It is in the page as compressed, base64-coded data, which cannot end a
+script or a tag; the program puts it on the screen as text only; and the page's content security policy
+allows no script but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+from importlib import resources
+
+from sgl_aspects.view.payload import payload_of
+from sgl_aspects.view.sources import Run
+
+STYLES = ("vendor/uPlot.min.css", "page.css")
+# In the order in which they need each other; they share one scope.
+SCRIPTS = (
+    "vendor/uPlot.iife.min.js",
+    "text.js",
+    "model.js",
+    "list.js",
+    "plots.js",
+    "overview.js",
+    "requests.js",
+    "steps.js",
+    "main.js",
+)
+
+
+def page_of(run: Run) -> str:
+    """The whole page, as text in UTF-8."""
+    data = json.dumps(payload_of(run), separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    style = "\n".join(_file(name) for name in STYLES)
+    library, *own = (_file(name) for name in SCRIPTS)
+    script = f'{library}\n(() => {{\n"use strict";\n{"".join(own)}}})();\n'
+    policy = (
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+        f"script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+    )
+    parts = {
+        "title": html.escape(f"{run.source} · sgl-aspects report"),
+        "policy": policy,
+        "style": style,
+        "script": script,
+        "data": base64.b64encode(gzip.compress(data, 6, mtime=0)).decode(),
+    }
+    # In one pass: no part can name another.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    """As a content security policy names an inline script or style."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,107 @@
+// Puts the page together. What is open stands in the address (#request=12, #step=34): "back" works.
+
+function build(run) {
+  const go = (kind, item) => (location.hash = item ? `${kind}=${item.index}` : "");
+  const openRequest = (request) => go("request", request);
+  const openStep = (step) => go("step", step);
+  const close = () => {
+    const row = list.element.querySelector("[role=row][tabindex='0']");
+    location.hash = "";
+    row?.focus();
+  };
+  const list = requestList(run, openRequest);
+  const engine = new Engine(run, openStep);
+  const detail = el("aside", { class: "card detail", "aria-label": "Details" });
+  const chips = el("p", { class: "chips", "aria-live": "polite" });
+  let lastRequest = null;
+
+  function filter(title, key, low, high) {
+    const found = key ? run.requests.filter((request) => request[key] >= low && request[key] < high) : run.requests;
+    list.setItems(found);
+    chips.replaceChildren(
+      ...(key
+        ? [
+            el("button", { type: "button", class: "action", onclick: () => filter() }, `${title} ${duration(low)} to ${duration(high)}: ${plural(found.length, "request")}  ×`),
+          ]
+        : []),
+    );
+    if (key) list.element.scrollIntoView({ block: "nearest" });
+  }
+
+  function show() {
+    const [, kind, index] = /^#(request|step)=(\d+)$/.exec(location.hash) ?? [];
+    const item = run.byIndex.get(Number(index)) ?? null;
+    const isRequest = kind === "request" && item instanceof Request;
+    const isStep = kind === "step" && item instanceof Step;
+    if (!isStep) lastRequest = isRequest ? item : null;
+    if (isRequest) detail.replaceChildren(requestPanel(item, { openStep, close }));
+    else if (isStep) detail.replaceChildren(stepPanel(item, { openRequest, openStep, close, from: lastRequest }));
+    else detail.replaceChildren(hint(run));
+    list.choose(lastRequest);
+    engine.list.choose(isStep ? item : null);
+    engine.mark(isRequest || isStep ? item.start : null, item?.end);
+    if (isRequest || isStep) {
+      detail.querySelector("h2").focus({ preventScroll: true });
+      detail.scrollTop = 0;
+      const box = detail.getBoundingClientRect();
+      if (box.top < 0 || box.top > innerHeight * 0.6) detail.scrollIntoView({ block: "start", behavior: motion() });
+    }
+  }
+
+  addEventListener("hashchange", show);
+  filter();
+  document.getElementById("app").replaceChildren(
+    header(run),
+    el(
+      "main",
+      {},
+      numbers(run),
+      distributions(run, filter),
+      el(
+        "div",
+        { class: "master" },
+        el(
+          "section",
+          { class: "card", "aria-labelledby": "requests-title" },
+          el("div", { class: "section-head" }, el("h2", { id: "requests-title" }, "Requests, slowest first"), legend(PHASES.filter((phase) => phase !== "between"))),
+          chips,
+          run.requests.length
+            ? list.element
+            : el("p", { class: "muted" }, "No request was recorded: trace from level 1 on, and send one."),
+        ),
+        detail,
+      ),
+      engine.element,
+    ),
+    el("footer", { class: "muted" }, `sgl-aspects ${run.version}. Plots: uPlot, MIT licence.`),
+  );
+  show();
+}
+
+const motion = () => (matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth");
+
+function hint(run) {
+  const slowest = run.requests.reduce((found, request) => (!found || request.duration > found.duration ? request : found), null);
+  return el(
+    "div",
+    { class: "panel hint" },
+    el("h2", {}, "Find the slow phase"),
+    el(
+      "ol",
+      {},
+      el("li", {}, "Open a request: the list begins with the slowest. Its colours say where its time went."),
+      el("li", {}, "Read what stands out against the run's median, and open its slowest step."),
+      el("li", {}, "See what that step did, and whom else it kept waiting."),
+    ),
+    slowest
+      ? el("button", { type: "button", class: "action", onclick: () => (location.hash = `request=${slowest.index}`) }, `Open the slowest: ${duration(slowest.duration)}`)
+      : null,
+  );
+}
+
+unpack()
+  .then((data) => build(new Run(data)))
+  .catch((error) => {
+    document.getElementById("app").replaceChildren(el("p", { class: "notice warning" }, `This page could not be shown: ${error}`));
+    throw error;
+  });

@@ -1,0 +1,236 @@
+// The run: spans in columns (see payload.py), and the requests and steps among them.
+
+async function unpack() {
+  const binary = atob(document.getElementById("data").textContent);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// What the scheduler calls its batches, and what people call the phase. Texts of a trace are looked up in maps only.
+const MODES = new Map([["extend", "prefill"], ["mixed", "mixed"], ["decode", "decode"]]);
+const PHASES = ["tokenize", "queue", "prefill", "between", "decode", "other"];
+const PARTS = ["schedule", "forward", "run_batch", "sample", "process_result", "other"];
+const LABELS = {
+  between: "between chunks",
+  other: "elsewhere",
+  run_batch: "rest of run_batch",
+  process_result: "process result",
+  kv: "KV cache in use",
+  cached: "found of a request's prompt",
+};
+const labelOf = (name) => LABELS[name] ?? name;
+
+class Run {
+  constructor(data) {
+    Object.assign(this, data);
+    this.size = data.start.length;
+    this.columns = data.types.map(([, names]) => new Map(names.map((name, at) => [name, at])));
+    this.hasError = new Set(data.errors);
+    this._indexChildren();
+    this.byIndex = new Map();
+    this.steps = data.steps.map((index, at) => new Step(this, index, at));
+    for (const step of this.steps) this.byIndex.set(step.index, step);
+    this.requests = data.requests.map((index) => new Request(this, index));
+    for (const request of this.requests) this.byIndex.set(request.index, request);
+    this._linkSteps();
+    this.end = 0;
+    for (let i = 0; i < this.size; i++) this.end = Math.max(this.end, this.start[i] + this.duration[i]);
+    this._typical();
+  }
+
+  name(index) {
+    return this.types[this.type[index]][0];
+  }
+
+  /** An attribute of a span; null where it is absent. */
+  value(index, name) {
+    const at = this.columns[this.type[index]].get(name);
+    return at === undefined ? null : this.values[index][at];
+  }
+
+  number(index, name) {
+    const value = this.value(index, name);
+    return typeof value === "number" ? value : null;
+  }
+
+  attributes(index) {
+    return this.types[this.type[index]][1].map((name, at) => [name, this.values[index][at]]);
+  }
+
+  /** The spans directly below one, by start. */
+  children(index) {
+    return this.childList.subarray(this.childStart[index], this.childStart[index + 1]);
+  }
+
+  _indexChildren() {
+    const starts = new Uint32Array(this.size + 1);
+    for (const parent of this.parent) if (parent >= 0) starts[parent + 1]++;
+    for (let i = 0; i < this.size; i++) starts[i + 1] += starts[i];
+    const next = starts.slice();
+    this.childList = new Uint32Array(starts[this.size]);
+    this.parent.forEach((parent, index) => {
+      if (parent >= 0) this.childList[next[parent]++] = index;
+    });
+    this.childStart = starts;
+  }
+
+  _linkSteps() {
+    for (const step of this.steps) {
+      for (const target of this.links[step.index] ?? []) {
+        const request = this.byIndex.get(target);
+        if (request instanceof Request) {
+          step.requests.push(request);
+          request.steps.push(step);
+        }
+      }
+    }
+  }
+
+  /** Medians: what is usual in this run. */
+  _typical() {
+    this.typical = { phase: {}, step: new Map(), tokens: median(this.requests.map((r) => r.outputTokens ?? 0)) };
+    for (const phase of PHASES) this.typical.phase[phase] = median(this.requests.map((r) => r.phases[phase]));
+    this.typical.duration = median(this.requests.map((r) => r.duration));
+    this.typical.perToken = median(this.requests.filter((r) => r.perToken !== null).map((r) => r.perToken));
+    const durations = new Map();
+    for (const step of this.steps) {
+      if (!durations.has(step.mode)) durations.set(step.mode, []);
+      durations.get(step.mode).push(step.duration);
+    }
+    for (const [mode, numbers] of durations) this.typical.step.set(mode, median(numbers));
+  }
+}
+
+/** A request: times in nanoseconds, null where the trace does not say. */
+class Request {
+  constructor(run, index) {
+    const value = (name) => run.value(index, name);
+    const number = (name) => run.number(index, name);
+    this.run = run;
+    this.index = index;
+    this.start = run.start[index];
+    this.duration = run.duration[index];
+    this.end = this.start + this.duration;
+    this.id = String(value("gen_ai.request.id") ?? value("gen_ai.response.id") ?? run.traces[index]);
+    this.model = String(value("gen_ai.request.model") ?? run.name(index));
+    this.promptTokens = number("gen_ai.usage.input_tokens");
+    this.cachedTokens = number("gen_ai.usage.cache_read.input_tokens");
+    this.outputTokens = number("gen_ai.usage.output_tokens");
+    const first = number("gen_ai.latency.time_to_first_token");
+    this.toFirst = first === null ? null : first * 1e9;
+    this.perToken =
+      first !== null && this.outputTokens > 1 ? (this.duration - this.toFirst) / (this.outputTokens - 1) : null;
+    this.isError = run.hasError.has(index);
+    const reasons = value("gen_ai.response.finish_reasons");
+    this.outcome = this.isError
+      ? String(value("error.type") ?? "error")
+      : Array.isArray(reasons) && reasons.length
+        ? reasons.join(", ")
+        : "–";
+    this.steps = [];
+    this.segments = [];
+    this.phases = Object.fromEntries(PHASES.map((phase) => [phase, 0]));
+    this._measure();
+  }
+
+  /** Where its time went: `segments` on the line of time, `phases` in total. */
+  _measure() {
+    const { run } = this;
+    let reached = this.start;
+    for (const child of run.children(this.index)) {
+      const phase = run.name(child);
+      if (!["tokenize", "queue", "prefill", "decode"].includes(phase)) continue;
+      const start = Math.max(run.start[child], reached);
+      const end = Math.min(run.start[child] + run.duration[child], this.end);
+      if (phase === "prefill" && start > reached && this.phases.prefill > 0) this._segment("between", reached, start);
+      if (end > start) this._segment(phase, start, end);
+      reached = Math.max(reached, end);
+    }
+    const known = PHASES.reduce((sum, phase) => sum + this.phases[phase], 0);
+    this.phases.other = Math.max(0, this.duration - known);
+  }
+
+  _segment(phase, start, end) {
+    this.segments.push([phase, start, end]);
+    this.phases[phase] += end - start;
+  }
+
+  get slowestStep() {
+    return this.steps.reduce((slowest, step) => (!slowest || step.duration > slowest.duration ? step : slowest), null);
+  }
+
+  /** The phase that took most beyond what it usually takes in this run, and how that compares. */
+  get standout() {
+    let found = null;
+    for (const phase of PHASES) {
+      const excess = this.phases[phase] - (this.run.typical.phase[phase] ?? 0);
+      if (!found || excess > found.excess) found = { phase, excess, time: this.phases[phase] };
+    }
+    return { ...found, usual: this.run.typical.phase[found.phase] ?? 0 };
+  }
+}
+
+/** A scheduler's step. */
+class Step {
+  constructor(run, index, position) {
+    this.run = run;
+    this.index = index;
+    this.position = position;
+    this.start = run.start[index];
+    this.duration = run.duration[index];
+    this.end = this.start + this.duration;
+    const mode = String(run.value(index, "sgl_aspects.forward.mode") ?? "other");
+    this.mode = MODES.get(mode) ?? mode;
+    this.kind = MODES.has(mode) ? this.mode : "other"; // its colour
+    this.number = run.number(index, "sgl_aspects.step.id");
+    this.name = this.number === null ? `${position + 1}` : `${this.number}`;
+    this.batchSize = run.number(index, "sgl_aspects.batch.size");
+    this.tokens = run.number(index, "sgl_aspects.batch.tokens");
+    this.waiting = run.number(index, "sgl_aspects.queue.waiting");
+    this.running = run.number(index, "sgl_aspects.queue.running");
+    this.kvUsage = run.number(index, "sgl_aspects.kv.usage");
+    this.process = run.process[index];
+    this.isError = run.hasError.has(index);
+    this.requests = [];
+    this.deviceTime = null;
+    this.parts = Object.fromEntries(PARTS.map((part) => [part, 0]));
+    this._measure();
+  }
+
+  _measure() {
+    const { run, parts } = this;
+    for (const child of run.children(this.index)) {
+      const name = run.name(child);
+      if (PARTS.includes(name) && name !== "other") parts[name] += run.duration[child];
+      if (name === "run_batch") for (const below of run.children(child)) this._inRunBatch(below);
+      else this._device(child);
+    }
+    const known = PARTS.reduce((sum, part) => sum + parts[part], 0);
+    parts.other = Math.max(0, this.duration - known);
+  }
+
+  _inRunBatch(child) {
+    const name = this.run.name(child);
+    if (name !== "forward" && name !== "sample") return;
+    this.parts[name] += this.run.duration[child];
+    this.parts.run_batch = Math.max(0, this.parts.run_batch - this.run.duration[child]);
+    this._device(child);
+  }
+
+  _device(child) {
+    const seconds = this.run.number(child, "sgl_aspects.forward.device_time");
+    if (seconds !== null) this.deviceTime = (this.deviceTime ?? 0) + seconds * 1e9;
+  }
+
+  /** The part that took longest. */
+  get mainPart() {
+    return PARTS.reduce((main, part) => (this.parts[part] > this.parts[main] ? part : main));
+  }
+
+  /** How it compares with the run's median step of its kind. */
+  get ratio() {
+    return this.duration / Math.max(this.run.typical.step.get(this.mode) ?? this.duration, 1);
+  }
+}

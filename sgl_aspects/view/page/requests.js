@@ -1,0 +1,235 @@
+// The list of requests, slowest first, and one request in detail.
+
+/** Bars on a line of time: segments [[kind, start, end], …] from `from`, `width` nanoseconds in all. */
+function bars(host, segments, from, width) {
+  const track = el("span", { class: "track" });
+  for (const [kind, start, end] of segments) {
+    const bar = el("span", { class: `bar k-${kind}` });
+    bar.style.left = `${(100 * (start - from)) / width}%`;
+    bar.style.width = `max(2px, ${(100 * (end - start)) / width}%)`;
+    track.append(bar);
+  }
+  host.append(track);
+}
+
+const legend = (kinds) =>
+  el("p", { class: "legend" }, kinds.map((kind) => el("span", {}, el("i", { class: `k-${kind}` }), labelOf(kind))));
+
+function requestList(run, open) {
+  const longest = run.requests.reduce((most, request) => Math.max(most, request.duration), 1);
+  const tokens = (key) => ({ value: (r) => r[key], draw: (cell, r) => (cell.textContent = count(r[key])) });
+  const time = (key) => ({ value: (r) => r[key], draw: (cell, r) => (cell.textContent = duration(r[key])) });
+  return new VirtualList({
+    label: "Requests",
+    open,
+    sortedBy: "duration",
+    className: "requests",
+    columns: [
+      { key: "start", title: "Started", hint: "since the run began", className: "number hide-narrow", ...time("start") },
+      { key: "duration", title: "Duration", className: "number strong", ...time("duration") },
+      {
+        key: "standout",
+        title: "Where the time went",
+        hint: "sorted by the time beyond what the phase usually takes",
+        className: "wide",
+        value: (request) => request.standout.excess,
+        draw: (cell, request) => {
+          bars(cell, request.segments, request.start, longest);
+          cell.setAttribute("aria-label", `mostly ${labelOf(largestPhase(request))}`);
+        },
+      },
+      { key: "toFirst", title: "TTFT", hint: "time to first token", className: "number", ...time("toFirst") },
+      { key: "perToken", title: "TPOT", hint: "time per output token", className: "number hide-narrow", ...time("perToken") },
+      { key: "promptTokens", title: "In", hint: "prompt tokens", className: "number small hide-narrow", ...tokens("promptTokens") },
+      { key: "cachedTokens", title: "Cached", hint: "prompt tokens found in the prefix cache", className: "number small hide-narrow", ...tokens("cachedTokens") },
+      { key: "outputTokens", title: "Out", hint: "output tokens", className: "number small", ...tokens("outputTokens") },
+      {
+        key: "outcome",
+        title: "End",
+        className: "end hide-narrow",
+        value: (request) => request.outcome,
+        draw: (cell, request) => {
+          cell.textContent = request.outcome;
+          cell.classList.toggle("error", request.isError);
+        },
+      },
+    ],
+  });
+}
+
+const largestPhase = (request) =>
+  PHASES.reduce((main, phase) => (request.phases[phase] > request.phases[main] ? phase : main));
+
+/** What an operator would say of it, in a sentence or two. */
+function verdict(request) {
+  const { run, duration: total } = request;
+  const { phase, excess, time, usual } = request.standout;
+  const share = total ? time / total : 0;
+  if (run.requests.length < 3 || excess < 0.1 * run.typical.duration || total < 1.1 * run.typical.duration) {
+    const main = largestPhase(request);
+    return [
+      `Nothing stands out: ${times(total / Math.max(run.typical.duration, 1))} the median duration, `,
+      `${percent(request.phases[main] / Math.max(total, 1))} of it in ${labelOf(main)}.`,
+    ];
+  }
+  const said = [
+    el("strong", {}, `${times(total / Math.max(run.typical.duration, 1))} the median duration, mostly because of ${labelOf(phase)}: `),
+    `${duration(time)}, ${percent(share)} of its time; `,
+    usual > 0 ? `the median request spends ${duration(usual)} there.` : "most requests spend no time there.",
+  ];
+  if (phase === "decode" && request.perToken !== null) {
+    const rate = request.perToken / Math.max(run.typical.perToken, 1);
+    const length = request.outputTokens / Math.max(run.typical.tokens, 1);
+    said.push(
+      rate < 1.3 && length > 1.3
+        ? ` It is long, not slow: ${count(request.outputTokens)} output tokens (median ${count(run.typical.tokens)}) at a usual time per token.`
+        : ` A token takes ${duration(request.perToken)} (median ${duration(run.typical.perToken)}).`,
+    );
+  }
+  if (phase === "queue") {
+    const waiting = run.steps.filter((step) => step.end > request.start && step.start < request.end);
+    const most = waiting.reduce((found, step) => Math.max(found, step.kvUsage ?? 0), 0);
+    if (most > 0.9) said.push(` The KV cache was up to ${percent(most)} full meanwhile.`);
+  }
+  return said;
+}
+
+/** The panel of one request; `openStep(step)` goes on to a step. */
+function requestPanel(request, { openStep, close }) {
+  const { run } = request;
+  const slowest = request.slowestStep;
+  const steps = stepList(request.steps, openStep, {
+    label: "Steps of this request",
+    from: request.start,
+    to: request.end,
+  });
+  const traceId = run.traces[request.index];
+  return panel(
+    `Request ${request.id}`,
+    close,
+    el("p", { class: "verdict" }, verdict(request)),
+    slowest
+      ? el(
+          "p",
+          {},
+          el(
+            "button",
+            { type: "button", class: "action", id: "slowest-step", onclick: () => openStep(slowest) },
+            `Its slowest step: ${slowest.name} (${slowest.mode}), ${duration(slowest.duration)}`,
+            slowest.ratio > 1.5 ? `, ${times(slowest.ratio)} the median` : "",
+          ),
+        )
+      : el("p", { class: "muted" }, "No scheduler step is linked to it: steps are recorded from level 2 on."),
+    el(
+      "dl",
+      { class: "facts" },
+      fact("Duration", duration(request.duration)),
+      fact("First token", duration(request.toFirst)),
+      fact("Per token", duration(request.perToken)),
+      fact("Prompt", count(request.promptTokens), request.cachedTokens ? `${count(request.cachedTokens)} cached` : ""),
+      fact("Output", count(request.outputTokens)),
+      fact("End", request.outcome),
+    ),
+    waterfall(run, request, request.start, request.end),
+    request.steps.length ? stepLane(request, openStep) : null,
+    request.steps.length ? el("h3", {}, plural(request.steps.length, "step")) : null,
+    request.steps.length ? steps.element : null,
+    attributeTable([["trace id", traceId], ["model", request.model], ...run.attributes(request.index)]),
+  );
+}
+
+const MOST_ROWS = 200;
+
+/** The spans below a request or step as bars, indented as they are nested. */
+function waterfall(run, { index }, from, to) {
+  const rows = [];
+  const visit = (span, depth) => {
+    if (rows.length >= MOST_ROWS || depth > 8) return;
+    rows.push([span, depth]);
+    for (const child of run.children(span)) if (!run.byIndex.has(child)) visit(child, depth + 1);
+  };
+  for (const child of run.children(index)) if (!run.byIndex.has(child)) visit(child, 0);
+  const width = Math.max(to - from, 1);
+  return el(
+    "div",
+    { class: "waterfall", role: "list", "aria-label": "Spans" },
+    rows.map(([span, depth]) => {
+      const name = run.name(span);
+      const track = el("div", { class: "wide" });
+      const start = Math.min(Math.max(run.start[span], from), to);
+      const end = Math.min(Math.max(run.start[span] + run.duration[span], start), to);
+      bars(track, [[kindOf(name), start, end]], from, width);
+      const busy = run.number(span, "sgl_aspects.detokenize.busy_time");
+      if (busy !== null) track.querySelector(".bar").classList.add("thin"); // it reaches from piece to piece
+      const label = el("div", { class: `label${run.hasError.has(span) ? " error" : ""}`, title: name }, name);
+      label.style.paddingInlineStart = `${depth * 12}px`;
+      return el("div", { class: "waterfall-row", role: "listitem" }, label, track, el("div", { class: "number" }, busy === null ? duration(run.duration[span]) : el("small", {}, `busy ${duration(busy * 1e9)}`)));
+    }),
+    rows.length >= MOST_ROWS ? el("p", { class: "muted", role: "listitem" }, `The first ${MOST_ROWS} spans are shown.`) : null,
+  );
+}
+
+const KINDS = new Set([...PHASES, ...PARTS, "detokenize"]);
+const kindOf = (name) => (KINDS.has(name) ? name : "other");
+
+/** A request's steps in the order of time, as high as they are long: the slow ones stand out. */
+function stepLane(request, openStep) {
+  const canvas = el("canvas", { class: "lane", role: "img", "aria-label": `Durations of its ${plural(request.steps.length, "step")}; the list below has them` });
+  const width = Math.max(request.duration, 1);
+  const highest = request.slowestStep.duration;
+  const draw = () => {
+    const box = canvas.getBoundingClientRect();
+    if (!box.width) return;
+    canvas.width = box.width * devicePixelRatio;
+    canvas.height = box.height * devicePixelRatio;
+    const context = canvas.getContext("2d");
+    for (const step of request.steps) {
+      const x = ((step.start - request.start) / width) * canvas.width;
+      const w = Math.max((step.duration / width) * canvas.width - devicePixelRatio, devicePixelRatio);
+      const h = Math.max((step.duration / highest) * canvas.height, 2 * devicePixelRatio);
+      context.fillStyle = colour(step.kind);
+      context.fillRect(x, canvas.height - h, w, h);
+    }
+  };
+  canvas.addEventListener("click", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const at = request.start + ((event.clientX - box.left) / box.width) * width;
+    const distance = (step) => Math.max(step.start - at, at - step.end, 0);
+    openStep(request.steps.reduce((near, step) => (distance(step) < distance(near) ? step : near)));
+  });
+  new ResizeObserver(draw).observe(canvas);
+  return el(
+    "div",
+    { class: "waterfall-row" },
+    el("div", { class: "label" }, "steps"),
+    canvas,
+    el("div", { class: "number", title: "the highest bar" }, duration(highest)),
+  );
+}
+
+function attributeTable(pairs) {
+  return el(
+    "details",
+    {},
+    el("summary", {}, "Attributes"),
+    el(
+      "dl",
+      { class: "attributes" },
+      pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, Array.isArray(value) ? value.join(", ") : String(value))]),
+    ),
+  );
+}
+
+function panel(title, close, ...children) {
+  return el(
+    "div",
+    { class: "panel", onkeydown: (event) => event.key === "Escape" && close() },
+    el(
+      "div",
+      { class: "panel-head" },
+      el("h2", { tabindex: "-1" }, title),
+      el("button", { type: "button", class: "close", "aria-label": "Close", onclick: close }, "×"),
+    ),
+    children,
+  );
+}

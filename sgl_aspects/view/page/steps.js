@@ -1,0 +1,332 @@
+// The scheduler's steps: over time, as a list, and one step in detail.
+
+function stepList(steps, open, { label, from, to, rowHeight = 32 }) {
+  const longest = steps.reduce((most, step) => Math.max(most, step.duration), 1);
+  const list = new VirtualList({
+    label,
+    open,
+    rowHeight,
+    sortedBy: "duration",
+    className: "steps",
+    columns: [
+      {
+        key: "start",
+        title: "Began",
+        hint: "since the request or the run began",
+        className: "number hide-narrow",
+        value: (step) => step.start,
+        draw: (cell, step) => (cell.textContent = duration(Math.max(step.start - from, 0))),
+      },
+      {
+        key: "mode",
+        title: "Step",
+        className: "mode",
+        value: (step) => step.mode,
+        draw: (cell, step) => cell.append(el("i", { class: `k-${step.kind}` }), `${step.mode} ${step.name}`),
+      },
+      {
+        key: "duration",
+        title: "Duration",
+        className: "number strong",
+        value: (step) => step.duration,
+        draw: (cell, step) => (cell.textContent = duration(step.duration)),
+      },
+      {
+        key: "parts",
+        title: "Parts",
+        hint: "sorted by the time outside forward",
+        className: "wide",
+        value: (step) => step.duration - step.parts.forward,
+        draw: (cell, step) => bars(cell, partSegments(step), 0, longest),
+      },
+      { key: "batch", title: "Batch", hint: "requests in it", className: "number small", value: (step) => step.batchSize },
+      { key: "tokens", title: "Tokens", hint: "that the model was fed", className: "number small hide-narrow", value: (step) => step.tokens },
+    ],
+  });
+  list.setItems(steps);
+  return list;
+}
+
+/** A step's parts one after the other, from 0. */
+function partSegments(step) {
+  let at = 0;
+  return PARTS.filter((part) => step.parts[part] > 0).map((part) => [part, at, (at += step.parts[part])]);
+}
+
+function stepVerdict(step) {
+  const main = step.mainPart;
+  const share = step.parts[main] / Math.max(step.duration, 1);
+  const said = [
+    el("strong", {}, `${times(step.ratio)} the median ${step.mode} step: `),
+    `${duration(step.duration)}, ${percent(share)} of it in ${labelOf(main)}`,
+    step.tokens === null ? "." : `, for ${plural(step.tokens, "token")} of ${plural(step.batchSize ?? step.requests.length, "request")}.`,
+  ];
+  if (step.mode === "mixed")
+    said.push(" A mixed step prefills new requests while the others wait for their next token.");
+  return said;
+}
+
+/** `from`: the request that led here, or null. */
+function stepPanel(step, { openRequest, openStep, close, from }) {
+  const { run } = step;
+  const neighbour = (by, text) => {
+    const other = run.steps[step.position + by];
+    return el("button", { type: "button", class: "action", disabled: !other, onclick: () => openStep(other) }, text);
+  };
+  const requests = requestList({ requests: step.requests }, openRequest);
+  requests.setItems(step.requests);
+  requests.element.classList.add("brief");
+  requests.element.setAttribute("aria-label", "Requests in this step");
+  return panel(
+    `Step ${step.name}, ${step.mode}`,
+    close,
+    el("p", { class: "verdict" }, stepVerdict(step)),
+    el(
+      "p",
+      { class: "buttons" },
+      from ? el("button", { type: "button", class: "action", onclick: () => openRequest(from) }, "↑ Back to the request") : null,
+      neighbour(-1, "← Step before"),
+      neighbour(1, "Step after →"),
+    ),
+    el(
+      "dl",
+      { class: "facts" },
+      fact("Duration", duration(step.duration)),
+      fact("On the device", duration(step.deviceTime)),
+      fact("Batch", count(step.batchSize)),
+      fact("Tokens", count(step.tokens)),
+      fact("Waiting", count(step.waiting)),
+      fact("Running", count(step.running)),
+      fact("KV cache", percent(step.kvUsage)),
+    ),
+    waterfall(run, step, step.start, step.end),
+    el("h3", {}, `${plural(step.requests.length, "request")} in it`),
+    step.requests.length ? requests.element : el("p", { class: "muted" }, "None of them was recorded."),
+    attributeTable([["process", step.process], ...run.attributes(step.index)]),
+  );
+}
+
+const BINS = 160;
+
+/** Steps over time, and below them the batch, the queue and the KV cache, on the same line of time. */
+class Engine {
+  constructor(run, openStep) {
+    this.run = run;
+    this.openStep = openStep;
+    this.shown = null; // [start, end] that is marked
+    this.readout = el("p", { class: "muted readout" }, "Point at a step, click to open it; drag to zoom.");
+    const { steps } = run;
+    this.seconds = steps.map((step) => step.start / 1e9);
+    this.range = [0, Math.max(run.end / 1e9, 1e-6)];
+    this.kinds = [...new Set(steps.map((step) => step.kind))];
+    const charts = [
+      ["Time of each step", this.kinds, () => this._steps(), `Step times: ${this._inWords()}`],
+      ["Where a step's time goes, on average", PARTS.filter((part) => steps.some((step) => step.parts[part] > 0)), () => this._parts(), this._partsInWords()],
+      ["Batch and queue", ["running", "waiting", "batch"], () => this._counts(), `Requests: at most ${most(steps, "running")} running, ${most(steps, "waiting")} waiting`],
+      ["KV cache and prefix cache", ["kv", "cached"], () => this._kv(), `KV cache: at most ${percent(most(steps, "kvUsage"))} in use`],
+    ];
+    this.plots = [];
+    this.list = stepList(steps, openStep, { label: "All steps", from: 0, to: run.end });
+    this.element = el(
+      "section",
+      { class: "card", "aria-labelledby": "engine-title" },
+      el("div", { class: "section-head" }, el("h2", { id: "engine-title" }, "Scheduler steps"), el("button", { type: "button", class: "action", onclick: () => this._zoomOut() }, "Whole run")),
+      steps.length
+        ? [
+            this.readout,
+            charts.map(([title, kinds, make, words]) => this._chart(title, kinds, make, words)),
+            el("h3", {}, "All steps, slowest first"),
+            this.list.element,
+          ]
+        : el("p", { class: "muted" }, "No scheduler step was recorded: trace at level 2 or more (sgl-aspects ctl --level 3)."),
+    );
+  }
+
+  /** Marks a stretch of time in all plots. */
+  mark(start, end) {
+    this.shown = start === null ? null : [start / 1e9, end / 1e9];
+    for (const plot of this.plots) plot.uplot?.redraw();
+  }
+
+  _chart(title, kinds, make, words) {
+    const host = el("div", { class: "plot" });
+    const plot = new Plot(host, make);
+    this.plots.push(plot);
+    requestAnimationFrame(() => plot.draw());
+    return el(
+      "figure",
+      {},
+      el("figcaption", {}, el("h3", {}, title), legend([...new Set(kinds)])),
+      el("div", { role: "img", "aria-label": words }, host),
+    );
+  }
+
+  _hooks(more = {}) {
+    const mark = (u) => {
+      if (!this.shown) return;
+      const [left, right] = this.shown.map((at) => u.valToPos(at, "x", true));
+      u.ctx.save();
+      u.ctx.fillStyle = colour("mark");
+      u.ctx.fillRect(left, u.bbox.top, Math.max(right - left, 2 * devicePixelRatio), u.bbox.height);
+      u.ctx.restore();
+    };
+    return { drawClear: [mark], ...more };
+  }
+
+  _steps() {
+    const { steps } = this.run;
+    const columns = this.kinds.map((kind) => steps.map((step) => (step.kind === kind ? step.duration / 1e6 : null)));
+    return {
+      data: [this.seconds, ...columns],
+      options: overTime({
+        height: 220,
+        range: this.range,
+        y: { range: (_, __, high) => [0, (high || 1) * 1.05], text: (ms) => duration(ms * 1e6) },
+        series: this.kinds.map((kind) => ({
+          paths: () => null,
+          points: { show: true, size: steps.length > 5000 ? 3 : 6, width: 0, fill: colour(kind), stroke: colour(kind) },
+        })),
+        hooks: this._hooks({
+          setCursor: [(u) => this._point(u)],
+          ready: [(u) => this._clicks(u)],
+        }),
+      }),
+    };
+  }
+
+  /** The step that is nearest to the pointer, within some pixels; null where there is none. */
+  _near(u) {
+    const { left, top } = u.cursor;
+    if (left === null || left < 0 || top === null || top < 0) return null;
+    const low = u.posToVal(left - 12, "x");
+    const high = u.posToVal(left + 12, "x");
+    let near = null;
+    let least = 24;
+    for (let at = lowerBound(this.seconds, low); at < this.seconds.length && this.seconds[at] <= high; at++) {
+      const step = this.run.steps[at];
+      const distance = Math.hypot(u.valToPos(this.seconds[at], "x") - left, u.valToPos(step.duration / 1e6, "y") - top);
+      if (distance < least) [near, least] = [step, distance];
+    }
+    return near;
+  }
+
+  _point(u) {
+    const step = this._near(u);
+    u.over.style.cursor = step ? "pointer" : "";
+    if (!step) return;
+    this.readout.textContent =
+      `Step ${step.name} at ${duration(step.start)}: ${step.mode}, ${duration(step.duration)}, ` +
+      `batch ${count(step.batchSize)}, ${plural(step.tokens ?? 0, "token")}, ${count(step.waiting)} waiting, KV ${percent(step.kvUsage)}`;
+  }
+
+  _clicks(u) {
+    let pressed = 0;
+    u.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
+    u.over.addEventListener("click", (event) => {
+      const step = Math.abs(event.clientX - pressed) < 4 ? this._near(u) : null;
+      if (step) this.openStep(step);
+    });
+  }
+
+  /** Means over stretches of time, stacked: the last of the columns is the lowest. */
+  _parts() {
+    const parts = PARTS.filter((part) => this.run.steps.some((step) => step.parts[part] > 0));
+    const bins = this._bins();
+    const means = parts.map((part) => bins.map((steps) => mean(steps, (step) => step.parts[part] / 1e6)));
+    const stacked = means.map((_, at) => bins.map((steps, bin) => (steps.length ? means.slice(0, at + 1).reduce((sum, column) => sum + column[bin], 0) : null)));
+    const width = this.range[1] / BINS;
+    return {
+      data: [bins.map((_, bin) => (bin + 0.5) * width), ...stacked.reverse()],
+      options: overTime({
+        height: 120,
+        range: this.range,
+        y: { range: (_, __, high) => [0, (high || 1) * 1.05], text: (ms) => duration(ms * 1e6) },
+        series: [...parts].reverse().map((part) => ({
+          fill: colour(part),
+          stroke: colour(part),
+          width: 0,
+          paths: uPlot.paths.bars({ size: [0.95, 40] }),
+          points: { show: false },
+        })),
+        hooks: this._hooks(),
+      }),
+    };
+  }
+
+  _bins() {
+    const bins = Array.from({ length: BINS }, () => []);
+    for (const step of this.run.steps) bins[Math.min(BINS - 1, Math.floor((step.start / 1e9 / this.range[1]) * BINS))].push(step);
+    return bins;
+  }
+
+  _line(name) {
+    return { stroke: colour(name), width: 1.5, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } };
+  }
+
+  _counts() {
+    const column = (key) => this.run.steps.map((step) => step[key]);
+    return {
+      data: [this.seconds, column("running"), column("waiting"), column("batchSize")],
+      options: overTime({
+        height: 110,
+        range: this.range,
+        y: { range: (_, __, high) => [0, Math.max(high ?? 0, 1) * 1.1], text: (value) => (Number.isInteger(value) ? count(value) : "") },
+        series: [this._line("running"), this._line("waiting"), { ...this._line("batch"), dash: [4, 3] }],
+        hooks: this._hooks(),
+      }),
+    };
+  }
+
+  _kv() {
+    const { steps, requests } = this.run;
+    const asked = new Map(); // share of cached prompt tokens, told at each request's first step
+    for (const request of requests)
+      if (request.steps.length && request.promptTokens) asked.set(request.steps[0], (request.cachedTokens ?? 0) / request.promptTokens);
+    return {
+      data: [this.seconds, steps.map((step) => step.kvUsage), steps.map((step) => asked.get(step) ?? null)],
+      options: overTime({
+        height: 130,
+        last: true,
+        range: this.range,
+        y: { range: [0, 1.02], text: percent },
+        series: [
+          { ...this._line("kv"), fill: `${colour("kv")}33` },
+          { paths: () => null, points: { show: true, size: 5, width: 0, fill: colour("cached"), stroke: colour("cached") } },
+        ],
+        hooks: this._hooks(),
+      }),
+    };
+  }
+
+  _zoomOut() {
+    for (const { uplot } of this.plots) uplot?.setScale("x", { min: this.range[0], max: this.range[1] });
+  }
+
+  _inWords() {
+    return this.kinds
+      .map((kind) => {
+        const ordered = sorted(this.run.steps.filter((step) => step.kind === kind).map((step) => step.duration));
+        return `${kind} median ${duration(quantile(ordered, 0.5))}, longest ${duration(quantile(ordered, 1))}`;
+      })
+      .join("; ");
+  }
+
+  _partsInWords() {
+    const total = this.run.steps.reduce((sum, step) => sum + step.duration, 0) || 1;
+    return PARTS.map((part) => `${labelOf(part)} ${percent(this.run.steps.reduce((sum, step) => sum + step.parts[part], 0) / total)}`).join(", ");
+  }
+}
+
+const mean = (items, value) => (items.length ? items.reduce((sum, item) => sum + value(item), 0) / items.length : 0);
+const most = (items, key) => items.reduce((high, item) => Math.max(high, item[key] ?? 0), 0);
+
+function lowerBound(ascending, value) {
+  let low = 0;
+  let high = ascending.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (ascending[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}

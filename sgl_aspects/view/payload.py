@@ -1,0 +1,86 @@
+"""A run's spans as one compact JSON object, in columns, for the report page.
+
+Spans are named by their index, by start time. Times are nanoseconds since ``t0_ms`` (milliseconds since the
+epoch), so that JavaScript's numbers hold them. Spans of one name with the same attributes share a type.
+
+    {"source", "is_live", "dropped", "damaged", "version", "t0_ms",
+     "types":    [[name, [attribute, …]], …],
+     "type": [], "start": [], "duration": [], "parent": [], "process": [],     one number for each span
+     "values":   [[value, …], …],                  one list for each span, in the order of its type
+     "links":    {index: [index, …]},              those of spans that have some
+     "errors":   [index, …],
+     "requests": [index, …], "steps": [index, …],
+     "traces":   {index: trace id}}                of requests
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sgl_aspects import __version__
+from sgl_aspects.view.numbers import STEP
+from sgl_aspects.view.sources import Run
+from sgl_aspects.view.spans import Span
+
+# A longer text is cut: recorded prompts would make the page as large as the run.
+_LONGEST_TEXT = 2000
+_LONGEST_LIST = 100
+_NONE = -1
+
+
+def payload_of(run: Run) -> dict[str, Any]:
+    """The object that the page shows; it holds nothing that JSON cannot."""
+    spans = run.spans
+    t0_ns = min((span.start_ns for span in spans), default=0)
+    index_of: dict[str, int] = {}
+    for index, span in enumerate(spans):
+        index_of.setdefault(span.span_id, index)
+    types: dict[tuple[str, ...], int] = {}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("type", "start", "duration", "parent", "process", "values")
+    }
+    links: dict[int, list[int]] = {}
+    for index, span in enumerate(spans):
+        type_index = types.setdefault((span.name, *span.attributes), len(types))
+        parent = index_of.get(span.parent_id, _NONE) if span.parent_id else _NONE
+        columns["type"].append(type_index)
+        columns["start"].append(span.start_ns - t0_ns)
+        columns["duration"].append(max(0, span.end_ns - span.start_ns))
+        columns["parent"].append(parent if parent != index else _NONE)
+        columns["process"].append(span.process_id)
+        columns["values"].append([_value(value) for value in span.attributes.values()])
+        if span.links:
+            links[index] = [index_of[link] for link in dict.fromkeys(span.links) if link in index_of]
+    requests = [index for index, span in enumerate(spans) if span.is_server]
+    return {
+        "source": run.source,
+        "is_live": run.is_live,
+        "dropped": run.dropped,
+        "damaged": run.damaged,
+        "version": __version__,
+        "t0_ms": t0_ns / 1e6,
+        "types": [[name, attributes] for name, *attributes in types],
+        **columns,
+        "links": links,
+        "errors": [index for index, span in enumerate(spans) if span.is_error],
+        "requests": requests,
+        "steps": [index for index, span in enumerate(spans) if _is_step(span)],
+        "traces": {index: spans[index].trace_id for index in requests},
+    }
+
+
+def _is_step(span: Span) -> bool:
+    return span.name == STEP
+
+
+def _value(value: Any) -> Any:
+    """A value as JSON has it: texts of a bounded length, numbers that are numbers, lists of those."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [_value(item) for item in value[:_LONGEST_LIST]]
+    text = str(value)
+    return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…"

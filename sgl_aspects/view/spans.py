@@ -1,0 +1,136 @@
+"""Spans read back, from an OTLP-JSON file or from a process's ring: what is shown is what was traced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+_SERVER = 2  # SPAN_KIND_SERVER
+_ERROR = 2  # STATUS_CODE_ERROR
+
+
+@dataclass(frozen=True)
+class Span:
+    """One span; times in nanoseconds since the epoch, ids in hexadecimal."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    is_server: bool
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Any]
+    #: Ids of the spans that it is linked to.
+    links: tuple[str, ...]
+    #: 0 where it is not known.
+    process_id: int = 0
+    is_error: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+    def number(self, attribute: str) -> float:
+        """The attribute as a number; 0 where it is absent."""
+        value = self.attributes.get(attribute, 0)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Every span of the file, by start time. Raises ConfigError where the file is not OTLP-JSON lines.
+
+    A last line without its end is left out: the file's writer is at work, or was killed.
+    """
+    spans: list[Span] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    spans.extend(_spans_of(json.loads(line)))
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    if spans and not line.endswith("\n"):
+                        break
+                    raise ConfigError(f"{path}:{number} is no line of OTLP-JSON: {error!r}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no file of OTLP-JSON lines: {error}") from error
+    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+
+
+def span_of(readable: ReadableSpan) -> Span:
+    """A span of OpenTelemetry's SDK, as it would be read back from a file."""
+    from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+
+    context = readable.get_span_context()
+    assert context is not None
+    start_ns = readable.start_time or 0
+    return Span(
+        name=readable.name,
+        trace_id=format_trace_id(context.trace_id),
+        span_id=format_span_id(context.span_id),
+        parent_id="" if readable.parent is None else format_span_id(readable.parent.span_id),
+        is_server=readable.kind is SpanKind.SERVER,
+        start_ns=start_ns,
+        end_ns=readable.end_time or start_ns,
+        attributes=dict(readable.attributes or {}),
+        links=tuple(format_span_id(link.context.span_id) for link in readable.links),
+        process_id=_process_id(readable.resource.attributes.get("process.pid", 0)),
+        is_error=readable.status.status_code is StatusCode.ERROR,
+    )
+
+
+def children_of(spans: Iterable[Span], parent: Span) -> list[Span]:
+    """The spans directly below ``parent``, in the order of ``spans``."""
+    return [span for span in spans if span.parent_id == parent.span_id and span.trace_id == parent.trace_id]
+
+
+def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
+    for resource_spans in data.get("resourceSpans", ()):
+        process_id = _process_id(_attributes_of(resource_spans.get("resource", {})).get("process.pid", 0))
+        for scope_spans in resource_spans.get("scopeSpans", ()):
+            for span in scope_spans.get("spans", ()):
+                yield Span(
+                    name=str(span["name"]),
+                    trace_id=str(span["traceId"]),
+                    span_id=str(span["spanId"]),
+                    parent_id=str(span.get("parentSpanId", "")),
+                    is_server=span.get("kind") in (_SERVER, "SPAN_KIND_SERVER"),
+                    start_ns=int(span["startTimeUnixNano"]),
+                    end_ns=int(span["endTimeUnixNano"]),
+                    attributes=_attributes_of(span),
+                    links=tuple(str(link["spanId"]) for link in span.get("links", ())),
+                    process_id=process_id,
+                    is_error=span.get("status", {}).get("code") in (_ERROR, "STATUS_CODE_ERROR"),
+                )
+
+
+def _attributes_of(message: dict[str, Any]) -> dict[str, Any]:
+    return {str(item["key"]): _value_of(item["value"]) for item in message.get("attributes", ())}
+
+
+def _process_id(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _value_of(value: dict[str, Any]) -> Any:
+    """OTLP's typed value as Python's; 64-bit integers are text in JSON."""
+    if not value:
+        return None  # an empty one
+    kind, content = next(iter(value.items()))
+    if kind == "intValue":
+        return int(content)
+    if kind == "doubleValue":
+        return float(content)  # may be "NaN" and the like
+    if kind == "arrayValue":
+        return [_value_of(item) for item in content.get("values", ())]
+    return content
