@@ -109,6 +109,24 @@ def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
     reader.close()
 
 
+def test_attributes_whose_type_comes_with_the_value(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    write = recorder.spans(SpanType("any", {"first": object, "second": object}))
+    values: list[Any] = [["a", 1], [2, 2.5], [True, None], [None, [1]], [1, 2], [1.5, 2]]
+    values += [["b", 1 << 70], [3], []]
+    for number in range(20):  # more choices than there are writers for
+        for each in values:
+            write(number + 1, 1, 1, 1, 2, each)
+    reader = RunReader(str(tmp_path))
+    found = [record.values for record in read_all(reader) if isinstance(record, SpanEnd)]
+    found = [[value for value in each if value is not None] for each in found]
+    assert found == [[value for value in each if value is not None] for each in values] * 20
+    assert [type(value) for each in found[4:6] for value in each] == [int, int, float, int]
+    assert reader.damaged == 0
+    reader.close()
+    recorder.close()
+
+
 def test_texts_that_come_once_do_not_fill_the_definitions(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path))
     for number in range(9000):

@@ -20,7 +20,7 @@ class SpanType:
     """What spans of one kind have in common: a name, and the types of their attributes, in order.
 
     A value of another type than its attribute's costs time, and an integer becomes a float where that is the
-    type. Each value may be None.
+    type. Any value may be None. ``object`` stands for a type that is known when the value is.
     """
 
     name: str

@@ -26,7 +26,7 @@ from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring_file import RingFile
 from sgl_aspects.tracing.ring_slots import Slots
-from sgl_aspects.tracing.span_writers import Layouts, codes_of, make_writer
+from sgl_aspects.tracing.span_writers import Layouts, codes_of, make_writer, writer_by_values
 
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
@@ -116,16 +116,20 @@ class RingRecorder:
         """The writer of spans of this type."""
         with self._lock:
             if type not in self._writers:
-                layouts = self._layouts.setdefault(type, {})
-                self._writers[type] = make_writer(
-                    codes_of(type) or "",
-                    self._slots,
-                    self._texts,
-                    layouts,
-                    functools.partial(self._learn, type),
-                    functools.partial(self._write_span_as_text, type),
-                )
+                self._writers[type] = self._make_writer(type)
             return self._writers[type]
+
+    def _make_writer(self, type: SpanType) -> SpanWriter:
+        if object in type.attributes.values():
+            return writer_by_values(type, self._make_writer)
+        return make_writer(
+            codes_of(type) or "",
+            self._slots,
+            self._texts,
+            self._layouts.setdefault(type, {}),
+            functools.partial(self._learn, type),
+            functools.partial(self._write_span_as_text, type),
+        )
 
     def write(self, event: Event) -> None:
         if isinstance(event, SpanBegin):

@@ -7,16 +7,19 @@ as everything else.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.recorder import SpanWriter
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.records import AttributeValue, SpanType
 
 #: (number of links, has an error) -> what packs such a span into memory, and the first word of its slot.
 Layouts = dict[tuple[int, bool], tuple[Callable[..., None], int]]
 PLAIN = (0, False)
+_class = type
+_MOST_CHOICES = 16
+_OTHERS: dict[type, type] = {_class(None): int}  # None has room in an attribute of any type
 #: What ``pack_into`` raises for a value of the wrong type, or one that needs more than 64 bits.
 MISFITS = (struct.error, TypeError, ValueError, OverflowError)
 
@@ -59,6 +62,38 @@ def codes_of(type: SpanType) -> str | None:
     """One code for each attribute (:data:`.ring_format.CODES`); None where spans of it do not fit a slot."""
     codes = [layout.CODE_OF.get(each) for each in type.attributes.values()]
     return None if None in codes or len(codes) > layout.SPAN_WORDS else "".join(map(str, codes))
+
+
+def writer_by_values(type: SpanType, make: Callable[[SpanType], SpanWriter]) -> SpanWriter:
+    """The writer of spans with attributes of any type (``object``): one writer for each choice of types.
+
+    ``make`` gives the writer of spans whose attributes have types; of another choice than the first few it
+    is asked for one that takes lists, which takes everything, as text.
+    """
+    writers: dict[tuple[Any, ...], SpanWriter] = {}
+
+    def write_by_values(
+        span_id: int,
+        root_id: int,
+        parent_id: int,
+        start_ns: int,
+        end_ns: int,
+        values: Sequence[AttributeValue] = (),
+        error: str = "",
+        links: Sequence[int] = (),
+    ) -> None:
+        classes = (*map(_class, values),)
+        if classes not in writers:
+            if len(writers) >= _MOST_CHOICES:
+                classes = ()
+            kinds = [kind if kind in layout.CODE_OF else _OTHERS.get(kind, list) for kind in classes]
+            kinds += [list] * (len(type.attributes) - len(kinds))
+            if classes not in writers:
+                writers[classes] = make(SpanType(type.name, dict(zip(type.attributes, kinds))))
+        write = writers[classes]
+        write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+
+    return write_by_values
 
 
 def make_writer(
