@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import ClassVar
 
 from sgl_aspects.platforms.graphs import DeviceGraph, TorchGraph
@@ -32,11 +33,28 @@ class CudaDeviceMixin(TorchDeviceMixin):
 
 
 class CudaPlatform(CudaDeviceMixin, SRTPlatform):
-    """The embedded runtime on NVIDIA GPUs. It has no graph runner yet, so graph capture is not declared."""
+    """The embedded runtime on NVIDIA GPUs, with kernels in Triton where Triton is installed."""
 
     capabilities: ClassVar[PlatformCapabilities] = PlatformCapabilities(
-        supports_triton=True, supports_pynccl=True
+        supports_triton=True, graph_capture=True, piecewise_graph=True, supports_pynccl=True
     )
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        return "triton" if _has_triton() else "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "cuda" if _has_triton() else "native"
+
+    def get_graph_runner_cls(self) -> type | str:
+        return "sgl_aspects.runtime.graph_runner:GraphRunner"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "inductor"
+
+    def get_piecewise_backend_cls(self) -> type | str:
+        return "sgl_aspects.runtime.piecewise:PiecewiseBackend"
+
+
+def _has_triton() -> bool:
+    """torch brings Triton on Linux; elsewhere the plain operators do the work."""
+    return importlib.util.find_spec("triton") is not None

@@ -89,6 +89,10 @@ class Req:
     def prefill_tokens_left(self) -> int:
         return 0 if self.is_prefill_done else self.total_tokens - self.computed_tokens
 
+    @property
+    def last_token(self) -> int:
+        return self.output_ids[-1] if self.output_ids else self.input_ids[-1]
+
     def tokens_between(self, start: int, end: int) -> list[int]:
         """The tokens at positions ``start`` up to ``end`` of prompt and output together."""
         prompt = len(self.input_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,11 @@ class ForwardBatch:
     num_new_tokens: list[int]
     lengths: list[int]
     attention_backend: AttentionBackend
+
+    @cached_property
+    def device_lengths(self) -> torch.Tensor:
+        """[requests]: ``lengths``, on the device."""
+        return self.positions.index_select(0, self.last_token_indices).add_(1)
 
     @classmethod
     def of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ class ModelRunner:
             server_args.max_running_requests, self.config.vocab_size, self.config.eos_token_ids, self.device
         )
         self.init_kv_cache()
+        self.init_graphs()
 
     def load_model(self) -> None:
         start = time.perf_counter()
@@ -107,13 +109,41 @@ class ModelRunner:
             name,
         )
 
+    def init_graphs(self) -> None:
+        """The platform's graph runner, and what it captures; None where there is nothing to capture with."""
+        self.graph_runner: Any = None
+        if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
+            return
+        if not self.attention_backend.capturable:
+            logger.warning(
+                "no %s: attention backend %s cannot be captured",
+                self.platform.get_graph_label(),
+                type(self.attention_backend).__name__,
+            )
+            return
+        self.graph_runner = resolve_qualified_name(self.platform.get_graph_runner_cls())(self)
+        self.graph_runner.capture()
+
+    def weights_changed(self) -> None:
+        """Called once new weights are in the model's tensors: what was captured is renewed."""
+        if self.graph_runner is not None and self.platform.needs_graph_recapture():
+            self.graph_runner.capture()
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [batch_size, vocab_size] of the token after the last one that each request feeds."""
         with self.platform.inference_mode():
-            forward_batch = ForwardBatch.of(batch, self.page_table, self.attention_backend, self.device)
-            self.attention_backend.prepare(forward_batch)
-            logits: torch.Tensor = self.model(forward_batch)
-            return logits
+            if self.graph_runner is not None and self.graph_runner.can_run(batch):
+                logits: torch.Tensor = self.graph_runner.replay(batch)
+                return logits
+            return self.compute_logits(
+                ForwardBatch.of(batch, self.page_table, self.attention_backend, self.device)
+            )
+
+    def compute_logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """One step's work on the device: what a graph runner captures."""
+        self.attention_backend.prepare(batch)
+        logits: torch.Tensor = self.model(batch)
+        return logits
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[int]:
         """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing."""

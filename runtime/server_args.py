@@ -46,6 +46,8 @@ class ServerArgs:
     #: Makes sampling without a seed of its own repeatable from one start to the next.
     random_seed: int | None = None
     attention_backend: str | None = None
+    #: True: no graphs, also where the platform has them. They cost seconds at the start, and some memory.
+    disable_graphs: bool = False
     #: Seconds to wait for the scheduler process to load the model.
     startup_timeout: float = 600.0
 

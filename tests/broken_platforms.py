@@ -255,8 +255,10 @@ class _PastPages(LoopbackAttention):
         super().prepare(batch)
         size = self.page_table.page_size
         # Whole pages, whatever is in them.
-        rows = zip(batch.rows.tolist(), batch.lengths)
-        self._slots = [
+        if batch.num_decodes:
+            self._seen = torch.cat((self._seen[:, :1].expand(-1, size), self._seen), 1)[:, :-size]
+        rows = zip(batch.rows[batch.num_decodes :].tolist(), batch.lengths[batch.num_decodes :])
+        self._prompts = [
             self.page_table.slots(
                 torch.full((-(-length // size) * size,), row), torch.arange(-(-length // size) * size)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 class AttentionBackend(abc.ABC):
     """Computes attention of every layer over the paged cache. One object for an engine's life."""
+
+    #: True where a decode step can be captured: what differs from step to step is then read on the device
+    #: alone (``batch.rows``, ``batch.device_lengths``), and nothing on the host.
+    capturable: ClassVar[bool] = False
 
     def __init__(self, kv_pool: MHATokenPool, page_table: PageTable) -> None:
         self.kv_pool = kv_pool

@@ -9,6 +9,7 @@ from sgl_aspects.platforms import current_platform, resolve_qualified_name
 
 ATTENTION_BACKENDS: dict[str, str | type] = {
     "torch_native": "sgl_aspects.runtime.attention.torch_native:TorchNativeBackend",
+    "triton": "sgl_aspects.runtime.attention.triton_backend:TritonBackend",
 }
 
 

@@ -55,7 +55,9 @@ class PageTable:
     def __init__(self, rows: int, max_tokens: int, page_size: int, device: torch.device) -> None:
         pages = -(-max_tokens // page_size)
         self.page_size = page_size
-        self.table = torch.zeros(rows, pages, dtype=torch.int64, device=device)
+        #: One row more than there are requests: always empty, for the padding of captured batches.
+        self.table = torch.zeros(rows + 1, pages, dtype=torch.int64, device=device)
+        self.padding_row = rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
     def add_row(self, pages: list[int]) -> int:

@@ -14,3 +14,8 @@ class SiluAndMul(Operator):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        from sgl_aspects.runtime.ops import triton_kernels
+
+        return triton_kernels.silu_and_mul(x)

@@ -39,6 +39,14 @@ class Linear(Operator):
         packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return packed
 
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        """A few tokens in a kernel made for reading the weight; many by the device's library."""
+        from sgl_aspects.runtime.ops import triton_kernels
+
+        if x.ndim != 2 or len(x) > triton_kernels.SKINNY_TOKENS or x.dtype is torch.float32:
+            return F.linear(x, self.weight, self.bias)
+        return triton_kernels.skinny_linear(x, self.weight, self.bias)
+
     def prepare_cpu(self) -> None:
         """Pack the weight for oneDNN and let go of the plain one, unless another operator uses it too."""
         if not _can_pack(self.weight):

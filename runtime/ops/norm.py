@@ -27,3 +27,10 @@ class RMSNorm(Operator):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         total = x + residual
         return F.rms_norm(total, self.weight.shape, self.weight, self.eps), total
+
+    def forward_cuda(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        from sgl_aspects.runtime.ops import triton_kernels
+
+        return triton_kernels.rms_norm(x, self.weight, self.eps, residual)

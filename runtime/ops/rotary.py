@@ -42,6 +42,13 @@ class RotaryEmbedding(Operator):
         """query [tokens, heads, head_dim] and key [tokens, kv_heads, head_dim], rotated, in new tensors."""
         return self._rotate(query, angles), self._rotate(key, angles)
 
+    def forward_cuda(
+        self, query: torch.Tensor, key: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from sgl_aspects.runtime.ops import triton_kernels
+
+        return triton_kernels.rotate(query, key, angles.cos, angles.sin)
+
     def _rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         return torch.addcmul(x * angles.cos, x.roll(self.half_dim, -1), angles.sin)
 

@@ -10,7 +10,7 @@ from sgl_aspects.platforms import MMPlatform, PlatformCapabilities, SRTPlatform
 
 class LoopbackPlatform(LoopbackDevice, SRTPlatform):
     # Declare only what works: nothing that is not declared is used.
-    capabilities = PlatformCapabilities()
+    capabilities = PlatformCapabilities(graph_capture=True)
 
     def init_backend(self) -> None:
         from loopback_platform.operators import register
@@ -22,6 +22,10 @@ class LoopbackPlatform(LoopbackDevice, SRTPlatform):
 
     def get_attention_backends(self) -> dict[str, type | str]:
         return {"loopback": "loopback_platform.attention:LoopbackAttention"}
+
+    def get_graph_runner_cls(self) -> type | str:
+        # The engine's own captures with create_graph(); its attention backend must be capturable.
+        return "sgl_aspects.runtime.graph_runner:GraphRunner"
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "loopback_platform.kv_pool:LoopbackTokenPool"
