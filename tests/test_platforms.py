@@ -342,8 +342,8 @@ def test_cuda_identity_needs_no_gpu() -> None:
     assert cuda.is_cuda_alike()
     assert not cuda.is_cpu()
     assert cuda.get_torch_distributed_backend_str() == "nccl"
-    assert cuda.get_default_attention_backend() == "torch_native"
-    assert not cuda.support_cuda_graph()
+    assert cuda.get_default_attention_backend() in ("triton", "torch_native")
+    assert cuda.support_cuda_graph()
     assert len(cuda.get_profiler_activities()) == 2
 
 
