@@ -49,12 +49,8 @@ class ClassPoint:
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
-    def dismiss(self, advice: Advice) -> None:
-        """Take a hook away."""
-        self.advices.remove(advice)
-
     def admit(self, advice: Advice) -> None:
-        """Make sure that ``advice`` replaces a class by a class, which is then no class of the engine.
+        """Add a hook that replaces the class by a class, which is then no class of the engine.
 
         :raises HookError: it is a hook for functions.
         """
@@ -66,6 +62,11 @@ class ClassPoint:
         _hooks.add(advice.hook)
         if advice.hook in self._moved:
             self._move(advice.hook, self.replacement, self.original)
+        self.advices.append(advice)
+
+    def dismiss(self, advice: Advice) -> None:
+        """Take a hook away."""
+        self.advices.remove(advice)
 
     @property
     def keeps(self) -> Kept:

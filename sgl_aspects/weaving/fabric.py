@@ -116,10 +116,10 @@ class Fabric:
             point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
         if advice.is_class_replacement and not isinstance(point, ClassPoint):
             raise HookError(f"{advice}: {place} is no class, so a class cannot replace it; pass a function")
+        point.admit(advice)
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
             give_back(advice.hook, point.standing, point.original)
-        point.admit(advice)
         if point not in self.points:
             for below in here:
                 if isinstance(below, ClassPoint):
@@ -172,7 +172,9 @@ class Fabric:
     def _warn_of_second_replace(self, advice: Advice, point: Point) -> None:
         if advice.hook_type is not HookType.REPLACE:
             return
-        earlier = [other for other in point.advices if other.hook_type is HookType.REPLACE]
+        earlier = [
+            other for other in point.advices if other.hook_type is HookType.REPLACE and other is not advice
+        ]
         if earlier:
             logger.warning("%s takes the place of %s; removing it brings that one back", advice, earlier[-1])
         owner, name = point.place.owner, point.place.name
