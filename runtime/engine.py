@@ -22,6 +22,7 @@ from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.output_receiver import OutputReceiver, StatsCalls
 from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
 from sgl_aspects.runtime.request_manager import (
+    Counters,
     GenerateRequest,
     Prompt,
     RequestManager,
@@ -228,11 +229,18 @@ class Engine:
         """End a request early; False where none with this id is under way."""
         return self.request_manager.abort(rid)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self, timeout: float | None = None) -> dict[str, int]:
         """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens,
         kv_cached_tokens (prefixes, of which those that nobody uses count as available), retractions, steps.
+
+        The scheduler answers between two steps; TimeoutError where that takes longer than so many seconds.
         """
-        return self._stats_calls.call()
+        return self._stats_calls.call(timeout)
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the engine was made."""
+        return self.request_manager.counters
 
     def shutdown(self) -> None:
         """End the scheduler process. Requests under way fail with SchedulerDiedError. Safe to call again."""

@@ -22,7 +22,7 @@ class StatsCalls:
         self._lock = threading.Lock()
         self._death: str | None = None
 
-    def call(self) -> dict[str, int]:
+    def call(self, timeout: float | None = None) -> dict[str, int]:
         future: Future[dict[str, int]] = Future()
         with self._lock:
             if self._death is not None:
@@ -30,7 +30,7 @@ class StatsCalls:
             number = next(self._numbers)
             self._waiting[number] = future
         self._send(StatsRequest(number))
-        return future.result()
+        return future.result(timeout)
 
     def answered(self, reply: StatsReply) -> None:
         with self._lock:

@@ -55,6 +55,19 @@ class StreamChunk:
     logprobs: list[TokenLogprobs] | None = None
 
 
+@dataclass
+class Counters:
+    """What a RequestManager has seen since it was made."""
+
+    received_requests: int = 0
+    #: By finish reason.
+    finished_requests: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    #: Prompt tokens that were found in the prefix cache.
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
 class RequestState:
     """One request's life on this side. Times are of ``time.time_ns``; None: not yet."""
 
@@ -117,6 +130,7 @@ class RequestManager:
         self._max_total_tokens = max_total_tokens
         #: The requests under way. Whoever takes one out ends it, so that each ends once.
         self._states: dict[str, RequestState] = {}
+        self.counters = Counters()
         self._lock = threading.Lock()
         #: Why no request is taken any more; None while they are.
         self.death: str | None = None
@@ -132,6 +146,7 @@ class RequestManager:
                     f"request id {request.rid!r} is in use: choose another, or leave it out"
                 )
             self._states[request.rid] = state
+            self.counters.received_requests += 1
         return state
 
     def tokenize_request(self, state: RequestState) -> list[int]:
@@ -227,6 +242,8 @@ class RequestManager:
         """Finish a request unless another thread has: its last output and the scheduler's death may meet."""
         with self._lock:
             first = self._states.pop(state.rid, None) is state
+            if first:
+                self._count(state, finish_reason)
         if first:
             self.finish_request(state, finish_reason, error)
 
@@ -239,6 +256,14 @@ class RequestManager:
             self.end_request(state, "error", SchedulerDiedError(self.death))
 
     # -- helpers -------------------------------------------------------------------------------------
+
+    def _count(self, state: RequestState, finish_reason: str) -> None:
+        counters = self.counters
+        finished = counters.finished_requests
+        finished[finish_reason] = finished.get(finish_reason, 0) + 1
+        counters.prompt_tokens += state.prompt_tokens
+        counters.cached_tokens += state.cached_tokens
+        counters.output_tokens += len(state.output_ids)
 
     def _new_text(self, state: RequestState, output: TokenOutput) -> str:
         shown = output.token_ids[:-1] if output.has_end_token else output.token_ids

@@ -13,6 +13,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
+import tokenizers.decoders
 
 from sgl_aspects.errors import InvalidRequestError, ModelLoadError
 
@@ -39,6 +40,8 @@ class Tokenizer:
         self._template_tokens = dict(template_tokens or {})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if any("\ud800" <= character <= "\udfff" for character in text if character > "\ud7ff"):
+            raise InvalidRequestError("the text holds half of a surrogate pair: it is no valid Unicode")
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -48,6 +51,23 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens leave no text."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text, special tokens by their name."""
+        token = self.backend.id_to_token(token_id)
+        if token is None:  # the model's vocabulary is larger than the tokenizer's
+            return b""
+        if token_id in self._added_tokens:
+            return token.encode()
+        if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
+            return b"".join(_BYTE_OF.get(character, character.encode()) for character in token)
+        if len(token) == 6 and token.startswith("<0x"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    @cached_property
+    def _added_tokens(self) -> frozenset[int]:
+        return frozenset(self.backend.get_added_tokens_decoder())
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The conversation as the model was trained to read it, open for the assistant's answer."""
@@ -79,6 +99,17 @@ class Tokenizer:
             return environment.from_string(self.chat_template)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the model's chat template is not valid: {error}") from error
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    return alphabet | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def read_tokenizer_file(file: Path) -> tokenizers.Tokenizer:

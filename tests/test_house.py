@@ -25,7 +25,7 @@ ALLOWED = {
     "process_reports": {"errors", "env", "weaving"},
     "plugins": {"errors", "env", "weaving", "config", "process_reports"},
     "platforms": {"errors", "env", "platforms"},
-    "runtime": {"errors", "env", "platforms", "runtime", "plugins"},
+    "runtime": {"errors", "env", "platforms", "runtime", "plugins", "__version__"},
     "engines": {"errors", "engines"},
     "bootstrap": {"plugins"},
     "tracing": {"errors", "env", "weaving", "engines", "tracing", "plugins", "__version__"},

@@ -33,6 +33,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "Serve eight prompts of a small real model, traced.", "sgl_aspects.cli.demo"),
+    Command("serve", "Serve a model to OpenAI's clients.", "sgl_aspects.cli.serve"),
     Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
     Command("hooks", "Show every hook, where it went and what it did.", "sgl_aspects.cli.hooks"),
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a fault of ours
         return _complain(
             f"the Python package {error.name!r} is not installed. "
-            f'Install the engine and the exporters: pip install "sgl-aspects[runtime,otlp]"'
+            f'Install the engine and the exporters: pip install "sgl-aspects[runtime,serve,otlp]"'
         )
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

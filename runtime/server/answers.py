@@ -1,0 +1,168 @@
+"""What both endpoints share: parameters for the engine, and answers whole or in pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sgl_aspects.runtime.logprobs import TokenLogprobs
+from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
+from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
+from sgl_aspects.runtime.server.protocol import FinishReason, SamplingFields, Usage
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+
+@dataclass
+class Answer:
+    """One choice, as far as it has come."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+
+    def add(self, chunk: StreamChunk) -> None:
+        self.text += chunk.text
+        self.logprobs += chunk.logprobs or ()
+        if chunk.finish_reason is not None:
+            self.finish_reason = finish_reason(chunk)
+
+
+def finish_reason(chunk: StreamChunk) -> FinishReason:
+    return "length" if chunk.finish_reason == "length" else "stop"
+
+
+class Endpoint(ABC):
+    """One POST endpoint; a subclass for each says how its bodies and answers look."""
+
+    body_class: type[SamplingFields]
+    id_prefix: str
+    is_chat: bool
+
+    def __init__(self, calls: Calls, model: str) -> None:
+        self.calls = calls
+        self.model = model
+        self.tokenizer = calls.engine.request_manager.tokenizer
+
+    @abstractmethod
+    def prompts(self, body: Any) -> list[Prompt]: ...
+
+    @abstractmethod
+    def sampling_params(self, body: Any) -> SamplingParams: ...
+
+    @abstractmethod
+    def response(self, call: Call, answers: Sequence[Answer]) -> BaseModel: ...
+
+    @abstractmethod
+    def first_chunks(self, call: Call) -> Sequence[BaseModel]: ...
+
+    @abstractmethod
+    def chunk(self, call: Call, index: int, chunk: StreamChunk) -> BaseModel: ...
+
+    @abstractmethod
+    def usage_chunk(self, call: Call, usage: Usage) -> BaseModel: ...
+
+    async def __call__(self, request: Request) -> Response:
+        try:
+            body = self.body_class.model_validate_json(await request.body())
+        except ValidationError as error:
+            raise problem_of_body(error) from error
+        if body.model != self.model:
+            raise ApiError(
+                404,
+                f"model={body.model[:100]!r} is not served here: this server's is {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: only allowed with stream=true", param="stream_options")
+        prompts, params = self.prompts(body), self.sampling_params(body)
+        call = await self.calls.start(request, self.id_prefix, prompts, params, chat=self.is_chat)
+        try:
+            response = await (
+                self._stream(request, call, body) if body.stream else self._whole(request, call)
+            )
+        except BaseException:
+            self.calls.end(call)
+            raise
+        if not isinstance(response, EventStream):
+            self.calls.end(call)
+        return response or Response(status_code=499)  # nobody is there to read it
+
+    async def _whole(self, request: Request, call: Call) -> Response | None:
+        answers = [Answer() for _ in call.handles]
+
+        async def collect() -> bool:
+            async for index, chunk in call.chunks():
+                answers[index].add(chunk)
+            return True
+
+        if not await unless_disconnected(request.receive, collect()):
+            return None
+        content = self.response(call, answers).model_dump_json()
+        return Response(content, media_type="application/json", headers={"x-request-id": call.rid})
+
+    async def _stream(self, request: Request, call: Call, body: SamplingFields) -> Response | None:
+        """Begun once the first token is there: what goes wrong before that has a status of its own."""
+        chunks = call.chunks()
+        first = await unless_disconnected(request.receive, anext(chunks))
+        if first is None:
+            return None
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+
+        async def events() -> AsyncIterator[str]:
+            for opening in self.first_chunks(call):
+                yield _event(opening)
+            index, chunk = first
+            while True:
+                if chunk.text or chunk.finish_reason is not None or chunk.logprobs:
+                    yield _event(self.chunk(call, index, chunk))
+                try:
+                    index, chunk = await anext(chunks)
+                except StopAsyncIteration:
+                    break
+            if with_usage:
+                yield _event(self.usage_chunk(call, call.usage()))
+
+        return EventStream(events(), lambda: self.calls.end(call), {"x-request-id": call.rid})
+
+
+def common_params(body: SamplingFields) -> dict[str, Any]:
+    """The fields of both endpoints as those of SamplingParams; what was left out keeps OpenAI's default."""
+    given = {
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "n": body.n,
+        "stop": body.stop,
+        "seed": body.seed,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "min_new_tokens": body.min_tokens,
+        "stop_token_ids": body.stop_token_ids,
+        "ignore_eos": body.ignore_eos,
+    }
+    params: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    params["temperature"] = 1.0 if body.temperature is None else body.temperature
+    if body.logit_bias:
+        params["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
+    return params
+
+
+def _token_id(text: str) -> int:
+    if not text.isdecimal() or len(text) > 10:
+        raise ApiError(400, f"logit_bias: {text[:20]!r} is no token id", param="logit_bias")
+    return int(text)
+
+
+def _event(model: BaseModel) -> str:
+    return model.model_dump_json(exclude_unset=True)

@@ -1,0 +1,92 @@
+"""The application: its routes, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from sgl_aspects import __version__
+from sgl_aspects.errors import EngineError
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.server.calls import Calls
+from sgl_aspects.runtime.server.chat import ChatEndpoint
+from sgl_aspects.runtime.server.completions import CompletionEndpoint
+from sgl_aspects.runtime.server.gate import Gate
+from sgl_aspects.runtime.server.metrics import MeasureResponses, ServerMetrics
+from sgl_aspects.runtime.server.openapi import openapi_document
+from sgl_aspects.runtime.server.problems import ApiError, answer_http_exception, answer_problem
+from sgl_aspects.runtime.server.protocol import Health, ModelCard, ModelList
+from sgl_aspects.runtime.server.settings import ServerSettings
+
+
+class ServerApp:
+    """``asgi`` is what a web server runs; ``calls`` what it has under way."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.calls = Calls(engine, settings.max_concurrent_requests)
+        self.metrics = ServerMetrics(engine)
+        model = str(engine.server_args.served_model_name)
+        self._card = ModelCard(id=model, created=int(time.time()), max_model_len=engine.context_length)
+        self._document = json.dumps(openapi_document(__version__, with_key=settings.api_key is not None))
+        chat, completions = ChatEndpoint(self.calls, model), CompletionEndpoint(self.calls, model)
+        routes: dict[str, tuple[Any, str]] = {
+            "/v1/chat/completions": (chat.__call__, "POST"),
+            "/v1/completions": (completions.__call__, "POST"),
+            "/v1/models": (self.list_models, "GET"),
+            "/v1/models/{model:path}": (self.retrieve_model, "GET"),
+            "/health": (self.health, "GET"),
+            "/metrics": (self.show_metrics, "GET"),
+            "/openapi.json": (self.show_openapi, "GET"),
+        }
+        app: ASGIApp = Starlette(
+            routes=[Route(path, endpoint, methods=[method]) for path, (endpoint, method) in routes.items()],
+            exception_handlers={
+                ApiError: answer_problem,
+                EngineError: answer_problem,
+                HTTPException: answer_http_exception,
+            },
+        )
+        self.asgi: ASGIApp = MeasureResponses(Gate(app, settings), self.metrics, frozenset(routes))
+
+    async def list_models(self, request: Request) -> Response:
+        return _json(ModelList(data=[self._card]))
+
+    async def retrieve_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._card.id:
+            raise ApiError(
+                404,
+                f"model={name[:100]!r} is not served here: this server's is {self._card.id!r}",
+                code="model_not_found",
+            )
+        return _json(self._card)
+
+    async def health(self, request: Request) -> Response:
+        """200 while the server takes requests."""
+        problem = self.engine.failure or self.calls.closed
+        if problem is not None:
+            raise ApiError(503, problem, code="unavailable")
+        return _json(Health())
+
+    async def show_metrics(self, request: Request) -> Response:
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def show_openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+
+def _json(model: BaseModel) -> Response:
+    return Response(model.model_dump_json(), media_type="application/json")

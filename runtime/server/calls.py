@@ -1,0 +1,223 @@
+"""One HTTP call as requests to the engine: sent together, collected or streamed, and aborted where the client
+has hung up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sgl_aspects.errors import EngineError
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.request_handle import RequestHandle
+from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server.problems import ApiError, problem_of
+from sgl_aspects.runtime.server.protocol import PromptTokensDetails, Usage
+
+_TRACE_HEADERS = ("traceparent", "tracestate")
+T = TypeVar("T")
+
+
+class Calls:
+    """All calls under way: how many they may be, and how they end when the server does."""
+
+    def __init__(self, engine: Engine, max_requests: int) -> None:
+        self.engine = engine
+        self.max_requests = max_requests
+        self.under_way: set[Call] = set()
+        #: Why no further call is taken.
+        self.closed: str | None = None
+
+    @property
+    def count(self) -> int:
+        """Answers under way."""
+        return sum(call.size for call in self.under_way)
+
+    async def start(
+        self, request: Request, prefix: str, prompts: Sequence[Prompt], params: SamplingParams, *, chat: bool
+    ) -> Call:
+        """Send ``params.n`` requests for each prompt. Raises what the engine refuses them with."""
+        size = len(prompts) * params.n
+        if self.closed is not None or self.engine.failure is not None:
+            raise ApiError(503, self.closed or self.engine.failure or "", code="unavailable")
+        if size > self.max_requests:
+            raise ApiError(400, f"{size} answers in one call: at most {self.max_requests} are taken at once")
+        if self.count + size > self.max_requests:
+            raise ApiError(
+                429,
+                f"the server is busy with {self.count} answers, of at most {self.max_requests}: try later",
+            )
+        call = Call(prefix, size)
+        self.under_way.add(call)
+        headers = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+        sending = asyncio.ensure_future(
+            # Long prompts take their time to become tokens: other calls go on meanwhile.
+            asyncio.to_thread(
+                self.engine.submit_group,
+                prompts,
+                params,
+                is_chat=chat,
+                rid=call.rid,
+                external_trace_header=headers,
+            )
+        )
+        try:
+            groups = await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            sending.add_done_callback(_abort_what_was_sent)
+            self.end(call)
+            raise
+        except BaseException:
+            self.end(call)
+            raise
+        call.handles = [handle for handles in groups for handle in handles]
+        call.first_of_prompts = [handles[0] for handles in groups]
+        return call
+
+    def end(self, call: Call) -> None:
+        """Abort what of the call is still under way. Safe to call again."""
+        for handle in call.handles:
+            handle.abort()
+        self.under_way.discard(call)
+
+    def fail(self, message: str) -> None:
+        """End every call with this error, and take no more."""
+        self.closed = message
+        for call in self.under_way:
+            for handle in call.handles:
+                self.engine.request_manager.fail_request(handle.rid, EngineError(message))
+
+
+@dataclass(eq=False)
+class Call:
+    """``prefix``: how OpenAI's ids begin ("chatcmpl-")."""
+
+    prefix: str
+    size: int
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    handles: list[RequestHandle] = field(default_factory=list)
+    first_of_prompts: list[RequestHandle] = field(default_factory=list)
+    output_tokens: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.prefix + self.rid
+
+    def usage(self) -> Usage:
+        prompt = sum(handle.prompt_tokens for handle in self.first_of_prompts)
+        cached = sum(handle.cached_tokens for handle in self.first_of_prompts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self.output_tokens,
+            total_tokens=prompt + self.output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
+        """(index of the answer, its next chunk) in the order they come; an error of one ends all."""
+        queue: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
+
+        async def forward(index: int, handle: RequestHandle) -> None:
+            try:
+                async for chunk in handle:
+                    queue.put_nowait((index, chunk))
+            except EngineError as error:
+                queue.put_nowait(error)
+            else:
+                queue.put_nowait(None)
+
+        tasks = [asyncio.ensure_future(forward(i, handle)) for i, handle in enumerate(self.handles)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    chunk = item[1]
+                    if chunk.finish_reason == "abort":
+                        raise ApiError(503, "the request was aborted", code="aborted")
+                    self.output_tokens += len(chunk.token_ids)
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _abort_what_was_sent(sending: asyncio.Future[list[list[RequestHandle]]]) -> None:
+    if not sending.cancelled() and sending.exception() is None:
+        for handles in sending.result():
+            for handle in handles:
+                handle.abort()
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
+    """What ``work`` gives; None, and the work cancelled, where the client hangs up first."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. ``events`` gives the data of each; an error of it is sent as the last event.
+
+    ``finish`` is called in the end, whether all was sent or the client has hung up.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[str], finish: Callable[[], None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(None, 200, {"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._finish = finish
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        finally:
+            self._finish()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:  # type: ignore[type-var]  # they are generators
+            try:
+                async for event in events:
+                    await _send_event(send, event)
+                await _send_event(send, "[DONE]")
+            except (EngineError, ApiError) as error:
+                await _send_event(send, problem_of(error).body().model_dump_json())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, data: str) -> None:
+    body: dict[str, Any] = {
+        "type": "http.response.body",
+        "body": f"data: {data}\n\n".encode(),
+        "more_body": True,
+    }
+    await send(body)

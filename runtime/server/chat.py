@@ -1,0 +1,124 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from sgl_aspects.runtime.logprobs import TokenLogprobs
+from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
+from sgl_aspects.runtime.server.calls import Call
+from sgl_aspects.runtime.server.problems import ApiError
+from sgl_aspects.runtime.server.protocol import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    Delta,
+    JsonObjectFormat,
+    JsonSchemaResponseFormat,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+
+class ChatEndpoint(Endpoint):
+    body_class = ChatRequest
+    id_prefix = "chatcmpl-"
+    is_chat = True
+
+    def prompts(self, body: ChatRequest) -> list[Prompt]:
+        # "developer" is OpenAI's newer name for what templates know as "system".
+        return [
+            [
+                {
+                    "role": "system" if message.role == "developer" else message.role,
+                    "content": message.text(),
+                }
+                for message in body.messages
+            ]
+        ]
+
+    def sampling_params(self, body: ChatRequest) -> SamplingParams:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: only allowed with logprobs=true", param="top_logprobs")
+        params = common_params(body)
+        params["max_new_tokens"] = body.max_completion_tokens or body.max_tokens
+        if body.logprobs:
+            params["logprobs"] = body.top_logprobs or 0
+        if isinstance(body.response_format, JsonObjectFormat):
+            params["json_schema"] = '{"type": "object"}'
+        elif isinstance(body.response_format, JsonSchemaResponseFormat):
+            params["json_schema"] = json.dumps(body.response_format.json_schema.json_schema)
+        return SamplingParams(**params)
+
+    def response(self, call: Call, answers: Sequence[Answer]) -> ChatResponse:
+        return ChatResponse(
+            id=call.id,
+            created=call.created,
+            model=self.model,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=AnswerMessage(content=answer.text),
+                    logprobs=self._logprobs(answer.logprobs),
+                    finish_reason=answer.finish_reason,
+                )
+                for index, answer in enumerate(answers)
+            ],
+            usage=call.usage(),
+        )
+
+    def first_chunks(self, call: Call) -> list[ChatChunk]:
+        return [
+            self._chunk(
+                call,
+                ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None),
+            )
+            for index in range(call.size)
+        ]
+
+    def chunk(self, call: Call, index: int, chunk: StreamChunk) -> ChatChunk:
+        choice = ChatChunkChoice(
+            index=index,
+            delta=Delta(content=chunk.text) if chunk.text else Delta(),
+            logprobs=self._logprobs(chunk.logprobs or []),
+            finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
+        )
+        return self._chunk(call, choice)
+
+    def usage_chunk(self, call: Call, usage: Usage) -> ChatChunk:
+        return self._chunk(call, usage=usage)
+
+    def _chunk(self, call: Call, *choices: ChatChunkChoice, usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(
+            id=call.id,
+            object="chat.completion.chunk",
+            created=call.created,
+            model=self.model,
+            choices=list(choices),
+            usage=usage,
+        )
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if not entries:
+            return None
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    **self._token(entry.token_id, entry.logprob).model_dump(),
+                    top_logprobs=[self._token(token, logprob) for token, logprob in entry.top],
+                )
+                for entry in entries
+            ]
+        )
+
+    def _token(self, token: int, logprob: float) -> TopLogprob:
+        raw = self.tokenizer.token_bytes(token)
+        return TopLogprob(token=raw.decode("utf-8", "replace"), logprob=logprob, bytes=list(raw))

@@ -1,0 +1,106 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from sgl_aspects.runtime.logprobs import TokenLogprobs
+from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
+from sgl_aspects.runtime.server.calls import Call
+from sgl_aspects.runtime.server.problems import ApiError
+from sgl_aspects.runtime.server.protocol import (
+    MAX_PROMPTS,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+)
+
+#: OpenAI's default for this endpoint.
+_MAX_TOKENS = 16
+
+
+class CompletionEndpoint(Endpoint):
+    body_class = CompletionRequest
+    id_prefix = "cmpl-"
+    is_chat = False
+
+    def prompts(self, body: CompletionRequest) -> list[Prompt]:
+        prompt = body.prompt
+        several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        prompts = list(prompt) if several else [prompt]
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise ApiError(400, f"prompt: {len(prompts)} prompts; give 1 to {MAX_PROMPTS}", param="prompt")
+        return prompts  # type: ignore[return-value]  # a text, or token ids
+
+    def sampling_params(self, body: CompletionRequest) -> SamplingParams:
+        params = common_params(body)
+        params["max_new_tokens"] = body.max_tokens or _MAX_TOKENS
+        if body.logprobs is not None:
+            params["logprobs"] = body.logprobs
+        return SamplingParams(**params)
+
+    def response(self, call: Call, answers: Sequence[Answer]) -> CompletionResponse:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=answer.text,
+                logprobs=self._logprobs(answer.logprobs),
+                finish_reason=answer.finish_reason,
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return self._response(call, *choices, usage=call.usage())
+
+    def first_chunks(self, call: Call) -> list[CompletionResponse]:
+        return []
+
+    def chunk(self, call: Call, index: int, chunk: StreamChunk) -> CompletionResponse:
+        choice = CompletionChoice(
+            index=index,
+            text=chunk.text,
+            logprobs=self._logprobs(chunk.logprobs or []),
+            finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
+        )
+        return self._response(call, choice)
+
+    def usage_chunk(self, call: Call, usage: Usage) -> CompletionResponse:
+        return self._response(call, usage=usage)
+
+    def _response(
+        self, call: Call, *choices: CompletionChoice, usage: Usage | None = None
+    ) -> CompletionResponse:
+        return CompletionResponse(
+            id=call.id,
+            object="text_completion",
+            created=call.created,
+            model=self.model,
+            choices=list(choices),
+            usage=usage,
+        )
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
+        """``text_offset`` counts from the beginning of these tokens."""
+        if not entries:
+            return None
+        text = self._token_text
+        tokens = [text(entry.token_id) for entry in entries]
+        tops = [{text(token): logprob for token, logprob in entry.top} for entry in entries]
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[entry.logprob for entry in entries],
+            top_logprobs=tops if any(tops) else None,
+            text_offset=list(accumulate((len(token) for token in tokens[:-1]), initial=0)),
+        )
+
+    def _token_text(self, token: int) -> str:
+        """As OpenAI writes it: a part of a character by its bytes, so that two of them differ."""
+        raw = self.tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,115 @@
+"""The OpenAPI document of the server, made from the models that check its bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from sgl_aspects.runtime.server import protocol
+
+_PROBLEMS = {
+    400: "The request can never be served as it is.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    405: "There is no such method.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "The server is busy.",
+    503: "The engine cannot serve, or the server is stopping.",
+}
+
+
+def openapi_document(version: str, *, with_key: bool) -> dict[str, Any]:
+    requests: list[type[BaseModel]] = [protocol.ChatRequest, protocol.CompletionRequest]
+    responses: list[type[BaseModel]] = [
+        protocol.ChatResponse,
+        protocol.ChatChunk,
+        protocol.CompletionResponse,
+        protocol.ModelCard,
+        protocol.ModelList,
+        protocol.Health,
+        protocol.ErrorResponse,
+    ]
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in requests] + [(model, "serialization") for model in responses],
+        ref_template="#/components/schemas/{model}",
+    )
+    components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "sgl-aspects",
+            "version": version,
+            "description": "OpenAI-compatible server of the embedded engine.",
+        },
+        "paths": {
+            "/v1/chat/completions": _post(
+                "Answer a conversation.", "ChatRequest", "ChatResponse", "ChatChunk"
+            ),
+            "/v1/completions": _post(
+                "Continue texts.", "CompletionRequest", "CompletionResponse", "CompletionResponse"
+            ),
+            "/v1/models": _get("The model that is served.", "ModelList", 401, 405),
+            "/v1/models/{model}": {
+                **_get("The model of this name.", "ModelCard", 401, 404, 405),
+                "parameters": [
+                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                ],
+            },
+            "/health": _get("Whether the server can answer.", "Health", 405, 503),
+            "/metrics": {
+                "get": {
+                    "summary": "Counts as Prometheus text.",
+                    "responses": {
+                        "200": {
+                            "description": "Counts.",
+                            "content": {"text/plain": {"schema": {"type": "string"}}},
+                        },
+                        **_problems(401, 405),
+                    },
+                }
+            },
+        },
+        "components": components,
+    }
+    if with_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        document["paths"]["/health"]["get"]["security"] = []
+    return document
+
+
+def _post(summary: str, request: str, response: str, chunk: str) -> dict[str, Any]:
+    answers = {
+        "description": "The answer; with stream=true, its chunks as server-sent events.",
+        "content": {
+            "application/json": {"schema": _ref(response)},
+            "text/event-stream": {
+                "schema": {"type": "string", "description": f"Each event's data is a {chunk}, or [DONE]."}
+            },
+        },
+    }
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+            "responses": {"200": answers, **_problems(*_PROBLEMS)},
+        }
+    }
+
+
+def _get(summary: str, response: str, *problems: int) -> dict[str, Any]:
+    found = {"description": "Found.", "content": {"application/json": {"schema": _ref(response)}}}
+    return {"get": {"summary": summary, "responses": {"200": found, **_problems(*problems)}}}
+
+
+def _problems(*statuses: int) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref("ErrorResponse")}}
+    return {str(status): {"description": _PROBLEMS[status], "content": content} for status in statuses}
+
+
+def _ref(model: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model}"}

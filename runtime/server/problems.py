@@ -1,0 +1,97 @@
+"""Errors as OpenAI's clients know them: a status, and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import logging
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sgl_aspects.errors import EngineError, InvalidRequestError, QueueFullError
+from sgl_aspects.runtime.server.protocol import ErrorBody, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """Raised to answer with an error. ``param`` names the field of the request that is at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> ErrorResponse:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return ErrorResponse(
+            error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+        )
+
+    def response(self) -> Response:
+        headers = {429: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(self.status)
+        return Response(
+            self.body().model_dump_json(), self.status, headers=headers, media_type="application/json"
+        )
+
+
+def problem_of(error: BaseException) -> ApiError:
+    """What to answer where ``error`` ended a call."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error))
+    if isinstance(error, EngineError):
+        return ApiError(503, str(error), code="engine_failed")
+    logger.error("a call failed", exc_info=error)
+    return ApiError(500, "the server failed at this request; its log says more")
+
+
+def problem_of_body(error: ValidationError) -> ApiError:
+    """Names the first fault of a body, and how many more there are."""
+    faults = error.errors(include_url=False, include_context=False)
+    first = faults[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['msg']}")
+    place = ".".join(str(part) for part in first["loc"] if _is_field(part))
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        place = _shortened(str(first["loc"][-1]))
+        return ApiError(400, f"{place}: this field is not known{more}", param=place)
+    if first["type"] == "missing":
+        return ApiError(400, f"{place}: this field is missing{more}", param=place)
+    value = _shortened(repr(first["input"]))
+    return ApiError(400, f"{place or 'the body'}={value}: {first['msg']}{more}", param=place or None)
+
+
+def _is_field(part: int | str) -> bool:
+    """Of a union of types, pydantic names each one that it tried as a part of the place."""
+    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in ("str", "int"))
+
+
+def _shortened(text: str, length: int = 100) -> str:
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+async def answer_problem(request: Request, error: Exception) -> Response:
+    return problem_of(error).response()
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such page, no such method."""
+    if not isinstance(error, HTTPException):
+        raise error
+    message = f"{error.detail}: {request.method} {_shortened(request.url.path)}"
+    response = ApiError(error.status_code, message).response()
+    response.headers.update(error.headers or {})
+    return response
