@@ -58,6 +58,20 @@ def integer(name: str, default: int, *, minimum: int, maximum: int) -> int:
     return number
 
 
+def number(name: str, *, minimum: float = 0.0) -> float | None:
+    """A number of ``minimum`` or more, such as seconds; None where the variable is unset."""
+    value = text(name)
+    if value is None:
+        return None
+    try:
+        found = float(value)
+    except ValueError:
+        found = minimum - 1
+    if not minimum <= found < float("inf"):
+        raise ConfigError(f"{name}={value!r}: write a number from {minimum:g} up")
+    return found
+
+
 def names(name: str) -> tuple[str, ...] | None:
     """A comma-separated list; None where the variable is unset. Set but empty is the empty list."""
     value = os.environ.get(name)

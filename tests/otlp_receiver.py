@@ -12,6 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
+    MetricsServiceServicer,
+    add_MetricsServiceServicer_to_server,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -47,12 +55,32 @@ class Span:
 
 
 @dataclass
+class Point:
+    """One received figure. ``value`` is a number, or a histogram's sum; ``count`` and buckets are its own."""
+
+    attributes: dict[str, Any]
+    value: float
+    start: int
+    count: int = 0
+    bounds: tuple[float, ...] = ()
+    buckets: tuple[int, ...] = ()
+
+
+@dataclass
 class Receiver:
-    """``requests`` holds the decoded messages; ``headers`` what came with them."""
+    """``requests`` and ``metric_requests`` hold the decoded messages; ``headers`` what came with traces."""
 
     endpoint: str
     requests: list[ExportTraceServiceRequest] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    metric_requests: list[ExportMetricsServiceRequest] = field(default_factory=list)
+
+    def points(self, name: str) -> list[Point]:
+        """What the latest message with this metric says of it."""
+        found: list[Point] = []
+        for request in list(self.metric_requests):
+            found = list(points_of(request, name)) or found
+        return found
 
     @property
     def spans(self) -> list[Span]:
@@ -92,6 +120,22 @@ def spans_of(message: Any) -> Iterator[Span]:
                 )
 
 
+def points_of(message: ExportMetricsServiceRequest, name: str) -> Iterator[Point]:
+    """The figures of one metric."""
+    for resource_metrics in message.resource_metrics:
+        for scope_metrics in resource_metrics.scope_metrics:
+            for metric in scope_metrics.metrics:
+                if metric.name != name:
+                    continue
+                for point in metric.histogram.data_points:
+                    bounds, buckets = tuple(point.explicit_bounds), tuple(point.bucket_counts)
+                    attributes, start = _attributes(point.attributes), point.start_time_unix_nano
+                    yield Point(attributes, point.sum, start, point.count, bounds, buckets)
+                for number in (*metric.sum.data_points, *metric.gauge.data_points):
+                    value = getattr(number, number.WhichOneof("value") or "as_int")
+                    yield Point(_attributes(number.attributes), value, number.start_time_unix_nano)
+
+
 def _attributes(pairs: Any) -> dict[str, Any]:
     return {pair.key: _value(pair.value) for pair in pairs}
 
@@ -110,6 +154,11 @@ def http_receiver() -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/v1/metrics":
+                receiver.metric_requests.append(ExportMetricsServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+                return
             assert self.path == "/v1/traces"
             receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
             receiver.requests.append(ExportTraceServiceRequest.FromString(body))
@@ -143,7 +192,13 @@ def grpc_receiver() -> Iterator[Receiver]:
             receiver.requests.append(request)
             return ExportTraceServiceResponse()
 
+    class MetricsServicer(MetricsServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the interface's name)
+            receiver.metric_requests.append(request)
+            return ExportMetricsServiceResponse()
+
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    add_MetricsServiceServicer_to_server(MetricsServicer(), server)  # type: ignore[no-untyped-call]
     add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     receiver.endpoint = f"http://127.0.0.1:{port}"

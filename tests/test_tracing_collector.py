@@ -245,6 +245,7 @@ def test_an_endpoint_that_is_down_is_counted_and_costs_the_others_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "1")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     file = tmp_path / "traces.jsonl"
     with attach(endpoint="http://127.0.0.1:9", file=str(file)) as session:
         for number in range(50):

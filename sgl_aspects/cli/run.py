@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", help="trace level: 0 off, 1 request, 2 + scheduler, 3 + forward (default)")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
     parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")
+    parser.add_argument(
+        "--prometheus", type=int, metavar="PORT", help="serve metrics for Prometheus at this port of loopback"
+    )
     parser.add_argument("--config", metavar="FILE", help="hooks and traced functions, declared in TOML")
     parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
@@ -55,13 +58,20 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
         chosen.append("otlp-json-file")
     if chosen:
         environment["OTEL_TRACES_EXPORTER"] = ",".join(chosen)
+    if arguments.prometheus:
+        environment["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(arguments.prometheus)
+        named = environment.get("OTEL_METRICS_EXPORTER")
+        environment["OTEL_METRICS_EXPORTER"] = ",".join(filter(None, [named, "prometheus"]))
     # A wrong setting is told here, in one line, and not by each process of the program.
+    from sgl_aspects.tracing.prometheus_port import require_port
     from sgl_aspects.tracing.settings import TraceSettings
 
     before = dict(os.environ)
     os.environ.update(environment)
     try:
-        TraceSettings.from_environment()
+        settings = TraceSettings.from_environment()
+        if settings.level:
+            require_port(settings)
     finally:
         os.environ.clear()
         os.environ.update(before)

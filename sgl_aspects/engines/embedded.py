@@ -36,6 +36,7 @@ EMBEDDED = Catalog(
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}.finish_request",), ("scheduler:self", "req", "finish_reason")
         ),
+        "receive_messages": Role((f"{_SCHEDULER}.recv_requests",), ("scheduler:self",)),
         "step": Role((f"{_SCHEDULER}.step",), ("scheduler:self",)),
         "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",)),
         "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
@@ -85,6 +86,7 @@ EMBEDDED = Catalog(
         "batch.num_new_tokens": "num_new_tokens",
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
         "scheduler.running": lambda scheduler: len(scheduler.running),
+        "scheduler.is_idle": lambda scheduler: not scheduler.has_work,
         "scheduler.kv_usage": _kv_usage,
         "model_runner.platform": "platform",
     },

@@ -16,19 +16,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.collector_metrics import STEP, CollectorMetrics
 from sgl_aspects.tracing.exporters import Pipeline, close_all, make_exporter, quiet_exporters
 from sgl_aspects.tracing.join import Joiner
+from sgl_aspects.tracing.metric_exporters import make_reader
+from sgl_aspects.tracing.records import Record, SpanEnd
+from sgl_aspects.tracing.ring_reader import RingReader
 from sgl_aspects.tracing.run_folder import CLOSING, remove_run_folder
 from sgl_aspects.tracing.run_reader import RunReader
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
+from sgl_aspects.tracing.tail import TailChoice
 
 POLL_SECONDS = 0.05
 LOCK = "collector.lock"
@@ -36,6 +41,8 @@ LOCK = "collector.lock"
 _TERM_SECONDS = 5.0
 # After a close, processes that are just ending have so long to write their last records.
 _CLOSING_SECONDS = 0.5
+# The last figures of the metrics have so long, even where the spans needed all the time there was.
+_METRICS_SECONDS = 0.5
 
 
 class Collector:
@@ -53,11 +60,18 @@ class Collector:
         resource = Resource.create()
         if resource.attributes.get("service.name", "").startswith("unknown_service"):  # type: ignore[union-attr]
             resource = resource.merge(Resource({"service.name": "sgl-aspects"}))
-        self._joiner = Joiner(resource, self._offer)
+        readers = [make_reader(name, settings) for name in settings.metric_exporters]
+        self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
+        self._joiner = Joiner(
+            resource,
+            self._offer,
+            tail=_tail_choice(settings),
+            on_request=None if self._metrics is None else self._metrics.engine.request_ended,
+        )
         if is_restarted:
-            self._joiner.replay(
-                (writer, record) for writer in self._reader.find() for record in writer.history()
-            )
+            self._joiner.replay(self._history())
+        if self._metrics is not None:
+            self._metrics.watch(self._reader, self._pipelines)
 
     def end_soon(self) -> None:
         """From a signal handler: the run may go on for a few seconds at most."""
@@ -76,7 +90,10 @@ class Collector:
         for writer in self._reader.writers.values():
             self._joiner.writer_gone(writer)
         self._joiner.finish()
+        deadline = time.monotonic() + self._settings.flush_seconds
         close_all(self._pipelines, self._settings.flush_seconds)
+        if self._metrics is not None:
+            self._metrics.close(max(_METRICS_SECONDS, deadline - time.monotonic()))
         joiner = self._joiner
         summary = TraceSummary(
             spans_recorded=joiner.recorded,
@@ -107,12 +124,33 @@ class Collector:
                 if not self._reader.has_more:
                     self._gone.add(name)
                     self._joiner.writer_gone(writer)
+                    if self._metrics is not None:
+                        self._metrics.engine.writer_gone(name)
         return not living
 
     def _read(self) -> None:
         for writer, record in self._reader.poll():
+            self._measure(writer, record)
             self._joiner.add(writer, record)
         self._joiner.settle()
+
+    def _history(self) -> Iterator[tuple[RingReader, Record]]:
+        """What an earlier collector took: what it says of the present is learnt."""
+        for writer in self._reader.find():
+            for record in writer.history():
+                self._measure(writer, record, is_replayed=True)
+                yield writer, record
+
+    def _measure(self, writer: RingReader, record: Record, *, is_replayed: bool = False) -> None:
+        if self._metrics is not None and isinstance(record, SpanEnd) and record.type.name == STEP:
+            self._metrics.engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
+
+
+def _tail_choice(settings: TraceSettings) -> TailChoice | None:
+    """None where nothing is to be exported at all."""
+    if settings.sampler.ratio == 0:
+        return None
+    return TailChoice(settings.keep_failed, settings.keep_slower_than, settings.sampler.asks_parent)
 
 
 def take_run(folder: str) -> bool:

@@ -72,15 +72,26 @@ def new(sample: int = 1 << 32) -> TraceContext:
     Decided by the id, as OpenTelemetry's ratio sampler does it, so that every service decides the same.
     """
     trace_id = int.from_bytes(os.urandom(16), "big") or 1
-    return TraceContext(trace_id, sampled=(trace_id >> 32 & 0xFFFF_FFFF) < sample)
+    return TraceContext(trace_id, sampled=is_wanted(trace_id, sample))
 
 
-def of_request(headers: Mapping[str, str] | None, sample: int = 1 << 32) -> TraceContext:
+def is_wanted(trace_id: int, sample: int) -> bool:
+    """Whether the trace is one of the ``sample`` in 2**32."""
+    return (trace_id >> 32 & 0xFFFF_FFFF) < sample
+
+
+def of_request(
+    headers: Mapping[str, str] | None, sample: int = 1 << 32, asks_parent: bool = True
+) -> TraceContext:
     """The headers' context before the current span's, and a new trace where there is neither.
 
-    Who called has decided whether the trace is wanted; only for a new one is ``sample`` asked.
+    Who called has decided whether the trace is wanted; only for a new one is ``sample`` asked, unless it is
+    not to be ``asks_parent``.
     """
-    return from_headers(headers) or from_current_span() or new(sample)
+    found = from_headers(headers) or from_current_span()
+    if found is None:
+        return new(sample)
+    return found if asks_parent else found._replace(sampled=is_wanted(found.trace_id, sample))
 
 
 def trace_id_of_root(span_id: int) -> int:

@@ -142,6 +142,11 @@ class Pipeline:
         return self.counting.exported
 
     @property
+    def lost(self) -> int:
+        """Given up so far: refused, failed, or never taken on."""
+        return self.counting.failed + self.offered - self._submitted
+
+    @property
     def not_delivered(self) -> int:
         return self.offered - self.counting.exported
 

@@ -10,6 +10,7 @@ import collections
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -29,6 +30,7 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring_reader import RingReader as Writer
+from sgl_aspects.tracing.tail import HeldSpans, TailChoice
 
 UNFINISHED = "unfinished"
 _WAITING_RECORDS = 20_000
@@ -50,12 +52,21 @@ class _Root:
 
     context: SpanContext
     begin: RequestBegin | None = None
+    #: The request that this is one of several answers to.
+    group: _Root | None = None
     is_sent: bool = False
     seen_by: set[str] = field(default_factory=set)
     ids: list[int] = field(default_factory=list)
     latencies: dict[str, float] = field(default_factory=dict)
     last_child_ns: int = 0
+    decode_ns: int = 0
     has_ended: bool = False
+
+
+# Of Joiner._emit_span.
+_Arguments: TypeAlias = (
+    "tuple[Writer, SpanEnd, _Root, SpanContext | None, SpanKind, str, dict[str, AttributeValue]]"
+)
 
 
 class Joiner:
@@ -63,15 +74,26 @@ class Joiner:
 
     ``recorded``: spans given to ``emit``; ``unfinished``: those of them whose process ended first;
     ``unjoined``: records that belong to no request that was read; ``not_sampled``: spans of requests whose
-    caller did not want them. ``joins_partial``: in the end spans whose request was not read are
-    emitted, too, each request in a trace of its own.
+    caller did not want them, or the sampling and then the ``tail`` choice. ``joins_partial``: in the end
+    spans whose request was not read are emitted, too, each request in a trace of its own. ``on_request`` gets
+    every request that ends, wanted or not, with the time of its first token in the scheduler (0: none).
     """
 
     def __init__(
-        self, resource: Resource, emit: Callable[[ReadableSpan], None], *, joins_partial: bool = False
+        self,
+        resource: Resource,
+        emit: Callable[[ReadableSpan], None],
+        *,
+        joins_partial: bool = False,
+        tail: TailChoice | None = None,
+        on_request: Callable[[RequestBegin, SpanEnd, int], None] | None = None,
     ) -> None:
         self._resource = resource
         self._emit = emit
+        self._tail = tail
+        self._on_request = on_request
+        # Spans of requests that are left out unless their end is bad; the arguments of ``_emit_span``.
+        self._undecided: HeldSpans[_Arguments] = HeldSpans()
         self._joins_partial = joins_partial
         self._scope = InstrumentationScope("sgl_aspects", __version__)
         self._resources: dict[str, Resource] = {}
@@ -89,6 +111,8 @@ class Joiner:
 
     def add(self, writer: Writer, record: Record) -> None:
         """One record, in the order in which its writer wrote it."""
+        if isinstance(record, SpanEnd) and not record.span_id:
+            return  # figures for the metrics
         if self._take(writer, record, is_last_chance=False):
             return
         if isinstance(record, RequestSeen):
@@ -170,7 +194,9 @@ class Joiner:
             trace_flags=TraceFlags(TraceFlags.SAMPLED if record.sampled else TraceFlags.DEFAULT),
             trace_state=TraceState.from_header([record.trace_state]) if record.trace_state else None,
         )
-        root = _Root(context, record)
+        root = _Root(context, record, self._roots.get(record.parent_id))
+        if root.group is None and self._tail is not None and self._tail.concerns(record):
+            self._undecided.begin(record.span_id)
         self._register(record.span_id, root)
         self._requests.setdefault(record.request_id, []).append(root)
         self._open[writer.name, record.span_id] = (writer, record)
@@ -206,6 +232,8 @@ class Joiner:
                 self._emit_span(writer, record, root, None, SpanKind.INTERNAL, record.type.name, {})
             return True
         root.last_child_ns = max(root.last_child_ns, record.end_ns)
+        if record.type.name == "decode":
+            root.decode_ns = record.start_ns
         latency = _LATENCIES.get(record.type.name)
         if latency and root.begin is not None:
             root.latencies[latency] = (
@@ -240,9 +268,23 @@ class Joiner:
                 root.context.trace_state,
             )
         # One of several answers to a request is no request of its own.
-        kind = SpanKind.INTERNAL if begin.parent_id in self._roots else SpanKind.SERVER
+        kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
+        if root.group is None and not self._is_replaying and self._on_request is not None:
+            self._on_request(begin, record, root.decode_ns)
+        if record.span_id in self._undecided:
+            self._decide(root, record)
         self._emit_span(writer, record, root, parent, kind, begin.name, attributes)
         self._finish_root(root)
+
+    def _decide(self, root: _Root, end: SpanEnd) -> None:
+        """A request that sampling left out has ended: its spans are emitted, or go."""
+        held = self._undecided.end(end.span_id)
+        if self._tail is None or not self._tail.keeps(end):
+            self.not_sampled += len(held)
+            return
+        root.context = _sampled(root.context)
+        for writer, record, owner, parent, kind, name, attributes in held:
+            self._emit_span(writer, record, owner, parent, kind, name, attributes)
 
     def _emit_span(
         self,
@@ -256,7 +298,13 @@ class Joiner:
     ) -> None:
         if self._is_replaying:
             return
-        if not root.context.trace_flags.sampled:
+        decider = root.group or root
+        if decider.begin is not None and decider.begin.span_id in self._undecided:
+            held = (writer, record, root, parent, kind, name, attributes)
+            self.not_sampled += self._undecided.hold(decider.begin.span_id, held)
+            return
+        flags = decider.context.trace_flags
+        if not flags.sampled:
             self.not_sampled += 1
             return
         attributes.update(zip(record.type.attributes, record.values))
@@ -276,7 +324,7 @@ class Joiner:
                     root.context.trace_id,
                     record.span_id,
                     False,
-                    root.context.trace_flags,
+                    flags,
                     root.context.trace_state,
                 ),
                 parent=parent,
@@ -345,6 +393,16 @@ class Joiner:
 
 
 _NO_TYPE = SpanType("")
+
+
+def _sampled(context: SpanContext) -> SpanContext:
+    return SpanContext(
+        context.trace_id,
+        context.span_id,
+        context.is_remote,
+        TraceFlags(TraceFlags.SAMPLED),
+        context.trace_state,
+    )
 
 
 def _context_of_step(span_id: int) -> SpanContext:

@@ -74,7 +74,8 @@ class SpanEnd(NamedTuple):
     """A whole span. ``parent_id`` 0: it is a root. ``error``: what ``error.type`` says, "" where all is well.
 
     ``values`` stand in the order of ``type.attributes``; None leaves an attribute out, and so does a list
-    that ends before it. ``links`` are root ids or keys.
+    that ends before it. ``links`` are root ids or keys. ``span_id`` 0: no span but
+    figures for the metrics, of a step that is not traced.
     """
 
     type: SpanType

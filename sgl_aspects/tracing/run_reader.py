@@ -26,7 +26,7 @@ class RunReader:
 
     @property
     def dropped(self) -> int:
-        return sum(writer.dropped for writer in self.writers.values())
+        return sum(writer.dropped for writer in list(self.writers.values()))
 
     def poll(self) -> Iterator[tuple[RingReader, Record]]:
         """What was written since the last time. ``has_more`` afterwards: some ring has a lot left to read."""

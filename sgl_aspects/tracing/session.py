@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.aspects.options import AspectOptions
 from sgl_aspects.tracing.ring import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEVEL, _RUN = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN"
+_LEVEL, _RUN, _METRICS = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN", "SGL_ASPECTS_TRACE_METRICS"
 # What a collector needs beyond its flush: to start, to read the rest, to end.
 _COLLECTOR_SECONDS = 10.0
 
@@ -49,20 +50,27 @@ class TraceSession:
 
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
-            self._undo = weave_aspects(self.recorder)
+            self._undo = weave_aspects(self.recorder, AspectOptions(asks_parent=settings.sampler.asks_parent))
             return
         if settings.level == 0:
             self.recorder = RingRecorder(self.run_folder, level=0)
             self.recorder.close()
             self.summary = TraceSummary()
             return
+        sample = settings.sampler.ratio
+        has_metrics = settings.has_metrics
         if settings.run_folder is not None:
             # A child of a traced process: it records from its first span on, others do the rest.
             self.run_folder = settings.run_folder
-            self.recorder = RingRecorder(self.run_folder, settings.level)
+            self.recorder = RingRecorder(self.run_folder, settings.level, sample)
         else:
+            has_metrics = bool(settings.metric_exporters)
+            if has_metrics:
+                from sgl_aspects.tracing.prometheus_port import require_port
+
+                require_port(settings)
             self.run_folder = make_run_folder()
-            self.recorder = ring = RingRecorder(self.run_folder, settings.level)
+            self.recorder = ring = RingRecorder(self.run_folder, settings.level, sample)
             try:
                 ring.open()
                 self._collector = CollectorProcess(self.run_folder, settings, environment)
@@ -70,8 +78,10 @@ class TraceSession:
                 self.recorder.close()
                 remove_run_folder(self.run_folder)
                 raise
-            self._set_environment({_LEVEL: str(settings.level), _RUN: self.run_folder})
-        self._undo = weave_aspects(self.recorder)
+            self._set_environment(
+                {_LEVEL: str(settings.level), _RUN: self.run_folder, _METRICS: str(int(has_metrics))}
+            )
+        self._undo = weave_aspects(self.recorder, AspectOptions(settings.sampler.asks_parent, has_metrics))
 
     @property
     def collector_process_id(self) -> int | None:
@@ -146,13 +156,15 @@ def attach(
     endpoint: str | None = None,
     file: str | None = None,
     service_name: str | None = None,
+    prometheus: int | None = None,
 ) -> TraceSession:
     """Traces the engines of this process and of the processes it starts.
 
     ``level``: 1 request, 2 + scheduler, 3 + forward. ``exporters``: of ``"otlp"``, ``"console"``,
     ``"otlp-json-file"`` (which writes ``file``); left out, a given ``endpoint`` or ``file`` chooses, and else
     the environment (:mod:`sgl_aspects.tracing.settings` lists the variables). ``endpoint``: the OTLP base
-    URL. Raises ``ConfigError`` for a choice that cannot work, before anything is changed.
+    URL. ``prometheus``: the port of a metrics page for it, on loopback. Raises ``ConfigError`` for a choice
+    that cannot work, before anything is changed.
     """
     if _current is not None:
         raise ConfigError("tracing is already attached in this process: close that session first")
@@ -161,7 +173,12 @@ def attach(
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
         environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
     settings = TraceSettings.from_environment().with_choices(
-        level=level, exporters=exporters, endpoint=endpoint, file=file, service_name=service_name
+        level=level,
+        exporters=exporters,
+        endpoint=endpoint,
+        file=file,
+        service_name=service_name,
+        prometheus=prometheus,
     )
     return _start(settings, environment)
 
@@ -177,7 +194,9 @@ def attach_from_environment() -> TraceSession | None:
         return None
     settings = TraceSettings.from_environment()
     if settings.level == 0 or (
-        not settings.exporters and settings.run_folder is None and settings.recorder == "ring"
+        not (settings.exporters or settings.metric_exporters)
+        and settings.run_folder is None
+        and settings.recorder == "ring"
     ):
         return None
     session = _start(settings, dict(os.environ))

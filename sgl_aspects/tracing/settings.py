@@ -7,11 +7,20 @@
 ``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
 ``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
+``SGL_ASPECTS_TRACE_KEEP_FAILED``       requests that failed are kept whatever the sampling says (on)
+``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took so many seconds or more (unset: none)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
 ``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto; or none
                                         (unset: otlp, or what a file or an endpoint is given for)
-``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` goes first)
+``OTEL_METRICS_EXPORTER``               comma list of otlp, prometheus, console; or none
+                                        (unset: otlp where the traces go there, and else none)
+``OTEL_EXPORTER_PROMETHEUS_HOST``       where the page for Prometheus is served (127.0.0.1),
+``OTEL_EXPORTER_PROMETHEUS_PORT``       and its port (9464)
+``OTEL_TRACES_SAMPLER``                 and ``..._ARG``: always_on, always_off, traceidratio, and
+                                        parentbased_ before each (parentbased_always_on)
+``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` and
+                                        ``..._METRICS_PROTOCOL`` go first)
 ``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters
 ``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
 ``OTEL_SDK_DISABLED``                   true turns everything off
@@ -27,17 +36,20 @@ from dataclasses import dataclass, replace
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.sampling import PARENT_DECIDES, Sampler, sampler_from_environment
 
 EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
+METRIC_EXPORTERS = ("otlp", "prometheus", "console")
 RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
-_INSTALL_OTLP = "pip install 'sgl-aspects[otlp]'"
+_INSTALL = "pip install 'sgl-aspects[{}]'"
 _PACKAGES = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
     "grpc": "opentelemetry.exporter.otlp.proto.grpc",
     "otlp-json-file": "opentelemetry.exporter.otlp.proto.common",
+    "prometheus": "opentelemetry.exporter.prometheus",
 }
 
 
@@ -50,6 +62,13 @@ class TraceSettings:
     recorder: str = "ring"
     exporters: tuple[str, ...] = ("otlp",)
     protocol: str = "http/protobuf"
+    metric_exporters: tuple[str, ...] = ()
+    metrics_protocol: str = "http/protobuf"
+    prometheus_host: str = "127.0.0.1"
+    prometheus_port: int = 9464
+    sampler: Sampler = PARENT_DECIDES
+    keep_failed: bool = True
+    keep_slower_than: float | None = None
     endpoint: str | None = None
     file: str | None = None
     perfetto_file: str = "trace.json"
@@ -57,6 +76,8 @@ class TraceSettings:
     flush_seconds: int = 3
     keep_run_folder: bool = False
     run_folder: str | None = None
+    #: Whether processes record what only metrics need. Set by the first process for its children.
+    has_metrics: bool = False
 
     @classmethod
     def from_environment(cls) -> TraceSettings:
@@ -66,13 +87,21 @@ class TraceSettings:
         disabled = recorder == "off" or env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
         file = env.text("SGL_ASPECTS_TRACE_FILE")
         endpoint = env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.text("OTEL_EXPORTER_OTLP_ENDPOINT")
+        exporters = env.names("OTEL_TRACES_EXPORTER") or _chosen_by(endpoint, file)
+        protocol = env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf")
         settings = cls(
             level=0 if disabled else level,
             disabled=disabled,
             recorder=recorder,
-            exporters=env.names("OTEL_TRACES_EXPORTER") or _chosen_by(endpoint, file),
-            protocol=env.choice("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", PROTOCOLS, "")
-            or env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf"),
+            exporters=exporters,
+            protocol=env.choice("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", PROTOCOLS, "") or protocol,
+            metric_exporters=_metric_exporters(exporters),
+            metrics_protocol=env.choice("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", PROTOCOLS, "") or protocol,
+            prometheus_host=env.text("OTEL_EXPORTER_PROMETHEUS_HOST") or "127.0.0.1",
+            prometheus_port=env.integer("OTEL_EXPORTER_PROMETHEUS_PORT", 9464, minimum=1, maximum=65535),
+            sampler=sampler_from_environment(),
+            keep_failed=env.flag("SGL_ASPECTS_TRACE_KEEP_FAILED", True),
+            keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
             endpoint=endpoint,
             file=file,
             perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
@@ -80,6 +109,7 @@ class TraceSettings:
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
             run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
+            has_metrics=env.flag("SGL_ASPECTS_TRACE_METRICS"),
         )
         # Children only record: what exports, and whether it can, was settled in the first process.
         return settings.checked() if settings.level and not settings.run_folder else settings
@@ -92,6 +122,7 @@ class TraceSettings:
         endpoint: str | None,
         file: str | None,
         service_name: str | None,
+        prometheus: int | None = None,
     ) -> TraceSettings:
         """These settings for a run of its own; None leaves what the environment chose."""
         if not 0 <= level <= 4:
@@ -100,10 +131,16 @@ class TraceSettings:
             exporters = [part.strip() for part in exporters.split(",")]
         if exporters is None and (file or endpoint):
             exporters = _chosen_by(endpoint, file)
+        chosen = self.exporters if exporters is None else tuple(exporters)
+        metric_exporters = _metric_exporters(chosen)
+        if prometheus is not None and "prometheus" not in metric_exporters:
+            metric_exporters = (*metric_exporters, "prometheus")
         return replace(
             self,
             level=0 if self.disabled else level,
-            exporters=self.exporters if exporters is None else tuple(exporters),
+            exporters=chosen,
+            metric_exporters=metric_exporters,
+            prometheus_port=prometheus or self.prometheus_port,
             endpoint=endpoint or self.endpoint,
             file=file or self.file,
             service_name=service_name or self.service_name,
@@ -120,6 +157,15 @@ class TraceSettings:
                 raise ConfigError(
                     f"OTEL_TRACES_EXPORTER names {name!r}: choose from {', '.join(EXPORTERS)}, or none"
                 )
+        metric_exporters = tuple(name for name in self.metric_exporters if name != "none")
+        for name in metric_exporters:
+            if name not in METRIC_EXPORTERS:
+                choices = ", ".join(METRIC_EXPORTERS)
+                raise ConfigError(f"OTEL_METRICS_EXPORTER names {name!r}: choose from {choices}, or none")
+        if "prometheus" in metric_exporters:
+            _require("prometheus", "the metrics exporter prometheus", "prometheus")
+        if "otlp" in metric_exporters:
+            _require(self.metrics_protocol, f"OTLP over {self.metrics_protocol}")
         if "otlp-json-file" in exporters:
             if not self.file:
                 raise ConfigError(
@@ -140,7 +186,7 @@ class TraceSettings:
                     f"OTLP endpoint {self.endpoint!r}: write a URL such as http://localhost:4318, "
                     "or set OTEL_EXPORTER_OTLP_PROTOCOL=grpc"
                 )
-        return replace(self, exporters=exporters)
+        return replace(self, exporters=exporters, metric_exporters=metric_exporters)
 
     def overrides(self) -> dict[str, str]:
         """The variables that make ``from_environment`` in the collector give these settings."""
@@ -149,6 +195,8 @@ class TraceSettings:
             "SGL_ASPECTS_TRACE_KEEP": "1" if self.keep_run_folder else "0",
             "OTEL_TRACES_EXPORTER": ",".join(self.exporters) or "none",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.protocol,
+            "OTEL_METRICS_EXPORTER": ",".join(self.metric_exporters) or "none",
+            "OTEL_EXPORTER_PROMETHEUS_PORT": str(self.prometheus_port),
         }
         if self.file:
             values["SGL_ASPECTS_TRACE_FILE"] = self.file
@@ -164,10 +212,18 @@ def _chosen_by(endpoint: str | None, file: str | None) -> tuple[str, ...]:
     return ("otlp", "otlp-json-file") if endpoint else ("otlp-json-file",)
 
 
-def _require(package: str, what: str) -> None:
+def _metric_exporters(trace_exporters: Sequence[str]) -> tuple[str, ...]:
+    """What ``OTEL_METRICS_EXPORTER`` names; unset, metrics go to OTLP where the traces go there."""
+    named = env.names("OTEL_METRICS_EXPORTER")
+    if named is None:
+        return ("otlp",) if "otlp" in trace_exporters else ()
+    return named
+
+
+def _require(package: str, what: str, extra: str = "otlp") -> None:
     try:
         found = importlib.util.find_spec(_PACKAGES[package]) is not None
     except ModuleNotFoundError:
         found = False
     if not found:
-        raise ConfigError(f"{what} needs packages that are not installed: {_INSTALL_OTLP}")
+        raise ConfigError(f"{what} needs packages that are not installed: {_INSTALL.format(extra)}")

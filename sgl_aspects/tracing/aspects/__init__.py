@@ -16,6 +16,7 @@ from sgl_aspects.tracing.aspects.detokenizer import DetokenizerAspect
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.function import FunctionAspect
 from sgl_aspects.tracing.aspects.observer import Observation
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.overlapped import OverlappedRequestAspect, OverlappedStepAspect
 from sgl_aspects.tracing.aspects.request import RequestAspect
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequestAspect, SchedulerState
@@ -26,7 +27,7 @@ from sgl_aspects.tracing.recorder import Recorder
 _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
 
 
-def weave_aspects(recorder: Recorder) -> list[Callable[[], None]]:
+def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list[Callable[[], None]]:
     """Weaves the aspects for every engine that has a catalog, importing none of it.
 
     Those of all levels, because the level may change at any time: each looks at the recorder's with each
@@ -41,14 +42,14 @@ def weave_aspects(recorder: Recorder) -> list[Callable[[], None]]:
         found: list[Observation] = []
         loop_is_a_function = "step" in catalog.roles
         if loop_is_a_function:
-            found += RequestAspect(recorder, catalog).observations()
+            found += RequestAspect(recorder, catalog, options).observations()
             found += ScheduledRequestAspect(recorder, catalog, state).observations()
         else:
-            found += ServedRequestAspect(recorder, catalog).observations()
+            found += ServedRequestAspect(recorder, catalog, options).observations()
             found += DetokenizerAspect(recorder, catalog).observations()
             found += OverlappedRequestAspect(recorder, catalog, state).observations()
         step = StepAspect if loop_is_a_function else OverlappedStepAspect
-        found += step(recorder, catalog, state).observations()
+        found += step(recorder, catalog, state, options).observations()
         forward = ForwardAspect(recorder, catalog, state)
         undo.append(forward.flush)
         found += forward.observations()

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, SchedulerState
 from sgl_aspects.tracing.aspects.step import STEP, StepSpans
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
@@ -172,7 +173,7 @@ class OverlappedRequestAspect:
 
 @dataclass(eq=False)
 class _Step:
-    """A batch from its scheduling to its result."""
+    """A batch from its scheduling to its result. ``id`` 0: not traced, but figures for the metrics."""
 
     id: int
     start_ns: int
@@ -184,8 +185,16 @@ class _Step:
 class OverlappedStepAspect:
     """Level 2: spans ``scheduler.step``, a trace of its own for each batch, and its children."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        catalog: Catalog,
+        state: SchedulerState,
+        options: AspectOptions = DEFAULTS,
+    ) -> None:
         self._recorder = recorder
+        self._measures = options.measures
+        self._busy: Any = None  # the scheduler, while the latest figures for the metrics show it at work
         self._state = state
         self._spans = StepSpans(recorder)
         self._scheduled: _Step | None = None
@@ -212,17 +221,19 @@ class OverlappedStepAspect:
 
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
         if not self._batch_of(result):
+            if self._busy is not None:
+                self._idle()
             return  # nothing to run: thousands of times a second
         step = self._scheduled = self._begin(start_ns)
         self._is_decided = True
-        if step is not None:
+        if step is not None and step.id:
             self._child(self._spans.schedule, step.id, step.id, start_ns)
 
     def _begin(self, start_ns: int) -> _Step | None:
         """A new step; None where it is not to be recorded."""
         step_id = self._state.begin_step()
         if not step_id:
-            return None
+            return _Step(0, start_ns) if self._measures and self._recorder.level else None
         step = _Step(step_id, start_ns)
         # The step's own record has to come first: its children name it.
         self._recorder.write(SpanBegin(STEP, step.id, step.id, 0, start_ns))
@@ -237,6 +248,8 @@ class OverlappedStepAspect:
         step.batch = batch = self._ran(args, kwargs)
         # Now: a batch that decodes goes on into the next step, changed.
         step.values = [read(batch) for read in self._batch_readers]
+        if not step.id:
+            return now, step
         requests, rid = self._state.requests, self._rid
         found = [requests.get(rid(req)) for req in self._reqs(batch) or ()]
         step.links = [request.key for request in found if request is not None]
@@ -247,6 +260,11 @@ class OverlappedStepAspect:
         if token is None:
             return
         start_ns, step = token
+        if not step.id:
+            step.values, step.batch = [None, *step.values], None
+            if error is None:
+                self._launched.put(result, step)
+            return
         run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
         problem = error_type(error)
         self._spans.run_batch(run_id, step.id, step.id, start_ns, time_ns(), (), problem)
@@ -270,12 +288,21 @@ class OverlappedStepAspect:
         if step is None:
             return
         problem = error_type(error)
-        self._child(self._spans.process_result, step.id, step.id, start_ns, problem)
+        if step.id:
+            self._child(self._spans.process_result, step.id, step.id, start_ns, problem)
+        self._busy = scheduler if self._measures else None
         self._end(step, [read(scheduler) for read in self._scheduler_readers], problem)
 
     def _end(self, step: _Step, scheduler_values: list[Any], problem: str) -> None:
         values = [*step.values, *scheduler_values]
         self._spans.step(step.id, step.id, 0, step.start_ns, time_ns(), values, problem, step.links)
+
+    def _idle(self) -> None:
+        """After the last step the metrics are to show a scheduler without work."""
+        scheduler, self._busy = self._busy, None
+        waiting, _, kv_usage = [read(scheduler) for read in self._scheduler_readers]
+        now = time_ns()
+        self._spans.step(0, 0, 0, now, now, [None, None, 0, None, waiting, 0, kv_usage])
 
     def _child(
         self, write: SpanWriter, step_id: int, parent_id: int, start_ns: int, problem: str = ""

@@ -9,6 +9,7 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
 
@@ -63,8 +64,9 @@ class _Live:
 class RequestAspect:
     """Spans ``chat {model}`` or ``text_completion {model}``, from its receipt to its finish."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+    def __init__(self, recorder: Recorder, catalog: Catalog, options: AspectOptions = DEFAULTS) -> None:
         self._recorder = recorder
+        self._options = options
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
         self._write_detokenize = recorder.spans(DETOKENIZE)
@@ -127,7 +129,11 @@ class RequestAspect:
                 attributes[name] = value
         # Several requests of one call are one trace, even where the call brought none along.
         first = self._live.get(self._group(request) or "")
-        origin = first.origin if first else context.of_request(self._headers(request), recorder.sample)
+        origin = (
+            first.origin
+            if first
+            else context.of_request(self._headers(request), recorder.sample, self._options.asks_parent)
+        )
         name = f"{operation} {model}"
         recorder.write(RequestBegin(span_id, rid, start_ns, *origin, name, attributes))
         if error is None:

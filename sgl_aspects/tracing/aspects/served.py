@@ -15,6 +15,7 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.recorder import Recorder
@@ -58,8 +59,9 @@ _serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar(
 class ServedRequestAspect:
     """Spans ``chat {model}`` or ``text_completion {model}``, with ``tokenize`` below them."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+    def __init__(self, recorder: Recorder, catalog: Catalog, options: AspectOptions = DEFAULTS) -> None:
         self._recorder = recorder
+        self._options = options
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
         self._provider = catalog.provider_name
@@ -143,7 +145,7 @@ class ServedRequestAspect:
         start_ns = self._received_ns(request) or serving.start_ns
         http = serving.http
         headers = self._headers(request) or (self._http_headers(http) if http is not None else None)
-        serving.origin = context.of_request(headers, self._recorder.sample)
+        serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent)
         operation = (self._operation(http) if http is not None else None) or "text_completion"
         model = str(self._model(serving.manager) or "unknown")
         serving.name = f"{operation} {model}"

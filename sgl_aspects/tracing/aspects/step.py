@@ -8,7 +8,8 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
-from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import restore
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
@@ -48,8 +49,16 @@ class StepAspect:
     a process that uses OpenTelemetry: spans of the user inside it are its children.
     """
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        catalog: Catalog,
+        state: SchedulerState,
+        options: AspectOptions = DEFAULTS,
+    ) -> None:
         self._recorder = recorder
+        self._measures = options.measures
+        self._is_busy = False  # the latest figures for the metrics are of a scheduler with work
         self._state = state
         self._spans = StepSpans(recorder)
         self._batch: Any = None
@@ -62,10 +71,12 @@ class StepAspect:
         self._rid = reader("req.rid")
         self._reqs = reader("batch.reqs")
         self._batch_values = catalog.values_reader("batch", ("step_id", "mode", "batch_size", "num_tokens"))
+        self._is_idle = reader("scheduler.is_idle")
         self._scheduler_values = catalog.values_reader("scheduler", ("waiting", "running", "kv_usage"))
 
     def observations(self) -> list[Observation]:
         return [
+            Observation("receive_messages", self._idle_enter, nothing),
             Observation("step", self._step_enter, self._step_exit),
             Observation("schedule", _start, self._schedule_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
@@ -76,10 +87,10 @@ class StepAspect:
     def _step_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         step_id = state.step_id = state.begin_step()
-        if not step_id:
+        if not step_id and not (self._measures and self._recorder.level):
             return None
         self._batch, self._links = None, ()
-        current = self._recorder.make_current(step_id) if _OTEL in modules else None
+        current = self._recorder.make_current(step_id) if step_id and _OTEL in modules else None
         return time_ns(), self._stepped(args, kwargs), current
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -95,7 +106,19 @@ class StepAspect:
         end_ns = time_ns()
         values = [*self._batch_values(batch), *self._scheduler_values(scheduler)]
         problem = "" if error is None else error_type(error)
+        # Without an id (a step that is not traced) it is but figures for the metrics.
         self._spans.step(step_id, step_id, 0, start_ns, end_ns, values, problem, self._links)
+        self._is_busy = self._measures
+
+    def _idle_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """It looks for messages; after its last step the metrics are to show that it has no work."""
+        if self._is_busy:
+            scheduler = args[0]
+            if self._is_idle(scheduler):
+                self._is_busy = False
+                values = [None, None, 0, None, *self._scheduler_values(scheduler)]
+                now = time_ns()
+                self._spans.step(0, 0, 0, now, now, values)
 
     def _schedule_exit(self, token: int, result: Any, error: BaseException | None) -> None:
         if error is not None or result is not None:
@@ -107,9 +130,9 @@ class StepAspect:
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         state = self._state
+        batch = self._batch = self._ran(args, kwargs)
         if not state.step_id:
             return 0
-        batch = self._batch = self._ran(args, kwargs)
         reqs = self._reqs(batch)
         if reqs != self._linked_reqs:  # most decode steps serve whom the last one served
             requests, rid = state.requests, self._rid

@@ -1,0 +1,18 @@
+"""What the aspects of a process are to do, beyond what the recorder says with each request and step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AspectOptions(NamedTuple):
+    """``asks_parent``: the caller of a request decides whether its trace is wanted, not the sampling alone.
+
+    ``measures``: steps that are not traced leave figures for the metrics.
+    """
+
+    asks_parent: bool = True
+    measures: bool = False
+
+
+DEFAULTS = AspectOptions()

@@ -1,0 +1,70 @@
+"""The metrics in the collector: the pipeline that exports them, and what the collector itself loses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from opentelemetry.sdk.metrics.export import MetricReader
+from opentelemetry.sdk.resources import Resource
+
+from sgl_aspects.tracing.exporters import Pipeline
+from sgl_aspects.tracing.metric_exporters import MetricsPipeline
+from sgl_aspects.tracing.metrics import STEP, EngineMetrics
+from sgl_aspects.tracing.run_reader import RunReader
+
+__all__ = ["STEP", "CollectorMetrics"]
+
+_REPORTED = "metrics.json"
+
+
+class CollectorMetrics:
+    """The metrics of one run.
+
+    A collector that is started again begins its counters at 0, with a new start time, as any restarted
+    process does. Drops alone are counted by the writers, for the whole run: what the collector before
+    has reported of them is kept in the run folder and subtracted, so that a backend adds them up once.
+    """
+
+    def __init__(self, folder: str, readers: Sequence[MetricReader], resource: Resource) -> None:
+        self._pipeline = MetricsPipeline(readers, resource)
+        self._reported = Path(folder, _REPORTED)
+        self._before = self._last = 0
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            self._before = self._last = int(json.loads(self._reported.read_text())["dropped"])
+
+    @property
+    def engine(self) -> EngineMetrics:
+        return self._pipeline.engine
+
+    def watch(self, reader: RunReader, pipelines: Sequence[Pipeline]) -> None:
+        """Counts what is dropped, delivered and not delivered, from now on."""
+
+        def dropped() -> Mapping[str, int]:
+            total = reader.dropped
+            if total != self._last:
+                self._last = total
+                with contextlib.suppress(OSError):  # the folder goes when the run ends
+                    self._reported.write_text(json.dumps({"dropped": total}))
+            return {"": max(0, total - self._before)}
+
+        count = self.engine.count
+        count("sgl_aspects.records.dropped", "{record}", "Records that a process had no room for.", dropped)
+        count(
+            "sgl_aspects.spans.exported",
+            "{span}",
+            "Spans that an exporter delivered.",
+            lambda: {pipeline.name: pipeline.exported for pipeline in pipelines},
+        )
+        count(
+            "sgl_aspects.spans.dropped",
+            "{span}",
+            "Spans that an exporter could not deliver.",
+            lambda: {pipeline.name: pipeline.lost for pipeline in pipelines},
+        )
+
+    def close(self, seconds: float) -> None:
+        """Sends the last figures, within ``seconds``."""
+        self._pipeline.close(seconds)

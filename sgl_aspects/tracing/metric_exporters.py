@@ -1,0 +1,83 @@
+"""Where metrics go: OTLP and the console by OpenTelemetry's own readers, and a page for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    ConsoleMetricExporter,
+    MetricExporter,
+    MetricReader,
+    PeriodicExportingMetricReader,
+)
+from opentelemetry.sdk.resources import Resource
+
+from sgl_aspects import __version__
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.metrics import EngineMetrics
+from sgl_aspects.tracing.prometheus_port import port_problem
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.settings import TraceSettings
+
+
+class MetricsPipeline:
+    """The engine's metrics and their readers; ``OTEL_METRIC_EXPORT_INTERVAL`` says how often they export."""
+
+    def __init__(self, readers: Sequence[MetricReader], resource: Resource) -> None:
+        self._provider = MeterProvider(readers, resource, shutdown_on_exit=False)
+        self.engine = EngineMetrics(self._provider.get_meter("sgl_aspects", __version__))
+
+    def close(self, seconds: float) -> None:
+        """Sends the last figures, within ``seconds``."""
+        thread = threading.Thread(target=self._shutdown, args=(seconds,), name="metrics", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def _shutdown(self, seconds: float) -> None:
+        self._provider.shutdown(timeout_millis=max(1.0, seconds * 1000))
+
+
+def make_reader(name: str, settings: TraceSettings) -> MetricReader:
+    """OpenTelemetry's reader of that name; what is not in ``settings`` it takes from the environment."""
+    if name == "prometheus":
+        return _prometheus_reader(settings.prometheus_host, settings.prometheus_port)
+    exporter: MetricExporter
+    if name == "console":
+        exporter = ConsoleMetricExporter(out=sys.stdout)
+    elif settings.metrics_protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc
+
+        exporter = Grpc()
+    else:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Http
+
+        exporter = Http()
+    return PeriodicExportingMetricReader(exporter)
+
+
+def _prometheus_reader(host: str, port: int) -> MetricReader:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import (
+        GC_COLLECTOR,
+        PLATFORM_COLLECTOR,
+        PROCESS_COLLECTOR,
+        REGISTRY,
+        start_http_server,
+    )
+
+    # They describe this process, and would be taken for the engine's.
+    for own in (GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR):
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(own)
+    reader: MetricReader = PrometheusMetricReader()
+    try:
+        start_http_server(port, host)
+    except OSError as error:
+        raise ConfigError(port_problem(host, port, error)) from error
+    return reader

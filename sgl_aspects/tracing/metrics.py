@@ -1,0 +1,166 @@
+"""Metrics of an engine, made from the records of its processes by the OpenTelemetry metrics SDK.
+
+Nothing here runs in the engine: the collector feeds what it reads. A request gives its figures when it ends,
+sampled or not; a step gives what the scheduler looked like at its end. docs/tracing.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
+
+from sgl_aspects.tracing.records import RequestBegin, SpanEnd
+
+# Boundaries from the conventions, in seconds and in tokens.
+REQUEST_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+TIME_TO_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+TIME_PER_OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+TOKEN_USAGE = tuple(4**power for power in range(14))
+# Ours: a step lasts from a fraction of a millisecond to a long prompt's seconds.
+STEP_DURATION = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+#: The span type whose records say what a scheduler looks like.
+STEP = "scheduler.step"
+_MODE = "sgl_aspects.forward.mode"
+_TOKENS = "sgl_aspects.batch.tokens"
+_GAUGES = (
+    ("sgl_aspects.queue.running", "{request}", "Requests that the scheduler works on."),
+    ("sgl_aspects.queue.waiting", "{request}", "Requests that wait to be scheduled."),
+    ("sgl_aspects.kv.usage", "1", "Share of the key-value cache that is in use."),
+    ("sgl_aspects.batch.size", "{request}", "Requests in the latest batch; 0 when idle."),
+)
+_OF_REQUEST = (
+    "gen_ai.operation.name",
+    "gen_ai.provider.name",
+    "gen_ai.request.model",
+    "gen_ai.response.model",
+)
+
+
+class EngineMetrics:
+    """The instruments. Fed by one thread; exporters read in theirs."""
+
+    def __init__(self, meter: Meter) -> None:
+        histogram = meter.create_histogram
+        self._meter = meter
+        self._duration = histogram(
+            "gen_ai.server.request.duration",
+            "s",
+            "How long a request took, however it ended.",
+            explicit_bucket_boundaries_advisory=REQUEST_DURATION,
+        )
+        self._first_token = histogram(
+            "gen_ai.server.time_to_first_token",
+            "s",
+            "Time to the first token of successful answers, queue and prefill included.",
+            explicit_bucket_boundaries_advisory=TIME_TO_FIRST_TOKEN,
+        )
+        self._per_token = histogram(
+            "gen_ai.server.time_per_output_token",
+            "s",
+            "Time per token after the first, of successful answers.",
+            explicit_bucket_boundaries_advisory=TIME_PER_OUTPUT_TOKEN,
+        )
+        self._usage = histogram(
+            "gen_ai.client.token.usage",
+            "{token}",
+            "Tokens of a request, by type.",
+            explicit_bucket_boundaries_advisory=TOKEN_USAGE,
+        )
+        self._tokens = meter.create_counter("sgl_aspects.tokens", "{token}", "Tokens of ended requests.")
+        self._hits = meter.create_counter(
+            "sgl_aspects.prefix_cache.hit_tokens", "{token}", "Prompt tokens that the prefix cache had."
+        )
+        self._step = histogram(
+            "sgl_aspects.step.duration",
+            "s",
+            "Time of a scheduler's step.",
+            explicit_bucket_boundaries_advisory=STEP_DURATION,
+        )
+        self._step_tokens = meter.create_counter(
+            "sgl_aspects.step.tokens", "{token}", "Tokens fed to the model."
+        )
+        # By writer: its process, and the latest value of each gauge that it gave.
+        self._states: dict[str, tuple[int, dict[str, float]]] = {}
+        for name, unit, description in _GAUGES:
+            meter.create_observable_gauge(name, [self._reading_of(name)], unit, description)
+
+    def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
+        """``first_token_ns``: when the scheduler had it (0: never), for answers that come in one piece."""
+        values = {**begin.attributes, **dict(zip(end.type.attributes, end.values))}
+        common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
+        duration = max(0, end.end_ns - begin.start_ns) / 1e9
+        self._duration.record(duration, {**common, "error.type": end.error} if end.error else common)
+        prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
+        for kind, count in (("input", prompt), ("output", output)):
+            if count is not None:
+                attributes = {**common, "gen_ai.token.type": kind}
+                self._usage.record(count, attributes)
+                self._tokens.add(count, attributes)
+        cached = _number(values, "gen_ai.usage.cache_read.input_tokens")
+        if cached is not None:
+            self._hits.add(cached, common)
+        first = _number(values, "gen_ai.latency.time_to_first_token")
+        if first is None and first_token_ns:
+            first = (first_token_ns - begin.start_ns) / 1e9
+        if end.error or first is None or first < 0:
+            return
+        self._first_token.record(first, common)
+        if output is not None and output > 1:
+            self._per_token.record(max(0.0, duration - first) / (output - 1), common)
+
+    def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
+        """A step, or (without a mode) an idle scheduler. A replayed one was counted before."""
+        values = dict(zip(step.type.attributes, step.values))
+        found = {name: _number(values, name) for name, *_ in _GAUGES}
+        self._states[writer] = (
+            process_id,
+            {name: value for name, value in found.items() if value is not None},
+        )
+        mode = values.get(_MODE)
+        if mode is None or is_replayed:
+            return
+        attributes = {_MODE: str(mode)}
+        if step.error:
+            attributes["error.type"] = step.error
+        self._step.record(max(0, step.end_ns - step.start_ns) / 1e9, attributes)
+        tokens = _number(values, _TOKENS)
+        if tokens is not None:
+            self._step_tokens.add(tokens, attributes)
+
+    def writer_gone(self, writer: str) -> None:
+        """Its process has ended: its gauges end, too."""
+        self._states.pop(writer, None)
+
+    def count(self, name: str, unit: str, description: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """A counter that somebody else keeps: ``read`` gives its values by exporter; "" is for all."""
+
+        def observe(options: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(value, {"sgl_aspects.exporter": key} if key else {})
+                for key, value in read().items()
+            ]
+
+        self._meter.create_observable_counter(name, [observe], unit, description)
+
+    def _reading_of(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(options: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(values[name], {"process.pid": process_id})
+                for process_id, values in list(self._states.values())
+                if name in values
+            ]
+
+        return observe
+
+
+def _number(values: Mapping[str, Any], name: str) -> float | None:
+    """A number that a counter takes; None for what is absent, or is damage in a ring."""
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1 << 63:
+        return None
+    return value

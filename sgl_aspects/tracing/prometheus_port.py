@@ -1,0 +1,30 @@
+"""The port of the page for Prometheus, tried in the first process, where its error is still read."""
+
+from __future__ import annotations
+
+import socket
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.settings import TraceSettings
+
+
+def require_port(settings: TraceSettings) -> None:
+    """Raises ``ConfigError`` where the Prometheus page cannot be served: before anything is started."""
+    if "prometheus" not in settings.metric_exporters:
+        return
+    host, port = settings.prometheus_host, settings.prometheus_port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(port_problem(host, port, error)) from error
+
+
+def port_problem(host: str, port: int, error: OSError) -> str:
+    """What to tell about a port that cannot be used."""
+    return (
+        f"metrics for Prometheus: port {port} on {host} cannot be used ({error.strerror or error}): choose "
+        "another with OTEL_EXPORTER_PROMETHEUS_PORT or --prometheus PORT"
+    )

@@ -1,0 +1,64 @@
+"""The tail choice: a request that sampling left out is exported nonetheless where it failed or was slow.
+
+Its spans are held until it ends, for so many at once: beyond, the one that has waited longest is given up.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Generic, NamedTuple, TypeVar
+
+from sgl_aspects.tracing.records import RequestBegin, SpanEnd
+
+_T = TypeVar("_T")
+
+# Spans held at once; a span is about a kilobyte.
+_HELD_SPANS = 20_000
+
+
+class TailChoice(NamedTuple):
+    """``slower_than`` in seconds; None: however slow. A caller's own decision stands (``asks_parent``)."""
+
+    failed: bool = True
+    slower_than: float | None = None
+    asks_parent: bool = True
+
+    def concerns(self, begin: RequestBegin) -> bool:
+        """Whether the request may yet be kept: it was left out, and not by its caller."""
+        if begin.sampled or (self.asks_parent and begin.parent_id):
+            return False
+        return self.failed or self.slower_than is not None
+
+    def keeps(self, end: SpanEnd) -> bool:
+        if self.failed and end.error:
+            return True
+        return self.slower_than is not None and end.end_ns - end.start_ns >= self.slower_than * 1e9
+
+
+class HeldSpans(Generic[_T]):
+    """What waits for the end of its request, by the request's span id."""
+
+    def __init__(self) -> None:
+        self._held: collections.OrderedDict[int, list[_T]] = collections.OrderedDict()
+        self._count = 0
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._held
+
+    def begin(self, request: int) -> None:
+        self._held[request] = []
+
+    def hold(self, request: int, span: _T) -> int:
+        """Holds the span; says how many others were given up for it."""
+        self._held[request].append(span)
+        self._count += 1
+        given_up = 0
+        while self._count > _HELD_SPANS and len(self._held) > 1:
+            given_up += len(self.end(next(iter(self._held))))
+        return given_up
+
+    def end(self, request: int) -> list[_T]:
+        """All that was held for the request."""
+        held = self._held.pop(request, [])
+        self._count -= len(held)
+        return held
