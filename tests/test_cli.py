@@ -114,7 +114,7 @@ def test_a_missing_extra_is_one_line_that_says_how_to_install_it(
     assert main(["stand-in"]) == 2
     error = capsys.readouterr().err
     assert "'torch_that_is_not_there' is not installed" in error
-    assert 'pip install "sgl-aspects[runtime,otlp]"' in error
+    assert 'pip install "sgl-aspects[serve,otlp,view]"' in error
     assert error.count("\n") == 1
 
 

@@ -185,3 +185,42 @@ def record_by_level(folder: str, ends: bool = False) -> None:
     recorder.open()
     while not ends:
         time.sleep(60)
+
+
+def serve_like_an_engine(folder: str, connection: Connection) -> None:
+    """Records two finished requests, one under way, and their steps; ends when it is told to."""
+    import time
+
+    from sgl_aspects.tracing import context
+    from sgl_aspects.tracing.aspects.request import REQUEST
+    from sgl_aspects.tracing.aspects.scheduled import DECODE, PREFILL, QUEUE
+    from sgl_aspects.tracing.aspects.step import STEP
+    from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanBegin, SpanType
+    from sgl_aspects.tracing.ring import RingRecorder
+
+    recorder = RingRecorder(folder, level=3)
+    span, new_id, second = recorder.spans, recorder.new_id, 1_000_000_000
+    now = time.time_ns()
+    for number, rid in enumerate(["quick", "slow\x1b[31m one", "open"]):
+        request, key = new_id(), new_id()
+        start = now - (2 + 3 * number) * second
+        attributes = {"gen_ai.request.model": "tiny"}
+        recorder.write(RequestBegin(request, rid, start, *context.new(), "chat tiny", attributes))
+        recorder.write(RequestSeen(key, rid, start))
+        span(QUEUE)(new_id(), key, key, start, start + second)
+        span(PREFILL)(new_id(), key, key, start + second, start + second + second // 2, [100, 0])
+        recorder.write(SpanBegin(DECODE, new_id(), key, key, start + second + second // 2))
+        if rid == "open":
+            continue
+        span(DECODE)(new_id(), key, key, start + second + second // 2, now, [11, "stop"])
+        values = [rid, "tiny", ["stop"], 1.5, 100, 11, 25, 1.5, (now - start) / 1e9]
+        span(REQUEST)(request, request, 0, start, now, values, "abort" if number else "")
+    for number in range(20):
+        step = new_id()
+        mode, tokens = ("extend", 300) if number == 0 else ("decode", 3)
+        end = now - number * second // 100
+        span(SpanType("forward"))(new_id(), step, step, end - second // 50, end - second // 100)
+        span(STEP)(step, step, 0, end - second // 50, end, [number, mode, 3, tokens, 2, 1, 0.5])
+    connection.send("ready")
+    connection.recv()
+    recorder.close()

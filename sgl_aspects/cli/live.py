@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.view.text import one_line
+
 if TYPE_CHECKING:
     from sgl_aspects.runtime import RequestHandle, StreamChunk
 
@@ -84,9 +86,3 @@ def _lines(answers: Sequence[Answer], width: int) -> Table:
         count = f"{answer.tokens} tokens" if answer.tokens else "waiting"
         table.add_row(one_line(answer.prompt, prompt_width), count, Text(tail))
     return table
-
-
-def one_line(text: str, width: int) -> str:
-    """The beginning of ``text`` on one line of at most ``width`` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1].rstrip() + "…"

@@ -40,6 +40,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
     Command("ctl", "Change what a live run records: level, share, on and off.", "sgl_aspects.cli.ctl"),
     Command("dump", "Show the last seconds of a live or dead traced process.", "sgl_aspects.cli.dump"),
+    Command("top", "Watch a live run in the terminal.", "sgl_aspects.cli.top"),
     Command("report", "Show a run as one page to look at in a browser.", "sgl_aspects.cli.report"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
     Command(
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a fault of ours
         return _complain(
             f"the Python package {error.name!r} is not installed. "
-            f'Install the engine and the exporters: pip install "sgl-aspects[runtime,serve,otlp]"'
+            f'Install the engine, the exporters and the views: pip install "sgl-aspects[serve,otlp,view]"'
         )
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sgl_aspects.cli.waterfall import duration
 from sgl_aspects.view.numbers import RunReport
+from sgl_aspects.view.text import duration
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing import TraceSummary

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from sgl_aspects.view.numbers import STEP, RunReport, report_phases
 from sgl_aspects.view.spans import Span, children_of
+from sgl_aspects.view.text import duration
 
 _STYLES = {
     "tokenize": "cyan",
@@ -99,19 +100,6 @@ def _grid(
         cells = [Text(row.label, style=style), Text(bar, style=style), Text(duration(seconds))]
         table.add_row(*cells, Text(row.note)) if note_width else table.add_row(*cells)
     return table
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit: ``"850 µs"``, ``"12.3 ms"``, ``"1.24 s"``."""
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if seconds < limit:
-            value = seconds * factor
-            return f"{value:.{_decimals(value)}f} {unit}"
-    return f"{seconds:.{_decimals(seconds)}f} s"
-
-
-def _decimals(value: float) -> int:
-    return 2 if value < 9.995 else 1 if value < 99.95 else 0
 
 
 def _row(span: Span, label: str) -> Row:

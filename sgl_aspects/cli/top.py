@@ -1,0 +1,107 @@
+"""``sgl-aspects top``: a live run in the terminal, its levels switched by a key."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sgl_aspects.cli.arguments import positive_integer
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
+
+if TYPE_CHECKING:
+    from sgl_aspects.view.live import LiveRun
+
+# So long `--once` looks before it shows what it saw.
+_ONCE_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run", dest="folder", metavar="FOLDER", help="the run; needed where there are several"
+    )
+    parser.add_argument("--pid", type=int, help="the run of this process")
+    parser.add_argument(
+        "--window", type=positive_integer, default=60, metavar="SECONDS", help="what is counted (the last 60)"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=0.5, metavar="SECONDS", help="between two looks at the rings (0.5)"
+    )
+    parser.add_argument("--once", action="store_true", help="show the screen once, without a terminal")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Until the run ends or ``q`` is pressed; says at last how many requests it saw."""
+    from sgl_aspects.view.live import LiveRun
+
+    live = LiveRun(_folder(arguments), arguments.window)
+    try:
+        live.poll()
+        if live.has_ended:
+            raise ConfigError(
+                f"every process of {live.folder} has ended: look at it with sgl-aspects report {live.folder}"
+            )
+        if arguments.once or not sys.stdout.isatty():
+            _show_once(live)
+            return 0
+        from sgl_aspects.cli.top_app import TopApp
+
+        TopApp(live, max(0.05, arguments.interval)).run()
+        ended = "The run has ended. " if live.has_ended else ""
+        print(f"{ended}{live.finished_requests} requests were seen to finish.")
+        return 0
+    finally:
+        live.close()
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    found = list(rings(arguments.folder, arguments.pid))
+    for ring in found:
+        ring.close()
+    if not found:
+        raise ConfigError("none of the run's rings can be read")
+    return found[0].path.parent
+
+
+def _show_once(live: LiveRun) -> None:
+    from rich.console import Console
+
+    from sgl_aspects.view.top_screen import screen
+
+    time.sleep(_ONCE_SECONDS)
+    live.poll()
+    size = shutil.get_terminal_size((100, 40))
+    Console(highlight=False, width=size.columns).print(
+        screen(live, controls_of(live.folder), size.columns, 40)
+    )
+
+
+def controls_of(folder: Path) -> dict[int, Control]:
+    """What each process of the run records, by its id."""
+    found = {}
+    with contextlib.suppress(ConfigError):  # the run has just ended
+        for ring in rings(str(folder)):
+            with contextlib.suppress(OSError):
+                if ring.is_alive():
+                    found[ring.process_id] = read_control(ring.path)
+            ring.close()
+    return found
+
+
+def change(folder: Path, how: Callable[[Control], Control]) -> None:
+    """Changes what every process of the run records from now on, those to come included."""
+    changed = None
+    with contextlib.suppress(ConfigError, FileNotFoundError):
+        for ring in rings(str(folder)):
+            path = ring.path
+            ring.close()
+            changed = how(read_control(path))
+            write_control(path, changed)
+        if changed is not None:
+            write_run_control(folder, changed)

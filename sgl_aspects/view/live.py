@@ -1,0 +1,261 @@
+"""A run while it goes on: what its rings say, counted second by second. A collector is not disturbed.
+
+Requests come from the process that receives them, steps and phases from the scheduler's; nothing is joined
+but the ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
+from sgl_aspects.tracing.ring_decoder import DamagedError
+from sgl_aspects.tracing.ring_format import SUFFIX
+from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.view.numbers import PHASES, STEP
+
+REQUEST_PHASES = ("queue", "prefill", "decode")
+STEP_PARTS = ("schedule", "forward", "sample", "process_result")
+# More requests than these are not followed at once; the oldest are forgotten.
+_MOST_REQUESTS = 20_000
+# A ring that says nothing for so long is looked through: its collector may have let it be overwritten.
+_SILENCE_SECONDS = 2.0
+
+
+@dataclass
+class Request:
+    """A request, open where ``end_ns`` is 0. Times in nanoseconds, spans of time in seconds."""
+
+    id: str
+    start_ns: int
+    model: str = ""
+    end_ns: int = 0
+    time_to_first_token: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    is_error: bool = False
+
+    def seconds(self, now_ns: int) -> float:
+        return max(0, (self.end_ns or now_ns) - self.start_ns) / 1e9
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        if self.time_to_first_token is None or self.output_tokens < 2 or not self.end_ns:
+            return None
+        return (self.seconds(self.end_ns) - self.time_to_first_token) / (self.output_tokens - 1)
+
+
+@dataclass
+class Phases:
+    """How long a request was in each phase so far, in seconds, and since when it is in the current one."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    current: str = ""
+    since_ns: int = 0
+
+    def until(self, now_ns: int) -> dict[str, float]:
+        found = dict(self.seconds)
+        if self.current:
+            found[self.current] = found.get(self.current, 0.0) + max(0, now_ns - self.since_ns) / 1e9
+        return found
+
+
+@dataclass
+class Gauges:
+    """What a scheduler said with its last step."""
+
+    batch_size: int = 0
+    waiting: int = 0
+    running: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass
+class Second:
+    """What ended in one second: steps (by phase, in seconds), their parts, tokens, requests."""
+
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    step_tokens: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    fed_tokens: int = 0
+    prefilled_tokens: int = 0
+    decodes_begun: int = 0
+    finished: list[Request] = field(default_factory=list)
+    gauges: dict[str, Gauges] = field(default_factory=dict)
+
+
+class LiveRun:
+    """Follows the rings of a run folder; ``poll()`` now and then, and look at the attributes.
+
+    ``seconds``: the last ``window`` of them by their number (Unix time). ``open``: requests without an
+    end. ``phases``: by request id.
+    """
+
+    def __init__(self, folder: Path, window: int = 60) -> None:
+        self.folder = folder
+        self.window = window
+        self.rings: dict[str, RingReader] = {}
+        self.seconds: dict[int, Second] = {}
+        self.open: dict[int, Request] = {}
+        self.phases: dict[str, Phases] = {}
+        self.gauges: dict[str, Gauges] = {}
+        self.levels: dict[int, int] = {}
+        self.model = ""
+        self.finished_requests = 0
+        self._ids: dict[int, str] = {}  # of requests, by the scheduler's keys
+        self._heard: dict[str, float] = {}
+        self._gone: deque[str] = deque()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there were processes and all of them are gone."""
+        return bool(self._gone) and not self.rings
+
+    @property
+    def dropped(self) -> int:
+        return sum(ring.dropped for ring in self.rings.values())
+
+    def poll(self) -> None:
+        """Reads what was written since the last time; takes in new processes and lets go of dead ones."""
+        self._find()
+        for name, ring in list(self.rings.items()):
+            alive = ring.is_alive()
+            self._read(name, ring, alive)
+            if not alive:
+                self._let_go(name, ring)
+        oldest = int(time.time()) - self.window
+        for number in [number for number in self.seconds if number < oldest]:
+            del self.seconds[number]
+        _bound(self.phases)
+        _bound(self.open)
+        _bound(self._ids)
+
+    def close(self) -> None:
+        for ring in self.rings.values():
+            ring.close()
+        self.rings.clear()
+
+    def _find(self) -> None:
+        for path in sorted(self.folder.glob("*" + SUFFIX)):
+            name = path.name.removesuffix(SUFFIX)
+            if name in self.rings or name in self._gone:
+                continue
+            try:
+                ring = RingReader(path, read_only=True)
+            except (DamagedError, OSError):
+                continue  # being made, or already gone
+            ring.skip_to_newest()
+            self.rings[name] = ring
+            self._take(name, ring.history())
+
+    def _read(self, name: str, ring: RingReader, alive: bool) -> None:
+        has_more, has_news = True, False
+        while has_more:
+            records, has_more = ring.poll(alive)
+            has_news = has_news or bool(records)
+            self._take(name, records)
+        now = time.monotonic()
+        if has_news:
+            self._heard[name] = now
+        elif now - self._heard.setdefault(name, now) > _SILENCE_SECONDS:
+            self._heard[name] = now
+            ring.skip_to_newest()
+
+    def _let_go(self, name: str, ring: RingReader) -> None:
+        ring.close()
+        del self.rings[name]
+        self.gauges.pop(name, None)
+        self._gone.append(name)
+
+    def _take(self, name: str, records: Iterable[Record]) -> None:
+        for record in records:
+            if isinstance(record, SpanEnd):
+                self._span(name, record)
+            elif isinstance(record, SpanBegin):
+                self._begin(record)
+            elif isinstance(record, RequestBegin):
+                self.model = str(record.attributes.get("gen_ai.request.model", "")) or self.model
+                self.open[record.span_id] = Request(record.request_id, record.start_ns, self.model)
+            elif isinstance(record, RequestSeen):
+                self._ids[record.key] = record.request_id
+                self.phases[record.request_id] = Phases()
+
+    def _begin(self, record: SpanBegin) -> None:
+        phases = self.phases.get(self._ids.get(record.root_id, ""))
+        if phases is not None and record.type.name in REQUEST_PHASES:
+            phases.current, phases.since_ns = record.type.name, record.start_ns
+            if record.type.name == "decode":
+                self._second(record.start_ns).decodes_begun += 1
+
+    def _span(self, name: str, record: SpanEnd) -> None:
+        kind = record.type.name
+        seconds = max(0, record.end_ns - record.start_ns) / 1e9
+        if kind == STEP:
+            self._step(name, record, seconds)
+        elif kind in STEP_PARTS:
+            parts = self._second(record.end_ns).parts
+            parts[kind] = parts.get(kind, 0.0) + seconds
+        elif record.root_id == record.span_id:
+            self._end(record)
+        elif kind in REQUEST_PHASES:
+            phases = self.phases.get(self._ids.get(record.root_id, ""))
+            if phases is not None:
+                phases.seconds[kind] = phases.seconds.get(kind, 0.0) + seconds
+                phases.current = "" if phases.current == kind else phases.current
+            if kind == "prefill":
+                tokens = _number(_values(record).get("sgl_aspects.prefill.tokens"))
+                self._second(record.end_ns).prefilled_tokens += int(tokens)
+
+    def _step(self, name: str, record: SpanEnd, seconds: float) -> None:
+        values = _values(record)
+        mode = str(values.get("sgl_aspects.forward.mode"))
+        phase = PHASES.get(mode, "other")
+        tokens = int(_number(values.get("sgl_aspects.batch.tokens")))
+        second = self._second(record.end_ns)
+        second.steps.setdefault(phase, []).append(seconds)
+        second.step_tokens[phase] = second.step_tokens.get(phase, 0) + tokens
+        second.fed_tokens += tokens
+        self.gauges[name] = second.gauges[name] = Gauges(
+            int(_number(values.get("sgl_aspects.batch.size"))),
+            int(_number(values.get("sgl_aspects.queue.waiting"))),
+            int(_number(values.get("sgl_aspects.queue.running"))),
+            _number(values.get("sgl_aspects.kv.usage")),
+        )
+
+    def _end(self, record: SpanEnd) -> None:
+        request = self.open.pop(record.span_id, None)
+        if request is None:
+            return  # its beginning was overwritten
+        values = _values(record)
+        first = values.get("gen_ai.latency.time_to_first_token")
+        request.end_ns = record.end_ns
+        request.time_to_first_token = float(first) if isinstance(first, (int, float)) else None
+        request.prompt_tokens = int(_number(values.get("gen_ai.usage.input_tokens")))
+        request.cached_tokens = int(_number(values.get("gen_ai.usage.cache_read.input_tokens")))
+        request.output_tokens = int(_number(values.get("gen_ai.usage.output_tokens")))
+        request.is_error = bool(record.error)
+        self.finished_requests += 1
+        self._second(record.end_ns).finished.append(request)
+
+    def _second(self, time_ns: int) -> Second:
+        return self.seconds.setdefault(time_ns // 1_000_000_000, Second())
+
+
+def _values(record: SpanEnd) -> dict[str, Any]:
+    return dict(zip(record.type.attributes, record.values))
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, (int, float)) else 0
+
+
+def _bound(found: dict[Any, Any]) -> None:
+    """Forgets the oldest entries of a dictionary that has grown too large."""
+    for key in list(found)[: max(0, len(found) - _MOST_REQUESTS)]:
+        del found[key]

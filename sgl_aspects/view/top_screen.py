@@ -1,0 +1,248 @@
+"""What ``sgl-aspects top`` shows of a live run, for a terminal of any width from about 60 columns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from sgl_aspects.tracing.control import Control
+from sgl_aspects.view.live import REQUEST_PHASES, STEP_PARTS, LiveRun, Request, Second
+from sgl_aspects.view.text import duration, one_line
+
+STYLES = {
+    "queue": "yellow",
+    "prefill": "magenta",
+    "mixed": "bright_magenta",
+    "decode": "green",
+    "other": "white",
+    "schedule": "blue",
+    "forward": "cyan",
+    "sample": "magenta",
+    "process_result": "yellow",
+}
+_LEVELS = {0: "off", 1: "requests", 2: "+ scheduler", 3: "+ forward", 4: "+ layers"}
+_WIDE = 120
+_MOST_SPARKS = 40
+
+
+def screen(run: LiveRun, controls: dict[int, Control], width: int, height: int, note: str = "") -> Group:
+    """The whole screen. ``controls``: what each process records, by its id."""
+    now = time.time_ns()
+    seconds = [run.seconds.get(int(now / 1e9) - age, Second()) for age in range(run.window, -1, -1)]
+    finished = [request for second in seconds for request in second.finished]
+    parts: list[RenderableType] = [
+        _head(run, controls, width, note),
+        Rule(Text(f"Requests, last {run.window} s", style="bold"), align="left", style="dim"),
+        _requests(run, seconds, finished),
+    ]
+    latencies, scheduler = _latencies(finished), _scheduler(run, seconds, width)
+    parts_of_steps = _parts(seconds, min(width, 60))
+    if width >= _WIDE:
+        both = Table.grid(padding=(0, 4, 0, 0))
+        both.add_row(latencies, _steps(seconds))
+        parts += [both]
+        parts += [Rule(Text("Scheduler", style="bold"), align="left", style="dim"), scheduler, parts_of_steps]
+    else:
+        parts += [latencies, Rule(Text("Scheduler", style="bold"), align="left", style="dim")]
+        parts += [scheduler, _steps(seconds), parts_of_steps]
+    used = 16 if width >= _WIDE else 22
+    parts += [Rule(Text("Slowest requests", style="bold"), align="left", style="dim")]
+    parts += [_slowest(run, finished, now, width, max(3, height - used))]
+    return Group(*parts)
+
+
+def _head(run: LiveRun, controls: dict[int, Control], width: int, note: str) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(one_line(run.model, 40) or "sgl-aspects top", style="bold")
+    text.append(f"  {run.folder.name}  {time.strftime('%H:%M:%S')}", style="dim")
+    if note:
+        text.append(f"  {note}", style="bold yellow")
+    if run.dropped:
+        text.append(f"  {run.dropped} spans dropped", style="bold red")
+    text.append("\n")
+    for index, (process_id, control) in enumerate(sorted(controls.items())):
+        if index == 4:
+            text.append(f" and {len(controls) - 4} more", style="dim")
+            break
+        sampled = f", {control.sample:.0%} of requests" if control.sample < 1 else ""
+        text.append(f"{'   ' if index else ''}process {process_id} ", style="dim")
+        text.append(f"level {control.level} ({_LEVELS.get(control.level, '?')}{sampled})")
+    return text
+
+
+def _requests(run: LiveRun, seconds: Sequence[Second], finished: Sequence[Request]) -> Table:
+    span = max(1, min(run.window, sum(1 for _ in _busy(seconds))))
+    prompt = sum(request.prompt_tokens for request in finished)
+    cached = sum(request.cached_tokens for request in finished)
+    fed = sum(second.fed_tokens for second in seconds)
+    prefilled = sum(second.prefilled_tokens for second in seconds)
+    if fed:  # every token that is fed and is not of a prompt makes the next one; so does a prompt's last
+        output = max(0, fed - prefilled) + sum(second.decodes_begun for second in seconds)
+    else:  # level 1: only what a finished request says
+        output = sum(request.output_tokens for request in finished)
+    failed = sum(request.is_error for request in finished)
+    return _numbers(
+        ("in flight", str(len(run.open)), ""),
+        ("finished/s", f"{len(finished) / span:.1f}", ""),
+        ("failed", str(failed), "bold red" if failed else ""),
+        ("output tok/s", f"{output / span:,.0f}", "bold"),
+        ("prompt tok/s", f"{(prefilled or prompt) / span:,.0f}", ""),
+        ("cache hits", f"{cached / prompt:.0%}" if prompt else "–", ""),
+    )
+
+
+def _latencies(finished: Sequence[Request]) -> Table:
+    table = _table("", "p50", "p90", "p99", "max")
+    rows: list[tuple[str, Callable[[Request], float | None]]] = [
+        ("time to first token", lambda request: request.time_to_first_token),
+        ("time per output token", lambda request: request.time_per_output_token),
+        ("duration", lambda request: request.seconds(request.end_ns)),
+    ]
+    for name, value in rows:
+        times = [found for found in map(value, finished) if found is not None]
+        table.add_row(name, *_percentiles(times))
+    return table
+
+
+def _scheduler(run: LiveRun, seconds: Sequence[Second], width: int) -> Table:
+    gauges = list(run.gauges.values())
+    sparks = min(_MOST_SPARKS, max(8, (width - 50) // 3))
+
+    def history(value: Callable[[Second], float]) -> list[float]:
+        return [value(second) for second in seconds[-sparks:]]
+
+    def told(name: str, value: str, values: list[float], style: str, top: float | None = None) -> Text:
+        return Text.assemble((f"{name} ", "dim"), (f"{value} ", "bold"), (spark(values, top), style))
+
+    kv = max((gauge.kv_usage for gauge in gauges), default=0.0)
+    running = history(lambda second: sum(gauge.running for gauge in second.gauges.values()))
+    waiting = history(lambda second: sum(gauge.waiting for gauge in second.gauges.values()))
+    usage = history(lambda second: max((gauge.kv_usage for gauge in second.gauges.values()), default=0.0))
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(
+        told("running", str(sum(gauge.running for gauge in gauges)), running, "green"),
+        told("waiting", str(sum(gauge.waiting for gauge in gauges)), waiting, "yellow"),
+        told("KV", f"{kv:.0%}", usage, "red" if kv > 0.95 else "cyan", 1.0),
+        told("batch", str(max((gauge.batch_size for gauge in gauges), default=0)), [], ""),
+    )
+    return table
+
+
+def _steps(seconds: Sequence[Second]) -> RenderableType:
+    table = _table("steps", "steps/s", "tok/step", "p50", "p99", "max")
+    span = max(1, sum(1 for _ in _busy(seconds)))
+    for phase in ("prefill", "mixed", "decode", "other"):
+        times = [step for second in seconds for step in second.steps.get(phase, ())]
+        if times:
+            tokens = sum(second.step_tokens.get(phase, 0) for second in seconds)
+            p50, _, p99, most = _percentiles(times)
+            cells = [f"{len(times) / span:.1f}", f"{tokens / len(times):,.0f}", p50, p99, most]
+            table.add_row(Text(phase, style=STYLES[phase]), *cells)
+    return table if table.row_count else Text("no steps: level 2 or more shows them", style="dim")
+
+
+def _parts(seconds: Sequence[Second], width: int) -> Text:
+    totals = {part: sum(second.parts.get(part, 0.0) for second in seconds) for part in STEP_PARTS}
+    whole = sum(sum(times) for second in seconds for times in second.steps.values())
+    if not whole:
+        return Text("")
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for part, total in totals.items():
+        if total:
+            text.append(f"{part.replace('_', ' ')} ", style="dim")
+            text.append(f"{min(1.0, total / whole):.0%} ", style="bold")
+            text.append("█" * max(1, round(total / whole * width / 3)) + "  ", style=STYLES[part])
+    return text
+
+
+def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int, most: int) -> RenderableType:
+    found = sorted([*run.open.values(), *finished], key=lambda request: -request.seconds(now_ns))[:most]
+    if not found:
+        return Text("no requests yet", style="dim")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", width=8, no_wrap=True)
+    table.add_column(width=7, no_wrap=True)
+    id_width = 34 if width >= _WIDE else 16
+    bar_width = max(8, width - id_width - 44)
+    table.add_column(width=bar_width, no_wrap=True)
+    table.add_column(justify="right", width=9, no_wrap=True)
+    table.add_column(justify="right", width=6, no_wrap=True)
+    table.add_column(width=id_width, no_wrap=True)
+    headings = ("time", "", "queue, prefill, decode", "1st token", "tokens", "request")
+    table.add_row(*(Text(heading, style="dim", overflow="ellipsis") for heading in headings))
+    longest = max(found[0].seconds(now_ns), 1e-9)
+    for request in found:
+        phases = run.phases.get(request.id)
+        times = phases.until(request.end_ns or now_ns) if phases else {}
+        state = (
+            "failed"
+            if request.is_error
+            else ""
+            if request.end_ns
+            else (phases.current if phases else "") or "open"
+        )
+        first = request.time_to_first_token
+        table.add_row(
+            Text(duration(request.seconds(now_ns)), style="bold"),
+            Text(state, style="red" if request.is_error else STYLES.get(state, "cyan")),
+            _bar(times, longest, bar_width),
+            "" if first is None else duration(first),
+            str(request.output_tokens) if request.end_ns else "",
+            Text(one_line(request.id, id_width)),
+        )
+    return table
+
+
+def _bar(times: dict[str, float], longest: float, width: int) -> Text:
+    text, reached, drawn = Text(), 0.0, 0
+    for phase in REQUEST_PHASES:
+        reached += times.get(phase, 0.0)
+        cells = round(min(1.0, reached / longest) * width) - drawn
+        text.append("█" * cells, style=STYLES[phase])
+        drawn += cells
+    return text
+
+
+def spark(values: Sequence[float], top: float | None = None) -> str:
+    """One character for each value, as high as it is large; blank where all are 0."""
+    highest = max([*values, 0.0]) if top is None else top
+    if highest <= 0:
+        return ""
+    return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, round(value / highest * 7)))] for value in values)
+
+
+def _busy(seconds: Sequence[Second]) -> Iterable[Second]:
+    """From the first second in which something happened: nothing is averaged over what was before."""
+    started = False
+    for second in seconds:
+        started = started or bool(second.steps or second.finished or second.parts)
+        if started:
+            yield second
+
+
+def _percentiles(times: Sequence[float]) -> tuple[str, str, str, str]:
+    if len(times) < 2:
+        return (duration(times[0]),) * 4 if times else ("–",) * 4
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return duration(cuts[49]), duration(cuts[89]), duration(cuts[98]), duration(max(times))
+
+
+def _table(*headings: str) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for index in range(len(headings)):
+        table.add_column(justify="right" if index else "left", no_wrap=True, min_width=0 if index == 0 else 7)
+    table.add_row(*(Text(heading, style="dim") for heading in headings))
+    return table
+
+
+def _numbers(*cells: tuple[str, str, str]) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(*(Text(name, style="dim", justify="right") for name, _, _ in cells))
+    table.add_row(*(Text(value, style=style, justify="right") for _, value, style in cells))
+    return table
