@@ -123,14 +123,14 @@ def test_processes_come_and_go(served: Served, live: LiveRun) -> None:
     second.process.join(60)
     live.poll()
     assert len(live.rings) == 1
-    assert not live.has_ended
+    assert not live.has_ended()
     for ring in served.folder.glob("*.ring"):
         ring.unlink()
     live.poll()  # the files are gone, the process is not
-    assert not live.has_ended
+    assert not live.has_ended()
     served.end()
     live.poll()
-    assert live.has_ended
+    assert live.has_ended()
     assert "tiny" in shown(live, 80)
 
 

@@ -204,7 +204,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
     for number, rid in enumerate(["quick", "slow\x1b[31m one", "open"]):
         request, key = new_id(), new_id()
         start = now - (2 + 3 * number) * second
-        attributes = {"gen_ai.request.model": "tiny"}
+        attributes: dict[str, Any] = {"gen_ai.request.model": "tiny"}
         recorder.write(RequestBegin(request, rid, start, *context.new(), "chat tiny", attributes))
         recorder.write(RequestSeen(key, rid, start))
         span(QUEUE)(new_id(), key, key, start, start + second)
@@ -213,7 +213,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
         if rid == "open":
             continue
         span(DECODE)(new_id(), key, key, start + second + second // 2, now, [11, "stop"])
-        values = [rid, "tiny", ["stop"], 1.5, 100, 11, 25, 1.5, (now - start) / 1e9]
+        values: list[Any] = [rid, "tiny", ["stop"], 1.5, 100, 11, 25, 1.5, (now - start) / 1e9]
         span(REQUEST)(request, request, 0, start, now, values, "abort" if number else "")
     for number in range(20):
         step = new_id()

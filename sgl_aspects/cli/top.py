@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     live = LiveRun(_folder(arguments), arguments.window)
     try:
         live.poll()
-        if live.has_ended:
+        if live.has_ended():
             raise ConfigError(
                 f"every process of {live.folder} has ended: look at it with sgl-aspects report {live.folder}"
             )
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         from sgl_aspects.cli.top_app import TopApp
 
         TopApp(live, max(0.05, arguments.interval)).run()
-        ended = "The run has ended. " if live.has_ended else ""
+        ended = "The run has ended. " if live.has_ended() else ""
         print(f"{ended}{live.finished_requests} requests were seen to finish.")
         return 0
     finally:

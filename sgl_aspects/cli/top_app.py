@@ -64,7 +64,7 @@ class TopApp(App[None]):
 
     def _look(self) -> None:
         self._live.poll()  # even while paused: what is not read in time is lost
-        if self._live.has_ended:
+        if self._live.has_ended():
             self.exit()
         elif not self._is_paused:
             self._draw()

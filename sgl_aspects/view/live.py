@@ -112,7 +112,6 @@ class LiveRun:
         self._heard: dict[str, float] = {}
         self._gone: deque[str] = deque()
 
-    @property
     def has_ended(self) -> bool:
         """Whether there were processes and all of them are gone."""
         return bool(self._gone) and not self.rings
