@@ -7,7 +7,7 @@ import platform
 import sys
 from pathlib import Path
 
-from benchmarks import calls, weaving
+from benchmarks import calls, levels, spans, steps, weaving
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BASE = "SGLang's registry"
@@ -37,6 +37,12 @@ def weaving_table() -> str:
     return "\n".join(lines)
 
 
+def steps_line() -> str:
+    """The aspects' own time in a decode step."""
+    costs = ", ".join(f"{cost:.1f} µs at level {level}" for level, cost in steps.measure().items())
+    return f"The aspects' own time in a decode step of eight requests: {costs}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
@@ -54,6 +60,22 @@ in brackets the ratio to SGLang's own hook registry. {platform.python_implementa
 ## Weaving, rebinding, importing
 
 {weaving_table()}
+
+## A span, by tracer
+
+Each tracer in a process of its own, rounds interleaved, medians of processor time; in brackets the ratio to
+the OpenTelemetry SDK with OTLP. The exporters send to a receiver on loopback; "exported" is what arrived.
+
+{spans.table()}
+
+## An engine, by level
+
+Pairs of the same batch without and with tracing, in turns; medians of the pairs' ratios, and the 95 %
+interval of the median.
+
+{levels.table()}
+
+{steps_line()}
 """
     sys.stdout.write(page)
     if arguments.write:

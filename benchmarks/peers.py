@@ -28,19 +28,27 @@ def _owner(module: str, target: str) -> tuple[Any, str]:
     return owner, name
 
 
-def load_sglang_registry() -> Any:
-    """SGLang's hook registry, its one file loaded alone from the wheel; None without a package index."""
+def sglang_sources(*names: str) -> Path | None:
+    """The folder ``sglang`` with these files of the wheel; None without a package index."""
     cache = Path(tempfile.gettempdir()) / "sgl-aspects-bench"
-    file = cache / "hook_registry.py"
-    if not file.exists():
+    if not all((cache / name).exists() for name in names):
         cache.mkdir(exist_ok=True)
-        # The wheel for one platform serves: only a Python file is taken out of it.
+        # The wheel for one platform serves: only Python files are taken out of it.
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), SGLANG]
         command += ["--only-binary=:all:", "--python-version", "3.11", "--platform", "manylinux_2_34_x86_64"]
-        if subprocess.run(command, check=False).returncode:
+        if not list(cache.glob("sglang-*.whl")) and subprocess.run(command, check=False).returncode:
             return None
         with zipfile.ZipFile(next(cache.glob("sglang-*.whl"))) as wheel:
-            file.write_bytes(wheel.read("sglang/srt/plugins/hook_registry.py"))
+            wheel.extractall(cache, names)
+    return cache / "sglang"
+
+
+def load_sglang_registry() -> Any:
+    """SGLang's hook registry, its one file loaded alone from the wheel; None without a package index."""
+    folder = sglang_sources("sglang/srt/plugins/hook_registry.py")
+    if folder is None:
+        return None
+    file = folder / "srt" / "plugins" / "hook_registry.py"
     spec = importlib.util.spec_from_file_location("sglang_hook_registry", file)
     assert spec is not None
     assert spec.loader is not None

@@ -6,12 +6,11 @@ is one header with fixed fields.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -99,37 +98,58 @@ def trace_id_of_root(span_id: int) -> int:
     return (span_id * 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) % (1 << 128) or 1
 
 
-def make_current(trace_id: int, span_id: int) -> object | None:
-    """Makes a span of ours OpenTelemetry's current one, so that other people's spans nest in it.
+class _OpenTelemetry(NamedTuple):
+    """What is needed to make a span current, looked up once."""
+
+    make_span: Callable[[int], Any]
+    key: str
+    make_context: Callable[[dict[str, object]], Any]
+    get_current: Callable[[], Any]
+    attach: Callable[[Any], object]
+    detach: Callable[[Any], None]
+
+
+_otel: _OpenTelemetry | None = None
+
+
+def make_current(root_id: int) -> object | None:
+    """Makes a root of ours OpenTelemetry's current span, so that other people's spans nest in it.
 
     Only in a process that uses OpenTelemetry anyway. Give what it returns to ``restore`` in the same thread.
     """
-    current = sys.modules.get("opentelemetry.context")
-    if current is None or "opentelemetry.trace" not in sys.modules:
+    otel = _otel or _find_opentelemetry()
+    if otel is None:
         return None
-    make_span, key = _open_spans()
     # What set_span_in_context does, in a third of the time.
-    context = current.Context({**current.get_current(), key: make_span(trace_id, span_id)})
-    return current.attach(context)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _open_spans() -> tuple[Callable[[int, int], object], str]:
-    """What makes spans whose context is built when somebody asks, and the name of a context's span."""
-    from opentelemetry import trace
-    from opentelemetry.context import Context
-
-    class OpenSpan(trace.NonRecordingSpan):
-        def __init__(self, trace_id: int, span_id: int) -> None:
-            self._ids = trace_id, span_id
-
-        def get_span_context(self) -> trace.SpanContext:
-            return trace.SpanContext(*self._ids, False, trace.TraceFlags(trace.TraceFlags.SAMPLED))
-
-    (key,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
-    return OpenSpan, key
+    make_span, key, make_context, get_current, attach, _ = otel
+    before, span = get_current(), make_span(root_id)
+    return attach(make_context({**before, key: span} if before else {key: span}))
 
 
 def restore(token: object) -> None:
     """Ends what ``make_current`` began."""
-    sys.modules["opentelemetry.context"].detach(token)
+    if _otel is not None:
+        _otel.detach(token)
+
+
+def _find_opentelemetry() -> _OpenTelemetry | None:
+    global _otel
+    if "opentelemetry.trace" not in sys.modules or "opentelemetry.context" not in sys.modules:
+        return None
+    from opentelemetry import context, trace
+
+    class OpenSpan(trace.NonRecordingSpan):
+        """Its context is built when somebody asks."""
+
+        def __init__(self, root_id: int) -> None:
+            self._root_id = root_id
+
+        def get_span_context(self) -> trace.SpanContext:
+            trace_id, flags = trace_id_of_root(self._root_id), trace.TraceFlags(trace.TraceFlags.SAMPLED)
+            return trace.SpanContext(trace_id, self._root_id, False, flags)
+
+    (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
+    _otel = _OpenTelemetry(
+        OpenSpan, key, context.Context, context.get_current, context.attach, context.detach
+    )
+    return _otel

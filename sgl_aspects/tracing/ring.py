@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.context import make_current, trace_id_of_root
+from sgl_aspects.tracing.context import make_current
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
@@ -145,7 +145,7 @@ class RingRecorder:
             self._slots.fill(layout.BEGIN.pack_into, layout.KIND_SENT, event.span_id, 0, 0, 0)
 
     def make_current(self, root_id: int) -> object | None:
-        return make_current(trace_id_of_root(root_id), root_id)
+        return make_current(root_id)
 
     def close(self) -> None:
         with self._lock:

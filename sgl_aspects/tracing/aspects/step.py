@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import modules
 from time import time_ns
 from typing import Any
 
@@ -27,8 +26,6 @@ STEP = SpanType(
         "sgl_aspects.kv.usage": float,
     },
 )
-
-_OTEL = "opentelemetry.trace"
 
 
 class StepSpans:
@@ -90,7 +87,7 @@ class StepAspect:
         if not step_id and not (self._measures and self._recorder.level):
             return None
         self._batch, self._links = None, ()
-        current = self._recorder.make_current(step_id) if step_id and _OTEL in modules else None
+        current = self._recorder.make_current(step_id) if step_id else None
         return time_ns(), self._stepped(args, kwargs), current
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:

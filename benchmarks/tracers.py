@@ -1,0 +1,217 @@
+"""One span with four attributes, made by each of the tracers that are compared (see benchmarks/spans.py).
+
+A tracer is made once in a process of its own, with the URL of its backend; ``span()`` is what is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sgl_aspects.tracing.records import SpanType
+
+ATTRIBUTES: dict[str, Any] = {"mode": "decode", "size": 12, "tokens": 12, "share": 0.25}
+FORWARD = SpanType("forward", {"mode": str, "size": int, "tokens": int, "share": float})
+QUEUE = 1 << 20  # nothing shall be lost because a benchmark is in a hurry
+
+
+class Tracer(NamedTuple):
+    """``flush`` waits until the process's own part is done; ``collector`` is another process's id, or 0."""
+
+    span: Callable[[], None]
+    flush: Callable[[], None] = lambda: None
+    collector: int = 0
+    close: Callable[[], object] = lambda: None
+
+
+def ours(url: str, current: bool = False) -> Tracer:
+    """The flight recorder, with a collector that exports over OTLP."""
+    from sgl_aspects.tracing import attach
+    from sgl_aspects.tracing.context import restore
+
+    if current:
+        import opentelemetry.trace  # noqa: F401  (a process that uses OpenTelemetry)
+    session = attach(endpoint=url)
+    recorder, clock = session.recorder, time.time_ns
+    new_id, write = recorder.new_id, recorder.spans(FORWARD)
+
+    def span() -> None:
+        start, span_id = clock(), new_id()
+        write(span_id, span_id, 0, start, clock(), ("decode", 12, 12, 0.25))
+
+    def current_span() -> None:
+        start, span_id = clock(), new_id()
+        token = recorder.make_current(span_id)
+        restore(token)
+        write(span_id, span_id, 0, start, clock(), ("decode", 12, 12, 0.25))
+
+    return Tracer(
+        current_span if current else span,
+        lambda: time.sleep(0.3),  # the collector looks every 50 ms
+        session.collector_process_id or 0,
+        lambda: session.close(30),
+    )
+
+
+def ours_current(url: str) -> Tracer:
+    """The same as the current span of a process that uses OpenTelemetry."""
+    return ours(url, current=True)
+
+
+def otel_api(url: str) -> Tracer:
+    """OpenTelemetry's API where nobody set up an SDK."""
+    from opentelemetry import trace
+
+    return Tracer(_as_current(trace.get_tracer("bench")))
+
+
+def otel_sdk(exporter: Any) -> Tracer:
+    """OpenTelemetry's SDK with its batch processor."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=QUEUE))
+    return Tracer(_as_current(provider.get_tracer("bench")), lambda: _flush(provider))
+
+
+def otel_sdk_nowhere(url: str) -> Tracer:
+    """An exporter that drops everything."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Nowhere(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            return SpanExportResult.SUCCESS
+
+        def shutdown(self) -> None:
+            """Nothing to end."""
+
+    return otel_sdk(Nowhere())
+
+
+def otel_sdk_otlp(url: str) -> Tracer:
+    """OTLP over HTTP."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return otel_sdk(OTLPSpanExporter(url + "/v1/traces"))
+
+
+def sglang_trace(url: str) -> Tracer:
+    """A slice with attributes, by SGLang's own module, which needs three things of the rest of SGLang."""
+    from benchmarks.peers import sglang_sources
+
+    source = sglang_sources("sglang/srt/observability/trace.py", "sglang/srt/environ.py")
+    if source is None:
+        raise ModuleNotFoundError("sglang's wheel")
+    for name, path in (("sglang", source), ("sglang.srt", source / "srt")):
+        package = types.ModuleType(name)
+        package.__path__ = [str(path)]
+        sys.modules[name] = package
+    resources = types.SimpleNamespace(trace_level=3)
+    context, utils = types.ModuleType("sglang.srt.runtime_context"), types.ModuleType("sglang.srt.utils")
+    context.__dict__["get_resources"] = lambda: resources
+    utils.__dict__["get_int_env_var"] = lambda name, default=0: int(os.environ.get(name, default))
+    sys.modules[context.__name__], sys.modules[utils.__name__] = context, utils
+    observability = types.ModuleType("sglang.srt.observability")
+    observability.__path__ = [str(source / "srt" / "observability")]
+    sys.modules[observability.__name__] = observability
+    os.environ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
+    os.environ["OTEL_BSP_MAX_QUEUE_SIZE"] = str(QUEUE)
+    module = importlib.import_module("sglang.srt.observability.trace")
+    module.process_tracing_init(url + "/v1/traces", "bench")
+    module.trace_set_thread_info("scheduler")
+    request = module.TraceReqContext("r1", module_name="request")
+    request.trace_req_start()
+
+    def span() -> None:
+        request.trace_slice_start("forward", 1)
+        request.trace_slice_end("forward", 1, attrs=ATTRIBUTES)
+
+    from opentelemetry import trace
+
+    return Tracer(span, lambda: _flush(trace.get_tracer_provider()))
+
+
+def ddtrace(url: str) -> Tracer:
+    """Datadog's tracer, sending to an agent."""
+    os.environ.update(
+        DD_TRACE_AGENT_URL=url.rpartition("/")[0],
+        DD_INSTRUMENTATION_TELEMETRY_ENABLED="0",
+        DD_REMOTE_CONFIGURATION_ENABLED="0",
+        DD_TRACE_STARTUP_LOGS="0",
+    )
+    _installed("ddtrace==4.16.0", "ddtrace")
+    tracer = importlib.import_module("ddtrace").tracer
+
+    def span() -> None:
+        with tracer.trace("forward") as current:
+            current.set_tag("mode", "decode")
+            current.set_metric("size", 12)
+            current.set_metric("tokens", 12)
+            current.set_metric("share", 0.25)
+
+    return Tracer(span, lambda: tracer.flush())
+
+
+def wrapture(url: str) -> Tracer:
+    """wrapture's block, exported by its OpenTelemetry sink. For Python 3.12 and later."""
+    os.environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = url + "/v1/traces"
+    os.environ["OTEL_BSP_MAX_QUEUE_SIZE"] = str(QUEUE)
+    _installed("wrapture==1.0.0b4", "wrapture")
+    module = importlib.import_module("wrapture")
+    sink = importlib.import_module("wrapture.otel").sink(service_name="bench", signals=("traces",))
+    module.add_sink(sink)
+
+    def span() -> None:
+        with module.block("forward", data=ATTRIBUTES):
+            pass
+
+    return Tracer(span, lambda: time.sleep(6))  # a batch goes after five seconds at the latest
+
+
+TRACERS: dict[str, Callable[[str], Tracer]] = {
+    "ours": ours,
+    "ours, as the current span": ours_current,
+    "OTel API, no SDK": otel_api,
+    "OTel SDK, batch, exporter that drops": otel_sdk_nowhere,
+    "OTel SDK, batch, OTLP": otel_sdk_otlp,
+    "SGLang's trace module, OTLP": sglang_trace,
+    "ddtrace": ddtrace,
+    "wrapture, OTLP": wrapture,
+}
+
+
+def _as_current(tracer: Any) -> Callable[[], None]:
+    def span() -> None:
+        with tracer.start_as_current_span("forward") as current:
+            current.set_attributes(ATTRIBUTES)
+
+    return span
+
+
+def _flush(provider: Any) -> None:
+    if not provider.force_flush(120_000):
+        raise RuntimeError("not everything was exported")
+
+
+def _installed(requirement: str, module: str) -> None:
+    """Sees to a package that only this comparison needs, in a folder of its own."""
+    with suppress(ModuleNotFoundError):
+        importlib.import_module(module)
+        return
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = Path(tempfile.gettempdir(), "sgl-aspects-bench", f"{module}-{version}")
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+        more = ["bytecode", "envier"] if module == "ddtrace" else []
+        subprocess.run([*command, requirement, *more], check=True, capture_output=True)
+    sys.path.append(str(folder))
