@@ -11,10 +11,11 @@ import torch
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform, resolve_qualified_name
 from sgl_aspects.runtime.attention.base import AttentionBackend
-from sgl_aspects.runtime.attention.registry import attention_backend_class
+from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.batch import Batch
+from sgl_aspects.runtime.communicator import make_communicator
 from sgl_aspects.runtime.forward_batch import ForwardBatch
-from sgl_aspects.runtime.kv_cache import KVCache, PageTable
+from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.logit_adjuster import LogitAdjuster
 from sgl_aspects.runtime.logprobs import TokenLogprobs, token_logprobs
@@ -39,6 +40,7 @@ class ModelRunner:
         self.platform.set_device(self.device)
         if server_args.random_seed is not None:
             self.platform.seed_everything(server_args.random_seed)
+        self.communicator = make_communicator(0, 1, "")
         self.checkpoint = open_checkpoint(str(server_args.model_path))
         self.config = self.checkpoint.config
         self.dtype = _DTYPES[self.config.dtype if server_args.dtype == "auto" else server_args.dtype]
@@ -54,7 +56,9 @@ class ModelRunner:
     def load_model(self) -> None:
         start = time.perf_counter()
         with self.device, self.platform.inference_mode():
-            self.model = model_class(self.config.architecture)(self.config, self.dtype, self.context_length)
+            self.model = model_class(self.config.architecture)(
+                self.config, self.dtype, self.context_length, self.communicator
+            )
             self.model.load_weights(self.checkpoint.weights())
             self.model.eval()
             for module in self.model.modules():
@@ -69,18 +73,20 @@ class ModelRunner:
     def init_kv_cache(self) -> None:
         """Pool, allocator and page table, of the size asked for or of what the free memory allows."""
         args, config = self.server_args, self.config
-        pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind="mha"))
+        kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
+        pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind=kind))
         allocator_class = resolve_qualified_name(self.platform.get_paged_allocator_cls())
-        token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        bytes_each = token_bytes(kind, self.dtype, config.num_layers, **row)
         free, _ = self.platform.get_available_memory()
         size = args.max_total_tokens
         if size is None:
             # More than every running request at full length could never be used.
             useful = args.max_running_requests * (self.context_length + args.page_size)
-            size = min(int(free * args.mem_fraction) // token_bytes, useful)
-        if size < args.page_size or size * token_bytes > free:
+            size = min(int(free * args.mem_fraction) // bytes_each, useful)
+        size = min(self.communicator.gather_objects(size))  # all ranks have the same pages
+        if size < args.page_size or size * bytes_each > free:
             raise ConfigError(
-                f"no room for a key-value cache of {max(size, args.page_size)} tokens: {token_bytes} bytes "
+                f"no room for a key-value cache of {max(size, args.page_size)} tokens: {bytes_each} bytes "
                 f"each, {free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction "
                 f"({args.mem_fraction})."
             )
@@ -91,22 +97,20 @@ class ModelRunner:
             dtype=self.dtype,
             layer_num=config.num_layers,
             device=self.device,
-            head_num=config.num_kv_heads,
-            head_dim=config.head_dim,
+            **row,
         )
         self.page_table = PageTable(
             args.max_running_requests, self.context_length, args.page_size, self.device
         )
         self.kv_cache = KVCache(allocator, self.page_table, self.kv_pool, prefix_cache=args.prefix_cache)
-        name = args.attention_backend or self.platform.get_default_attention_backend()
-        self.attention_backend: AttentionBackend = attention_backend_class(name)(
+        self.attention_backend: AttentionBackend = choose_attention_backend(args.attention_backend, kind)(
             self.kv_pool, self.page_table
         )
         logger.info(
             "key-value cache: %d tokens of %d bytes, attention backend %s",
             allocator.total_size,
-            token_bytes,
-            name,
+            bytes_each,
+            type(self.attention_backend).__name__,
         )
 
     def init_graphs(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs
+from sgl_aspects.runtime.batch import Req
 from sgl_aspects.runtime.messages import ReadyMessage, TokenizedRequest
 from sgl_aspects.runtime.scheduler import Scheduler
 from tests.tiny_models import VARIANTS, greedy, make_llama
@@ -58,6 +59,13 @@ def run_in_process(
     args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
 ) -> tuple[list[list[int]], set[str]]:
     """Drive a Scheduler step by step, a new request every second step. Returns outputs and forward modes."""
+    reqs, modes, _ = drive(args, prompts, new_tokens, **sampling)
+    return [req.output_ids for req in reqs], modes
+
+
+def drive(
+    args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
+) -> tuple[list[Req], set[str], Scheduler]:
     ours, theirs = multiprocessing.Pipe()
     scheduler = Scheduler(args, theirs)
     arriving = [
@@ -83,7 +91,7 @@ def run_in_process(
         scheduler.step()
         drain(ours)
     assert scheduler.kv_cache.available_size() == scheduler.kv_cache.total_size
-    return [req.output_ids for req in reqs], modes
+    return reqs, modes, scheduler
 
 
 def drain(connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random Llama checkpoints, made with transformers, and what transformers itself answers with them."""
+"""Tiny random checkpoints, made with transformers, and what transformers itself answers with them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,70 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16,
+    "beta_slow": 1,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+#: By name: transformers' prefix of the classes, and what is set beside the sizes that all have.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 24, "rope_parameters": _YARN}),
+    "qwen3 experts": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        {
+            **_MLA,
+            "topk_method": "group_limited_greedy",
+            "q_lora_rank": None,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **_MLA,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek v3.2": (
+        "DeepseekV32",
+        {**_MLA, "index_topk": 24, "index_head_dim": 32, "index_n_heads": 32},
+    ),
+}
+
+
 def make_tokenizer() -> tokenizers.Tokenizer:
     """Byte-level BPE: all bytes, some merges, and the special tokens <|text|> 0, <|start|> 1, <|end|> 2."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -55,12 +119,20 @@ def make_tokenizer() -> tokenizers.Tokenizer:
 
 
 def make_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -> Any:
-    """Save a random model with tokenizer and chat template in ``folder``; return transformers' model."""
+    """Save a random Llama with tokenizer and chat template in ``folder``; return transformers' model."""
+    return make_model(folder, "llama", max_shard_size=max_shard_size, **overrides)
+
+
+def make_model(
+    folder: Path, family: str, *, max_shard_size: str = "1GB", seed: int = 7, **overrides: Any
+) -> Any:
+    """Save a random model of a family; return transformers' model."""
     import json
 
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    torch.manual_seed(7)
+    prefix, own = FAMILIES[family]
+    torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     settings: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -73,15 +145,20 @@ def make_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -
         "initializer_range": 0.3,  # far from uniform answers: the likeliest token is no matter of rounding
         "bos_token_id": 0,
         "eos_token_id": 2,
+        **own,
         **overrides,
     }
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.normal_(std=0.3)
             elif "norm" in name:
                 parameter.normal_(mean=1.0, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.forward_batch import ForwardBatch
-    from sgl_aspects.runtime.kv_cache import MHATokenPool, PageTable
+    from sgl_aspects.runtime.kv_cache import PageTable
     from sgl_aspects.runtime.ops.attention import Attention
+
+
+@dataclass
+class IndexerInputs:
+    """What a sparse layer's indexer says of this step's tokens.
+
+    A token at l suits the query of a token t by ``Σ_h weights[t, h] * relu(scale * query[t, h] · key[l])``,
+    where scale is the head size to the power of -0.5. Attention reads the ``topk`` that suit best.
+    """
+
+    #: [tokens, index heads, index head_dim]
+    query: torch.Tensor
+    #: [tokens, index head_dim]
+    key: torch.Tensor
+    #: [tokens, index heads]
+    weights: torch.Tensor
+    topk: int
 
 
 class AttentionBackend(abc.ABC):
     """Computes attention of every layer over the paged cache. One object for an engine's life."""
 
+    #: The kinds of key-value pool that it can read.
+    kinds: ClassVar[frozenset[str]] = frozenset({"mha"})
+
     #: True where a decode step can be captured: what differs from step to step is then read on the device
     #: alone (``batch.rows``, ``batch.device_lengths``), and nothing on the host.
     capturable: ClassVar[bool] = False
 
-    def __init__(self, kv_pool: MHATokenPool, page_table: PageTable) -> None:
+    def __init__(self, kv_pool: Any, page_table: PageTable) -> None:
         self.kv_pool = kv_pool
         self.page_table = page_table
 
@@ -64,3 +85,17 @@ class AttentionBackend(abc.ABC):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """The tokens of the prompts: each over what its request has in the cache, up to itself."""
+
+    def forward_sparse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        index: IndexerInputs,
+        layer: Attention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Store key, value and index key, then attend to the best tokens. Only of backends for kind "dsa"."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} has no sparse attention: write forward_sparse()"
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform, resolve_qualified_name
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS: dict[str, str | type] = {
     "torch_native": "sgl_aspects.runtime.attention.torch_native:TorchNativeBackend",
@@ -19,3 +22,24 @@ def attention_backend_class(name: str) -> Any:
     if name not in backends:
         raise ConfigError(f"attention_backend={name!r}: choose one of {', '.join(sorted(backends))}")
     return resolve_qualified_name(backends[name])
+
+
+def choose_attention_backend(wanted: str | None, kind: str) -> Any:
+    """The class for pools of ``kind``: the one that the user wants, or the platform's default.
+
+    ConfigError where the user wants one that cannot read such a pool. Where the default cannot, the reference
+    does, and the log says so.
+    """
+    name = wanted or current_platform.get_default_attention_backend()
+    chosen = attention_backend_class(name)
+    if kind in chosen.kinds:
+        return chosen
+    if wanted is not None:
+        backends = {**ATTENTION_BACKENDS, **current_platform.get_attention_backends()}
+        able = [other for other in sorted(backends) if kind in attention_backend_class(other).kinds]
+        raise ConfigError(
+            f"attention_backend={wanted!r} cannot read this model's key-value cache, which is of kind "
+            f"{kind!r}: choose one of {', '.join(able)}"
+        )
+    logger.info("attention backend %s has no pools of kind %r: torch_native it is", name, kind)
+    return attention_backend_class("torch_native")

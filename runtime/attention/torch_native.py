@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from sgl_aspects.runtime.attention.base import AttentionBackend
+from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
+from sgl_aspects.runtime.attention.sparse import sparse_attention
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.forward_batch import ForwardBatch
@@ -44,6 +45,7 @@ class TorchNativeBackend(AttentionBackend):
     as several queries of one token when decoding, as a dimension of stride 0 otherwise.
     """
 
+    kinds: ClassVar[frozenset[str]] = frozenset({"mha", "mla", "dsa"})
     _decode: _DecodeStep | None = None
     _chunks: list[_Chunk]
 
@@ -89,7 +91,7 @@ class TorchNativeBackend(AttentionBackend):
         output = F.scaled_dot_product_attention(
             grouped, key, value, attn_mask=self._decode.mask, scale=layer.scale
         )
-        return output.reshape(requests, heads, head_dim)
+        return output.reshape(requests, heads, layer.v_head_dim)
 
     def forward_extend(
         self,
@@ -99,7 +101,7 @@ class TorchNativeBackend(AttentionBackend):
         layer: Attention,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = query.new_empty(len(query), layer.num_heads, layer.v_head_dim)
         for chunk in self._chunks:
             tokens = slice(chunk.start, chunk.end)
             if chunk.pages is None:
@@ -111,6 +113,19 @@ class TorchNativeBackend(AttentionBackend):
                 values = gathered_values[0, :, : chunk.length]
             self._attend(query[tokens], keys, values, layer, chunk.mask, output[tokens])
         return output
+
+    def forward_sparse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        index: IndexerInputs,
+        layer: Attention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
+        self.kv_pool.set_index_key_buffer(layer.layer_id, batch.slots, index.key)
+        return sparse_attention(self.kv_pool, self.page_table, query, index, layer, batch)
 
     def _attend(
         self,
@@ -128,12 +143,12 @@ class TorchNativeBackend(AttentionBackend):
         attended = F.scaled_dot_product_attention(
             grouped,
             keys.unsqueeze(1).expand(shape),
-            values.unsqueeze(1).expand(shape),
+            values.unsqueeze(1).expand(*shape[:3], layer.v_head_dim),
             attn_mask=mask,
             is_causal=mask is None,
             scale=layer.scale,
         )
-        output.view(tokens, shape[0], shape[1], head_dim).copy_(attended.permute(2, 0, 1, 3))
+        output.view(tokens, shape[0], shape[1], layer.v_head_dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _gather(
         self, layer: Attention, pages: torch.Tensor, requests: int

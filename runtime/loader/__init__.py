@@ -2,6 +2,7 @@
 
 model_config.py       ModelConfig: the numbers that the model classes need
 checkpoint.py         open_checkpoint(path): finds out which of the two it is
+hf_config.py          ModelConfig from config.json
 hf_folder.py          config.json, *.safetensors, tokenizer.json, chat template, generation_config.json
 gguf_file.py          all of that rebuilt from one GGUF file
 gguf_reader.py        the file format

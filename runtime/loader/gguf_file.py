@@ -74,6 +74,7 @@ class GGUFCheckpoint(Checkpoint):
             rope=self._rope(name, context_length),
             tie_word_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors,
+            attention_output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_gate.bias" in tensors,
             eos_token_ids=tuple(
                 dict.fromkeys(  # in order, each once

@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime.models.registry import known_architectures
+
+ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions. ``scaling`` is "default", "linear" or "llama3"; the rest belongs to those two."""
+    """Rotary positions. ``scaling`` is one of ROPE_SCALINGS; the rest belongs to one or the other."""
 
     theta: float = 10000.0
     scaling: str = "default"
     factor: float = 1.0
+    original_context_length: int = 8192
+    #: llama3.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context_length: int = 8192
+    #: yarn. The mscales say how much attention is sharpened; attention_factor, where given, says it outright.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
     #: One for each frequency, as GGUF files carry the llama3 scaling; empty for none.
     frequency_divisors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Experts in the place of an MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    #: Inner size of one expert.
+    intermediate_size: int
+    #: Layers that have a plain MLP all the same.
+    dense_layers: frozenset[int] = frozenset()
+    num_shared_experts: int = 0
+    #: "softmax" over all experts, or the "sigmoid" of each.
+    scoring: str = "softmax"
+    #: Whether a token's weights are made to sum to 1, and what they are multiplied with then.
+    normalize: bool = False
+    scaling_factor: float = 1.0
+    #: Only experts of the ``topk_groups`` best groups are chosen from. A group is as good as its best expert,
+    #: or (``group_by_top2``) the sum of its best two.
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_by_top2: bool = False
+    #: Whether the checkpoint has a bias that counts in choosing, not in weighing.
+    has_correction_bias: bool = False
+    #: Whether the router computes in float32 whatever the model's type.
+    float32_router: bool = False
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """Sparse attention: a token reads only the ``topk`` tokens that the indexer finds best."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention: keys and values of all heads come from one compressed row a token."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    #: None: queries are not compressed.
+    q_lora_rank: int | None = None
+    #: Rotary pairs are neighbours (0, 1), not halves (0, dim / 2).
+    interleaved: bool = True
+    indexer: IndexerConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -40,10 +98,16 @@ class ModelConfig:
     dtype: str = "float32"
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_word_embeddings: bool = False
+    #: Of queries, keys and values; and of the projection after attention.
     attention_bias: bool = False
+    attention_output_bias: bool = False
+    #: Whether each head's queries and keys are normalized.
+    qk_norm: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
     eos_token_ids: tuple[int, ...] = ()
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,82 +132,21 @@ class ModelConfig:
         if self.hidden_act != "silu":
             raise ModelLoadError(f"hidden_act={self.hidden_act!r} is not supported; supported: silu")
 
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
-def config_from_hugging_face(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], source: str
-) -> ModelConfig:
-    """Read ``config.json`` (and the end tokens of ``generation_config.json``); ``source`` is for messages."""
-    architectures = raw.get("architectures") or ["(none)"]
-    architecture = next((name for name in architectures if name in known_architectures()), None)
-    if architecture is None:
-        raise ModelLoadError(
-            f"{source}: architecture {', '.join(map(str, architectures))} is not known to this engine; "
-            f"it knows {', '.join(known_architectures())}"
-        )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "?")
-        raise ModelLoadError(
-            f"{source}: quantization_config ({method}) is not supported; use the unquantized checkpoint"
-        )
-    try:
-        heads = raw["num_attention_heads"]
-        hidden_size = raw["hidden_size"]
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=raw["vocab_size"],
-            hidden_size=hidden_size,
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden_size // heads,
-            context_length=raw.get("max_position_embeddings", 2048),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            dtype=_dtype(raw, source),
-            rope=_rope(raw, source),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            hidden_act=raw.get("hidden_act", "silu"),
-            eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
-        )
-    except KeyError as missing:
-        raise ModelLoadError(f"{source} lacks the key {missing}") from missing
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelLoadError(f"{source} holds a value of the wrong type: {error}") from error
+    @property
+    def kv_kind(self) -> str:
+        """The kind of key-value pool: "mha", "mla" or "dsa"."""
+        if self.mla is None:
+            return "mha"
+        return "mla" if self.mla.indexer is None else "dsa"
 
-
-def _dtype(raw: Mapping[str, Any], source: str) -> str:
-    """``dtype`` in newer files, ``torch_dtype`` in older ones."""
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ModelLoadError(f"{source}: dtype {dtype!r} is not supported; known: float32, bfloat16, float16")
-    return str(dtype)
-
-
-def _rope(raw: Mapping[str, Any], source: str) -> RopeConfig:
-    """``rope_parameters`` in newer files; ``rope_theta`` and ``rope_scaling`` in older ones."""
-    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    scaling = values.get("rope_type", values.get("type", "default"))
-    if scaling not in ("default", "linear", "llama3"):
-        raise ModelLoadError(
-            f"{source}: rope scaling {scaling!r} is not supported; known: default, linear, llama3"
-        )
-    if values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelLoadError(f"{source}: partial_rotary_factor is not supported")
-    context_length = raw.get("max_position_embeddings", 2048)
-    return RopeConfig(
-        theta=float(values.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        scaling=scaling,
-        factor=float(values.get("factor", 1.0)),
-        low_freq_factor=float(values.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(values.get("high_freq_factor", 4.0)),
-        original_context_length=int(values.get("original_max_position_embeddings", context_length)),
-    )
-
-
-def _eos(value: Any) -> tuple[int, ...]:
-    """A checkpoint names no end token, one, or a list."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    def kv_row(self, num_ranks: int = 1) -> dict[str, int]:
+        """The sizes that a pool of this kind is made with, on each of so many ranks."""
+        if self.mla is None:
+            return {"head_num": max(self.num_kv_heads // num_ranks, 1), "head_dim": self.head_dim}
+        row = {"kv_lora_rank": self.mla.kv_lora_rank, "qk_rope_head_dim": self.mla.qk_rope_head_dim}
+        return row if self.mla.indexer is None else {**row, "index_head_dim": self.mla.indexer.head_dim}

@@ -9,7 +9,13 @@ from sgl_aspects.platforms import resolve_qualified_name
 
 #: Architecture, as config.json names it, to the qualified name of its class here.
 MODELS: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
+    "DeepseekV3ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
+    "DeepseekV32ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
     "LlamaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "sgl_aspects.runtime.models.qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "sgl_aspects.runtime.models.qwen:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "sgl_aspects.runtime.models.qwen:Qwen3MoeForCausalLM",
 }
 
 

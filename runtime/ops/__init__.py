@@ -4,18 +4,24 @@ from sgl_aspects.runtime.ops.activation import SiluAndMul
 from sgl_aspects.runtime.ops.attention import Attention
 from sgl_aspects.runtime.ops.base import Operator
 from sgl_aspects.runtime.ops.embedding import Embedding
-from sgl_aspects.runtime.ops.linear import Linear, MergedLinear
+from sgl_aspects.runtime.ops.linear import Linear
+from sgl_aspects.runtime.ops.moe import FusedExperts, TopKExperts
 from sgl_aspects.runtime.ops.norm import RMSNorm
+from sgl_aspects.runtime.ops.parallel import ColumnParallelLinear, MergedLinear, RowParallelLinear
 from sgl_aspects.runtime.ops.rotary import Angles, RotaryEmbedding
 
 __all__ = [
     "Angles",
     "Attention",
+    "ColumnParallelLinear",
     "Embedding",
+    "FusedExperts",
     "Linear",
     "MergedLinear",
     "Operator",
     "RMSNorm",
     "RotaryEmbedding",
+    "RowParallelLinear",
     "SiluAndMul",
+    "TopKExperts",
 ]

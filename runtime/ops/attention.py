@@ -8,22 +8,44 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from sgl_aspects.runtime.attention.base import IndexerInputs
     from sgl_aspects.runtime.forward_batch import ForwardBatch
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads. The backend computes it; this holds the layer's sizes."""
+    """Causal attention with grouped heads. The backend computes it; this holds the layer's sizes.
 
-    def __init__(self, layer_id: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    ``v_head_dim`` is that of values and output, by default the ``head_dim`` of queries and keys.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.v_head_dim = v_head_dim or head_dim
+        self.scale = scale or head_dim**-0.5
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: ForwardBatch,
+        index: IndexerInputs | None = None,
     ) -> torch.Tensor:
-        """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] → like query."""
+        """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
+        v_head_dim] → [tokens, heads, v_head_dim]. With ``index``: over the tokens that it finds best."""
+        if index is not None:
+            return batch.attention_backend.forward_sparse(query, key, value, index, self, batch)
         return batch.attention_backend.forward(query, key, value, self, batch)

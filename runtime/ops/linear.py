@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -54,25 +52,6 @@ class Linear(Operator):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACKED_FOR_ROWS)
         if not self.shares_weight:
             self.weight.data = self.weight.data.new_empty(0)
-
-
-class MergedLinear(Linear):
-    """Several linears of the same input as one product: ``parts`` names their output sizes, in order."""
-
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
-        self.parts = dict(parts)
-
-    def part_targets(self, prefix: str) -> dict[str, torch.Tensor]:
-        """For each part of a checkpoint, the slice of this operator's parameters that it fills."""
-        targets: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, size in self.parts.items():
-            targets[f"{prefix}{name}.weight"] = self.weight.data[start : start + size]
-            if self.bias is not None:
-                targets[f"{prefix}{name}.bias"] = self.bias.data[start : start + size]
-            start += size
-        return targets
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

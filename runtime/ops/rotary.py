@@ -26,7 +26,8 @@ class RotaryEmbedding(Operator):
         super().__init__()
         positions = torch.arange(context_length, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        sharpness = yarn_sharpness(rope)
+        cos, sin = (angles.cos() * sharpness).to(dtype), (angles.sin() * sharpness).to(dtype)
         # (a, b) becomes (a cos - b sin, b cos + a sin). With the halves of x swapped and the sign of the
         # first half's sine turned, that is x * cos + swapped * sin over the whole head at once.
         self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
@@ -63,7 +64,25 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.scaling == "llama3":
         return _llama3_scaled(frequencies, rope)
+    if rope.scaling == "yarn":
+        return _yarn_scaled(frequencies, rope, head_dim)
     return frequencies
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """By how much attention over a context ``factor`` times as long is sharpened."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def yarn_sharpness(rope: RopeConfig) -> float:
+    """What cosines and sines are multiplied with; 1 but for yarn."""
+    if rope.scaling != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor)
 
 
 def _llama3_scaled(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
@@ -73,3 +92,20 @@ def _llama3_scaled(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn_scaled(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Frequencies that turn often within the first training's length are kept, slow ones stretched."""
+
+    def dimension(turns: float) -> float:
+        """The (fractional) place of the frequency that makes so many turns over that length."""
+        wavelength = rope.original_context_length / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    places = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretched = ((places - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return frequencies / rope.factor * stretched + frequencies * (1 - stretched)

@@ -1,0 +1,144 @@
+"""What all the models here share: embeddings, a stack of decoder layers, a norm, and the head.
+
+A family is a subclass of :class:`CausalLM` that says what attention and MLP its layers have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.forward_batch import ForwardBatch
+from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.loader.weights import fill_weights, weight_targets
+from sgl_aspects.runtime.ops import (
+    Angles,
+    ColumnParallelLinear,
+    Embedding,
+    MergedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    SiluAndMul,
+)
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with ``size`` inner numbers."""
+
+    def __init__(
+        self, hidden_size: int, size: int, *, bias: bool, dtype: torch.dtype, tp: Communicator
+    ) -> None:
+        super().__init__()
+        tp.share(size, "the inner size of an MLP")
+        self.gate_up_proj = MergedLinear(
+            hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias, dtype=dtype, tp=tp
+        )
+        self.activation = SiluAndMul()
+        self.down_proj = RowParallelLinear(size, hidden_size, bias=bias, dtype=dtype, tp=tp)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: RotaryEmbedding,
+        angles: Angles,
+        batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``residual`` is the stream so far; ``hidden`` what the layer before adds to it."""
+        normed, residual = self.input_layernorm(hidden, residual)
+        attended = self.self_attn(normed, rotary, angles, batch)
+        normed, residual = self.post_attention_layernorm(attended, residual)
+        return self.mlp(normed), residual
+
+
+class DecoderModel(nn.Module):
+    def __init__(
+        self, config: ModelConfig, layers: Iterable[nn.Module], dtype: torch.dtype, context_length: int
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, context_length, dtype)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        residual = self.embed_tokens(batch.input_ids)
+        hidden = torch.zeros_like(residual)
+        angles = self.rotary.angles(batch.positions)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, self.rotary, angles, batch)
+        normed: torch.Tensor
+        # Only the last token of each request is asked for its successor.
+        last = batch.last_token_indices
+        normed, _ = self.norm(hidden.index_select(0, last), residual.index_select(0, last))
+        return normed
+
+
+class CausalLM(nn.Module):
+    """``tp`` are the ranks that share the model: each has its part of the heads, the MLPs and the head."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, context_length: int, tp: Communicator | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.tp = tp = tp or Communicator()
+        layers = (
+            DecoderLayer(config, self.make_attention(i), self.make_mlp(i), dtype)
+            for i in range(config.num_layers)
+        )
+        self.model = DecoderModel(config, layers, dtype, context_length)
+        # A vocabulary that cannot be cut evenly is computed whole by each rank.
+        self.head_tp = tp if config.vocab_size % tp.world_size == 0 else Communicator()
+        self.lm_head = ColumnParallelLinear(
+            config.hidden_size, config.vocab_size, bias=False, dtype=dtype, tp=self.head_tp
+        )
+        if config.tie_word_embeddings:
+            rows = len(self.lm_head.weight)
+            embedding = self.model.embed_tokens.weight.data
+            self.lm_head.weight.data = embedding.narrow(0, self.head_tp.rank * rows, rows)
+            self.lm_head.shares_weight = True
+
+    def make_attention(self, layer_id: int) -> nn.Module:
+        raise NotImplementedError
+
+    def make_mlp(self, layer_id: int) -> nn.Module:
+        config = self.config
+        return GatedMLP(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=self.dtype, tp=self.tp
+        )
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [batch_size, vocab_size] of each request's next token."""
+        return self.head_tp.all_gather(self.lm_head(self.model(batch)))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """``weights`` under their Hugging Face names."""
+        targets = weight_targets(self)
+        if self.config.tie_word_embeddings:
+            targets.pop("lm_head.weight")
+        fill_weights(targets, weights, may_skip=self.may_skip)
+
+    def may_skip(self, name: str) -> bool:
+        """Older checkpoints carry tables that are computed here, and a tied head may be saved twice."""
+        return name.endswith("rotary_emb.inv_freq") or (
+            self.config.tie_word_embeddings and name == "lm_head.weight"
+        )

@@ -1,0 +1,82 @@
+"""Mixture of experts: which experts a token goes to, and what they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.loader.model_config import MoEConfig
+from sgl_aspects.runtime.loader.weights import Target
+from sgl_aspects.runtime.ops.base import Operator
+
+
+class TopKExperts(Operator):
+    """Router logits to each token's experts and their weights."""
+
+    def __init__(self, moe: MoEConfig) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward_native(
+        self, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [tokens, experts] → weights (float32) and expert ids, each [tokens, experts_per_token]."""
+        moe = self.moe
+        logits = logits.float()
+        scores = logits.softmax(dim=-1) if moe.scoring == "softmax" else logits.sigmoid()
+        choice = scores if correction_bias is None else scores + correction_bias
+        if moe.num_groups > 1:
+            choice = self._in_best_groups(choice)
+        experts = choice.topk(moe.experts_per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if moe.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * moe.scaling_factor, experts
+
+    def _in_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        groups = choice.view(len(choice), self.moe.num_groups, -1)
+        if self.moe.group_by_top2:
+            quality = groups.topk(2, dim=-1).values.sum(dim=-1)
+        else:
+            quality = groups.amax(dim=-1)
+        best = quality.topk(self.moe.topk_groups, dim=-1).indices
+        others = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(others.unsqueeze(-1), float("-inf")).view_as(choice)
+
+
+class FusedExperts(Operator):
+    """Gated MLPs, as many as experts, in stacked weights; each rank has its share of every inner size."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype, tp: Communicator) -> None:
+        super().__init__()
+        self._tp = tp
+        size = tp.share(moe.intermediate_size, "the experts' inner size")
+        shapes = ((moe.num_experts, 2 * size, hidden_size), (moe.num_experts, hidden_size, size))
+        self.gate_up, self.down = (
+            nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False) for shape in shapes
+        )
+
+    def forward_native(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], weights and experts [tokens, experts_per_token] → [tokens, hidden].
+
+        One expert after the other, over the tokens that are sent to it.
+        """
+        output = torch.zeros_like(x)
+        for expert in sorted(set(experts.flatten().tolist())):
+            tokens, places = torch.where(experts == expert)
+            gate, up = F.linear(x[tokens], self.gate_up[expert]).chunk(2, dim=-1)
+            made = F.linear(F.silu(gate).mul_(up), self.down[expert])
+            output.index_add_(0, tokens, (made * weights[tokens, places, None]).to(x.dtype))
+        return output
+
+    def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        rank, count = self._tp.rank, self._tp.world_size
+        for expert in range(len(self.down)):
+            gate, up = self.gate_up.data[expert].chunk(2)
+            yield f"{prefix}{expert}.gate_proj.weight", Target(gate, 0, rank, count)
+            yield f"{prefix}{expert}.up_proj.weight", Target(up, 0, rank, count)
+            yield f"{prefix}{expert}.down_proj.weight", Target(self.down.data[expert], 1, rank, count)

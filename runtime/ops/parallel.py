@@ -1,0 +1,86 @@
+"""Linears that are cut between ranks: by columns into parts of the output, by rows into parts of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.loader.weights import Target
+from sgl_aspects.runtime.ops.linear import Linear
+
+
+class MergedLinear(Linear):
+    """Several linears of the same input as one product: ``parts`` names their output sizes, in order.
+
+    Each rank has its share of each part. ``copies`` says of a part with fewer pieces than ranks how many
+    ranks have the same piece.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: Communicator | None = None,
+        copies: Mapping[str, int] | None = None,
+    ) -> None:
+        tp = tp or Communicator()
+        self.counts = {name: tp.world_size // (copies or {}).get(name, 1) for name in parts}
+        self.parts = {name: size // self.counts[name] for name, size in parts.items()}
+        super().__init__(in_features, sum(self.parts.values()), bias=bias, dtype=dtype)
+        self._tp = tp
+
+    def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Under the names of the parts, beside which this operator stands."""
+        beside = prefix.rstrip(".").rpartition(".")[0] + "."
+        start = 0
+        for name, size in self.parts.items():
+            count = self.counts[name]
+            piece = self._tp.rank * count // self._tp.world_size
+            for kind in ("weight", "bias"):
+                parameter = getattr(self, kind)
+                if parameter is not None:
+                    rows = parameter.data[start : start + size]
+                    yield f"{beside}{name}.{kind}", Target(rows, 0, piece, count)
+            start += size
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes its share of the output."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, tp: Communicator
+    ) -> None:
+        super().__init__(in_features, out_features // tp.world_size, bias=bias, dtype=dtype)
+        self._tp = tp
+
+    def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        for name, parameter in self.named_parameters(recurse=False):
+            yield prefix + name, Target(parameter.data, 0, self._tp.rank, self._tp.world_size)
+
+
+class RowParallelLinear(Linear):
+    """Each rank has its share of the input; the sum over the ranks is the output, on each of them."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, tp: Communicator
+    ) -> None:
+        super().__init__(in_features // tp.world_size, out_features, bias=bias, dtype=dtype)
+        self._tp = tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_reduce(super().forward(x))
+
+    def prepare_weights(self) -> None:
+        if self.bias is not None and self._tp.rank > 0:
+            self.bias.data.zero_()  # it is added once
+        super().prepare_weights()
+
+    def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        yield f"{prefix}weight", Target(self.weight.data, 1, self._tp.rank, self._tp.world_size)
+        if self.bias is not None:
+            yield f"{prefix}bias", Target(self.bias.data)
