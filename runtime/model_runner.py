@@ -118,13 +118,11 @@ class ModelRunner:
         self.graph_runner: Any = None
         if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
             return
-        if not self.attention_backend.capturable:
-            logger.warning(
-                "no %s: attention backend %s cannot be captured",
-                self.platform.get_graph_label(),
-                type(self.attention_backend).__name__,
-            )
-            return
+        for part in (self.attention_backend, self.model):
+            if not part.capturable:
+                label = self.platform.get_graph_label()
+                logger.warning("no %s: %s cannot be captured", label, type(part).__name__)
+                return
         self.graph_runner = resolve_qualified_name(self.platform.get_graph_runner_cls())(self)
         self.graph_runner.capture()
 

@@ -98,6 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v3.2": (
         "DeepseekV32",
+        # With few index heads some tokens suit by exactly 0, and which of them are read is chance.
         {**_MLA, "index_topk": 24, "index_head_dim": 32, "index_n_heads": 32},
     ),
 }

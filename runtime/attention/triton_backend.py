@@ -35,6 +35,7 @@ _BLOCK_TOKENS = 32
 class TritonBackend(TorchNativeBackend):
     """Needs a device that Triton compiles for, and pools whose rows are [slots, heads, head_dim] views."""
 
+    kinds: ClassVar[frozenset[str]] = frozenset({"mha"})
     capturable: ClassVar[bool] = True
 
     def prepare(self, batch: ForwardBatch) -> None:

@@ -117,6 +117,11 @@ class CausalLM(nn.Module):
             self.lm_head.weight.data = embedding.narrow(0, self.head_tp.rank * rows, rows)
             self.lm_head.shares_weight = True
 
+    @property
+    def capturable(self) -> bool:
+        """False with experts: which of them a step needs is asked on the host."""
+        return self.config.moe is None
+
     def make_attention(self, layer_id: int) -> nn.Module:
         raise NotImplementedError
 
