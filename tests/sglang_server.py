@@ -79,6 +79,27 @@ class Server:
         response.close()
         connection.close()
 
+    def abort(self, path: str, headers: dict[str, str], rid: str) -> None:
+        """Ask for a long streamed answer, and have it aborted by its id after its first part."""
+        body = {
+            "text": "abort",
+            "rid": rid,
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 800, "ignore_eos": True},
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        other = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        other.request(
+            "POST", "/abort_request", json.dumps({"rid": rid}), {"content-type": "application/json"}
+        )
+        other.getresponse().read()
+        other.close()
+        assert b"abort" in response.read()
+        connection.close()
+
     def get(self, path: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request("GET", path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -125,6 +126,9 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
                 parent(103),
                 status=400,
             )
+            whole = {"model": "mini", "messages": [{"role": "user", "content": "one piece"}], "max_tokens": 4}
+            server.post("/v1/chat/completions", whole, parent(105))
+            server.abort("/generate", parent(106), "running")
             server.leave("to be left alone", parent(104))
             server.post(
                 "/generate",
@@ -192,14 +196,24 @@ def test_token_counts_are_those_of_the_responses(run: Run) -> None:
 
 def test_time_to_first_token_is_what_the_client_saw(run: Run) -> None:
     differences = []
-    for turn, answer in enumerate(run.alone):
-        root = one(run.traces[trace_id(200 + turn)], "chat mini")
+    requests = [(200 + turn, answer) for turn, answer in enumerate(run.alone)]
+    for number, answer in [*enumerate(run.answers), *requests]:
+        root = one(run.traces[trace_id(number)], "chat mini")
         recorded = root.attributes["gen_ai.latency.time_to_first_token"]
         assert recorded == root.attributes["gen_ai.response.time_to_first_chunk"]
         differences.append((answer.first_ns - answer.sent_ns) / 1e9 - recorded)
-    print(f"time to first token, client - recorded: {[round(d * 1e3, 2) for d in differences]} ms")
-    # The rest is the way through HTTP: 2 ms on a quiet machine. The least of five, for this one may be busy.
-    assert 0 < min(differences) < 0.02
+    print(f"time to first token, client - recorded: {[round(d * 1e3, 1) for d in sorted(differences)]} ms")
+    # The kernel tells in ticks of 4 ms when a request came. The median, for the clients' machine may be busy.
+    assert statistics.median(abs(difference) for difference in differences) < 0.005
+
+
+def test_an_answer_in_one_piece_has_its_first_tokens_time_from_the_scheduler(run: Run) -> None:
+    spans = run.traces[trace_id(105)]
+    root, prefill = one(spans, "chat mini"), one(spans, "prefill")
+    assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat mini"])
+    to_first = root.attributes["gen_ai.latency.time_to_first_token"]
+    assert to_first == pytest.approx((prefill.end - root.start) / 1e9, abs=1e-6)
+    assert "gen_ai.response.time_to_first_chunk" not in root.attributes
 
 
 def test_several_answers_are_children_of_one_request(run: Run) -> None:
@@ -213,6 +227,10 @@ def test_several_answers_are_children_of_one_request(run: Run) -> None:
     server, internal = 2, 1
     assert [root.kind, *{span.kind for span in answers}] == [server, internal]
     assert not any(span.is_error for span in spans)
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"] * 2
+    assert root.attributes["gen_ai.usage.input_tokens"] == answers[0].attributes["gen_ai.usage.input_tokens"]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 2 * 4
+    assert Counter(span.name for span in spans)["decode"] == 2
 
     spans = run.traces[trace_id(102)]
     roots = [span for span in spans if span.name == "text_completion mini"]
@@ -237,6 +255,20 @@ def test_a_client_that_hangs_up_ends_its_request_everywhere(run: Run) -> None:
     decode = one(spans, "decode")
     assert decode.attributes["sgl_aspects.finish_reason"] == "abort"
     assert decode.attributes["gen_ai.usage.output_tokens"] < 800
+
+
+def test_a_request_that_is_aborted_says_so_in_every_process(run: Run) -> None:
+    spans = run.traces[trace_id(106)]
+    root, decode = one(spans, "text_completion mini"), one(spans, "decode")
+    assert root.attributes["error.type"] == "abort"
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["abort"]
+    assert decode.attributes["sgl_aspects.finish_reason"] == "abort"
+    assert sorted(span.name for span in spans) == sorted([*CHILDREN, "text_completion mini"])
+
+
+def test_what_precedes_serving_is_traced(run: Run) -> None:
+    names = Counter(span.name for span in run.receiver.spans)
+    assert names["load_model"] == names["init_kv_cache"] == names["capture_graphs"] == 1
 
 
 def test_health_checks_leave_no_span(run: Run) -> None:

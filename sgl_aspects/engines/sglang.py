@@ -16,11 +16,17 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog, Role
 
+# The HTTP server that SGLang uses, but for its option --enable-http2.
+_HTTP = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
+_REQ = "sglang.srt.managers.schedule_batch:Req"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
+# Which prefix cache a server has, its options decide.
+_CACHES = "sglang.srt.mem_cache.*_cache:*Cache"
 
 # SGLang's own health checks are requests, too; their ids begin so.
 _PROBE = "HEALTH_CHECK"
@@ -66,6 +72,16 @@ def _stop(request: Any) -> Any:
 def _samples(request: Any) -> int | None:
     count = getattr(request, "parallel_sample_num", 1)
     return count if count and count > 1 else None
+
+
+def _answer_count(request: Any) -> int:
+    """For n > 1 SGLang runs each prompt once more, before its samples."""
+    count = _samples(request)
+    return len(_rids(request)) if count is None else request.batch_size * (count + 1)
+
+
+def _has_content(message: Any) -> bool:
+    return bool(message["type"] == "http.response.body" and message.get("body"))
 
 
 def _operation(http: Any) -> str | None:
@@ -133,6 +149,8 @@ SGLANG = Catalog(
     provider_name="sglang",
     roles={
         # In the process with the HTTP server, and in each of its tokenizer workers.
+        "exchange": Role((f"{_HTTP}.run_asgi",), ("cycle:self",)),
+        "respond": Role((f"{_HTTP}.send",), ("cycle:self", "message")),
         "serve_request": Role(
             (f"{_TOKENIZER}.generate_request",), ("manager:self", "request:obj", "http:request")
         ),
@@ -159,9 +177,14 @@ SGLANG = Catalog(
         "add_request": Role(
             (f"{_SCHEDULER}.handle_generate_request",), ("scheduler:self", "message:recv_req")
         ),
+        "add_embedding_request": Role(
+            (f"{_SCHEDULER}.handle_embedding_request",), ("scheduler:self", "message:recv_req")
+        ),
         "abort_scheduled_request": Role(
             (f"{_SCHEDULER}.abort_request",), ("scheduler:self", "message:recv_req")
         ),
+        "reject_request": Role((f"{_REQ}.set_finish_with_abort",), ("req:self",)),
+        "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
         "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",)),
         "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
         "process_batch_result": Role(
@@ -178,14 +201,68 @@ SGLANG = Catalog(
         "sample": Role(
             (f"{_RUNNER}.sample",), ("model_runner:self", "logits:logits_output", "batch:forward_batch")
         ),
+        # A device graph: captured at the start, replayed for batches that it fits. The others run eagerly.
+        "graph_replay": Role(
+            ("sglang.srt.**:*GraphRunner.execute", "sglang.srt.**:*GraphRunner.replay"), ("runner:self",)
+        ),
+        "graph_capture": Role(
+            (f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs"), ("model_runner:self",)
+        ),
+        "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
+        "kv_init": Role(
+            (f"{_RUNNER}.alloc_memory_pool", f"{_RUNNER}.init_memory_pool"), ("model_runner:self",)
+        ),
+        **{
+            f"update_weights_from_{source}": Role(
+                (
+                    f"{_UPDATER}.update_weights_from_{source}",
+                    f"{_SCHEDULER}.update_weights_from_{source}",
+                ),
+                ("updater:self", "message:recv_req"),
+            )
+            for source in ("disk", "distributed", "tensor", "ipc")
+        },
+        # In detail.
+        "cache_match": Role((f"{_CACHES}.match_prefix",), ("cache:self", "params")),
+        "cache_insert": Role(
+            (f"{_CACHES}.checkpoint", f"{_CACHES}.cache_finished_req"), ("cache:self", "req")
+        ),
+        "cache_evict": Role((f"{_CACHES}.evict_for_alloc", f"{_CACHES}.evict"), ("cache:self", "params")),
+        "kv_alloc_prefill": Role(
+            (
+                "sglang.srt.mem_cache.allocation:alloc_for_extend",
+                "sglang.srt.mem_cache.common:alloc_for_extend",
+            ),
+            ("batch",),
+        ),
+        "kv_alloc_decode": Role(
+            (
+                "sglang.srt.mem_cache.allocation:alloc_for_decode",
+                "sglang.srt.mem_cache.common:alloc_for_decode",
+            ),
+            ("batch",),
+        ),
+        "kv_free": Role(("sglang.srt.mem_cache.common:release_kv_cache",), ("req",)),
+        "attention": Role(("sglang.srt.layers.radix_attention:RadixAttention.forward",), ("layer:self",)),
+        "logits": Role(("sglang.srt.layers.logits_processor:LogitsProcessor.forward",), ("layer:self",)),
+        "sampler": Role(("sglang.srt.layers.sampler:Sampler.forward",), ("layer:self",)),
+        "operator": Role(
+            (
+                "sglang.kernels.fused_op:BaseFusedOp.forward",
+                "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.forward",
+            ),
+            ("layer:self",),
+        ),
     },
     attributes={
+        "cycle.transport": "transport",
         "request.rids": _rids,
         "request.is_probe": _is_probe,
         "request.is_single": "is_single",
         "request.headers": "external_trace_header",
         "request.received_ns": _received_ns,
         "request.choice_count": _samples,
+        "request.answer_count": _answer_count,
         "request.stream": "stream",
         "request.max_tokens": _sampling("max_new_tokens"),
         "request.temperature": _sampling("temperature"),
@@ -204,6 +281,7 @@ SGLANG = Catalog(
         "outputs.each": lambda outputs: zip(outputs.rids, outputs.finished_reasons),
         "outputs.counts": _counts,
         "reason.text": _reason_text,
+        "message.has_content": _has_content,
         "message.rid": "rid",
         "message.abort_all": "abort_all",
         "message.is_probe": lambda message: str(message.rid).startswith(_PROBE),
@@ -212,6 +290,7 @@ SGLANG = Catalog(
         "req.finish_reason": lambda req: _reason_text(req.finished_reason),
         "req.output_tokens": lambda req: len(req.output_ids),
         "req.is_middle_chunk": _is_middle_chunk,
+        "req.is_prefill_only": "is_prefill_only",
         "schedule.batch": lambda result: getattr(result, "batch_to_run", result),
         "batch.step_id": "forward_iter",
         "batch.mode": _mode,

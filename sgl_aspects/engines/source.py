@@ -6,6 +6,7 @@ A method counts where its class or one of the bases that can be followed through
 from __future__ import annotations
 
 import ast
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Source:
         else:
             raise ConfigError(f"{path} is neither a wheel nor a folder; name one that holds the engine")
         self.tree = lru_cache(maxsize=None)(self._parse)
+        self.modules = tuple(self._modules())
 
     @property
     def version(self) -> str:
@@ -46,16 +48,34 @@ class Source:
         return parts[1] if self._archive is not None and len(parts) > 1 else self.path.name
 
     def find_roles(self, catalog: Catalog) -> Iterator[FoundRole]:
-        """Every role of ``catalog``, in its order."""
+        """Every role of ``catalog`` that is this package's to play, in the catalog's order."""
+        packages = {name.partition(".")[0] for name in self.modules}
         for name, role in catalog.roles.items():
+            if not any(target.partition(".")[0] in packages for target in role.targets):
+                continue  # the HTTP server's, say
             found = next((target for target in role.targets if self.defines(target)), None)
             yield FoundRole(name, found, role.targets)
 
     def defines(self, target: str) -> bool:
-        """Whether ``"pkg.mod:Class.method"`` or ``"pkg.mod:function"`` is there."""
+        """Whether ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or any match of a pattern is there."""
         module, _, path = target.partition(":")
         names = path.split(".")
-        return self._has(module, names, frozenset())
+        if "*" not in target:
+            return self._has(module, names, frozenset())
+        fits = _expression(module).fullmatch
+        return any(self._matches(name, names) for name in self.modules if fits(name))
+
+    def _matches(self, module: str, names: list[str]) -> bool:
+        """Whether the module itself defines a class that the first name fits, and in it the last one."""
+        text = self._read(module.replace(".", "/") + ".py")
+        if text is None or names[-1].encode() not in text:
+            return False
+        tree, fits = self.tree(module), _expression(names[0]).fullmatch
+        return tree is not None and any(
+            fits(node.name) and any(_name_of(member) == names[-1] for member in _statements(node.body))
+            for node in _statements(tree.body)
+            if isinstance(node, ast.ClassDef)
+        )
 
     def _has(self, module: str, names: list[str], seen: frozenset[tuple[str, str]]) -> bool:
         tree = self.tree(module)
@@ -89,6 +109,17 @@ class Source:
                 return ast.parse(text)
         return None
 
+    def _modules(self) -> Iterator[str]:
+        names = self._archive.namelist() if self._archive is not None else self._files()
+        for name in names:
+            if name.endswith(".py"):
+                yield name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def _files(self) -> Iterator[str]:
+        for package in sorted(self.path.glob("*/__init__.py")):
+            for file in sorted(package.parent.rglob("*.py")):
+                yield file.relative_to(self.path).as_posix()
+
     def _read(self, name: str) -> bytes | None:
         if self._archive is None:
             file = self.path / name
@@ -97,6 +128,11 @@ class Source:
             return self._archive.read(name)
         except KeyError:
             return None
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """``*`` stays within a segment, ``**`` goes over any number of them."""
+    return re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

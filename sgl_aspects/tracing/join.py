@@ -44,6 +44,8 @@ _LATENCIES = {
     "decode": "gen_ai.latency.time_in_model_decode",
 }
 _INFERENCE = "gen_ai.latency.time_in_model_inference"
+# The caller's process sees it only where the answer comes in pieces. Elsewhere it is when decode began.
+_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
 
 
 @dataclass(eq=False)
@@ -232,7 +234,7 @@ class Joiner:
                 self._emit_span(writer, record, root, None, SpanKind.INTERNAL, record.type.name, {})
             return True
         root.last_child_ns = max(root.last_child_ns, record.end_ns)
-        if record.type.name == "decode":
+        if record.type.name == "decode" and not root.decode_ns:  # once more after a retraction
             root.decode_ns = record.start_ns
         latency = _LATENCIES.get(record.type.name)
         if latency and root.begin is not None:
@@ -258,6 +260,11 @@ class Joiner:
             attributes[_INFERENCE] = sum(
                 seconds for name, seconds in root.latencies.items() if "time_in_model" in name
             )
+        first_ns = root.decode_ns
+        if first_ns:
+            attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9
+        if root.group is not None and first_ns:
+            root.group.decode_ns = min(root.group.decode_ns or first_ns, first_ns)
         parent = None
         if begin.parent_id:
             parent = SpanContext(
@@ -307,7 +314,8 @@ class Joiner:
         if not flags.sampled:
             self.not_sampled += 1
             return
-        attributes.update(zip(record.type.attributes, record.values))
+        named = zip(record.type.attributes, record.values)
+        attributes.update((name, value) for name, value in named if value is not None)
         status = Status(StatusCode.UNSET)
         if record.error:
             attributes["error.type"] = record.error

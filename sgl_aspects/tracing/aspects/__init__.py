@@ -12,12 +12,15 @@ from functools import partial
 import sgl_aspects as aspects
 from sgl_aspects import config
 from sgl_aspects.engines import CATALOGS
+from sgl_aspects.tracing.aspects.detail import DetailAspect
 from sgl_aspects.tracing.aspects.detokenizer import DetokenizerAspect
+from sgl_aspects.tracing.aspects.exchanged import ExchangeAspect
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.function import FunctionAspect
 from sgl_aspects.tracing.aspects.observer import Observation
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.overlapped import OverlappedRequestAspect, OverlappedStepAspect
+from sgl_aspects.tracing.aspects.preparation import PreparationAspect
 from sgl_aspects.tracing.aspects.request import RequestAspect
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequestAspect, SchedulerState
 from sgl_aspects.tracing.aspects.served import ServedRequestAspect
@@ -45,11 +48,14 @@ def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list
             found += RequestAspect(recorder, catalog, options).observations()
             found += ScheduledRequestAspect(recorder, catalog, state).observations()
         else:
+            found += ExchangeAspect(catalog).observations()
             found += ServedRequestAspect(recorder, catalog, options).observations()
             found += DetokenizerAspect(recorder, catalog).observations()
             found += OverlappedRequestAspect(recorder, catalog, state).observations()
         step = StepAspect if loop_is_a_function else OverlappedStepAspect
         found += step(recorder, catalog, state, options).observations()
+        found += PreparationAspect(recorder, catalog).observations()
+        found += DetailAspect(recorder, catalog, state).observations()
         forward = ForwardAspect(recorder, catalog, state)
         undo.append(forward.flush)
         found += forward.observations()

@@ -8,7 +8,7 @@ from time import time_ns
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.catalog import Catalog
-from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
@@ -21,6 +21,7 @@ FORWARD = SpanType(
         "sgl_aspects.batch.tokens": int,
         "sgl_aspects.device.name": str,
         "sgl_aspects.forward.device_time": float,
+        "sgl_aspects.forward.graph": str,
     },
 )
 # So many forward passes may wait for the device; beyond, the oldest is recorded without its device time.
@@ -51,6 +52,9 @@ class ForwardAspect:
         self._spare: list[tuple[Any, ...]] = []
         self._has_events = True
         self._device_name: str | None = None
+        # How the forward pass at hand runs; None where the engine's catalog knows no graphs.
+        self._eager = "eager" if "graph_replay" in catalog.roles else None
+        self._graph = self._eager
         role, reader = catalog.roles["forward"], catalog.reader
         self._runner = role.argument("model_runner")
         self._batch = role.argument("batch")
@@ -61,6 +65,7 @@ class ForwardAspect:
         return [
             Observation("forward", self._enter, self._exit),
             Observation("step", _nothing_enter, self._step_exit),
+            Observation("graph_replay", self._replay_enter, nothing),
         ]
 
     def flush(self) -> None:
@@ -73,6 +78,7 @@ class ForwardAspect:
         state = self._state
         if state.level < 3 or not state.step_id:
             return None  # not asked for, or a warm-up outside any step
+        self._graph = self._eager
         batch = self._batch(args, kwargs)
         platform = self._platform(self._runner(args, kwargs))
         if self._device_name is None and platform is not None:
@@ -91,7 +97,7 @@ class ForwardAspect:
         if events is not None:
             events[1].record()
         end_ns = time_ns()
-        values = self._batch_values(batch)
+        values = [*self._batch_values(batch), self._graph]
         span_id = self._recorder.new_id()
         parent_id = state.run_id or state.step_id
         waiting = _Pending(
@@ -102,6 +108,9 @@ class ForwardAspect:
         else:
             self._pending.append(waiting)
             self._read_events()
+
+    def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._graph = "replayed"
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if self._pending:
@@ -131,7 +140,8 @@ class ForwardAspect:
                 self._record(waiting, None)
 
     def _record(self, waiting: _Pending, device_seconds: float | None) -> None:
-        values = [*waiting.values, self._device_name, device_seconds]
+        *values, graph = waiting.values
+        values += [self._device_name, device_seconds, graph]
         span_id, step_id, parent_id, start_ns, end_ns, *_ = waiting
         self._write(span_id, step_id, parent_id, start_ns, end_ns, values, waiting.error)
 

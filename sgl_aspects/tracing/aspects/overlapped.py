@@ -73,6 +73,8 @@ class OverlappedRequestAspect:
         self._ran = roles["run_batch"].argument("batch")
         self._result = roles["process_batch_result"].argument("result")
         self._streamed = roles["stream_output"].argument("reqs")
+        self._refused = roles["reject_request"].argument("req")
+        self._retracted = roles["retract"].argument("req")
         self._message_rid = reader("message.rid")
         self._is_probe = reader("message.is_probe")
         self._abort_all = reader("message.abort_all")
@@ -81,13 +83,17 @@ class OverlappedRequestAspect:
         self._finish_reason = reader("req.finish_reason")
         self._output_tokens = reader("req.output_tokens")
         self._is_middle_chunk = reader("req.is_middle_chunk")
+        self._is_prefill_only = reader("req.is_prefill_only")
         self._mode = reader("batch.mode")
         self._prefills = reader("batch.prefills")
 
     def observations(self) -> list[Observation]:
         return [
             Observation("add_request", self._add_enter, self._add_exit),
+            Observation("add_embedding_request", self._add_enter, self._add_exit),
             Observation("abort_scheduled_request", self._abort_enter, self._abort_exit),
+            Observation("reject_request", self._reject_enter, nothing),
+            Observation("retract", self._retract_enter, nothing),
             Observation("run_batch", self._run_enter, self._run_exit),
             Observation("process_batch_result", self._process_enter, self._process_exit),
             Observation("stream_output", self._stream_enter, nothing),
@@ -117,6 +123,15 @@ class OverlappedRequestAspect:
             concerned = everything or (prefix and rid.startswith(prefix))
             if concerned and not request.is_running and rid not in waiting:
                 self._state.end(rid, None, "abort", "", time_ns())
+
+    def _reject_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        request = self._state.requests.get(self._rid(self._refused(args, kwargs)))
+        if request is not None:
+            request.problem = "rejected"
+
+    def _retract_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        req = self._retracted(args, kwargs)
+        self._state.retract(self._rid(req), self._output_tokens(req))
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._ran(args, kwargs)
@@ -161,14 +176,14 @@ class OverlappedRequestAspect:
             reason = self._finish_reason(req)
             if reason is not None and self._rid(req) in requests:
                 problem = reason if reason == "abort" else ""
+                problem = requests[self._rid(req)].problem or problem
                 self._state.end(self._rid(req), self._output_tokens(req), reason, problem, time_ns())
 
     def _record(self, prefill: _Prefill, problem: str) -> None:
         end_ns = time_ns()
         for chunk in prefill.chunks:
-            self._state.prefilled(
-                chunk.request, chunk.tokens, chunk.is_last, prefill.start_ns, end_ns, problem
-            )
+            is_last = chunk.is_last and not self._is_prefill_only(chunk.req)
+            self._state.prefilled(chunk.request, chunk.tokens, is_last, prefill.start_ns, end_ns, problem)
 
 
 @dataclass(eq=False)
@@ -220,14 +235,21 @@ class OverlappedStepAspect:
         ]
 
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
+        details = self._state.details
         if not self._batch_of(result):
             if self._busy is not None:
                 self._idle()
+            if details:
+                details.clear()
             return  # nothing to run: thousands of times a second
         step = self._scheduled = self._begin(start_ns)
         self._is_decided = True
         if step is not None and step.id:
-            self._child(self._spans.schedule, step.id, step.id, start_ns)
+            schedule_id = self._child(self._spans.schedule, step.id, step.id, start_ns)
+            for write, began_ns, end_ns, problem in details:
+                parent_id = schedule_id if began_ns >= start_ns else step.id
+                write(self._recorder.new_id(), step.id, parent_id, began_ns, end_ns, (), problem)
+        details.clear()
 
     def _begin(self, start_ns: int) -> _Step | None:
         """A new step; None where it is not to be recorded."""
@@ -281,10 +303,13 @@ class OverlappedStepAspect:
             self._child(self._spans.sample, step_id, self._state.run_id, start_ns, error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return time_ns(), self._processing(args, kwargs), self._launched.take(self._result(args, kwargs))
+        step = self._launched.take(self._result(args, kwargs))
+        self._state.step_id = step.id if step is not None else 0
+        return time_ns(), self._processing(args, kwargs), step
 
     def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         start_ns, scheduler, step = token
+        self._state.step_id = 0
         if step is None:
             return
         problem = error_type(error)
@@ -306,8 +331,10 @@ class OverlappedStepAspect:
 
     def _child(
         self, write: SpanWriter, step_id: int, parent_id: int, start_ns: int, problem: str = ""
-    ) -> None:
-        write(self._recorder.new_id(), step_id, parent_id, start_ns, time_ns(), (), problem)
+    ) -> int:
+        span_id = self._recorder.new_id()
+        write(span_id, step_id, parent_id, start_ns, time_ns(), (), problem)
+        return span_id
 
 
 def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

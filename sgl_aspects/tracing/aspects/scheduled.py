@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
-from sgl_aspects.tracing.recorder import Recorder, in_sample
+from sgl_aspects.tracing.recorder import Recorder, SpanWriter, in_sample
 from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
 
 # A finish reason in the queue: the request ended there. The request's own span says whether that is an error.
@@ -31,6 +31,8 @@ class ScheduledRequest:
     is_running: bool = False
     decode_id: int = 0
     decode_ns: int = 0
+    #: What the engine found wrong with it, where it refused it.
+    problem: str = ""
 
 
 class SchedulerState:
@@ -38,12 +40,14 @@ class SchedulerState:
 
     One thread runs a scheduler, so there is one current step. ``level`` is what that step is recorded with:
     the recorder's level, or 0 where the step is not sampled. ``step_id`` and ``run_id`` are span ids, 0 where
-    no such span is open.
+    no such span is open. ``details``: spans of what was done before it was known whether there is a step to
+    do it for.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
         self.level = self.step_id = self.run_id = 0
+        self.details: list[tuple[SpanWriter, int, int, str]] = []
         self._recorder = recorder
         self._write_queue = recorder.spans(QUEUE)
         self._write_prefill = recorder.spans(PREFILL)
@@ -85,6 +89,19 @@ class SchedulerState:
             request.decode_id, request.decode_ns = recorder.new_id(), end_ns
             recorder.write(SpanBegin(DECODE, request.decode_id, key, key, end_ns))
 
+    def retract(self, rid: str, output_tokens: int | None) -> None:
+        """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
+        request, recorder, now = self.requests.get(rid), self._recorder, time_ns()
+        if request is None or not request.is_running:
+            return
+        key = request.key
+        if request.decode_id:
+            values = (output_tokens, "retracted")
+            self._write_decode(request.decode_id, key, key, request.decode_ns, now, values)
+        request.is_running, request.decode_id = False, 0
+        request.queue_id, request.queued_ns = recorder.new_id(), now
+        recorder.write(SpanBegin(QUEUE, request.queue_id, key, key, now))
+
     def end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str, now: int) -> None:
         """It leaves the scheduler, wherever it was; nothing where it is not known."""
         request = self.requests.pop(rid, None)
@@ -110,6 +127,7 @@ class ScheduledRequestAspect:
         self._added = roles["add_request"].argument("message")
         self._ran = roles["run_batch"].argument("batch")
         self._ended = roles["end_scheduled_request"].argument("req")
+        self._retracted = roles["retract"].argument("req")
         self._end_reason = roles["end_scheduled_request"].argument("finish_reason")
         self._message_rid = reader("message.rid")
         self._rid = reader("req.rid")
@@ -124,6 +142,7 @@ class ScheduledRequestAspect:
             Observation("add_request", self._add_enter, self._add_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
             Observation("end_scheduled_request", self._end_enter, nothing),
+            Observation("retract", self._retract_enter, nothing),
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,6 +181,10 @@ class ScheduledRequestAspect:
         problem = error_type(error)
         for request, tokens, is_last in chunks:
             self._state.prefilled(request, tokens, is_last, start_ns, end_ns, problem)
+
+    def _retract_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        req = self._retracted(args, kwargs)
+        self._state.retract(self._rid(req), self._output_tokens(req))
 
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: before the engine tells the caller, whose span is to end after this one.

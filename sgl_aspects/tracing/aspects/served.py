@@ -1,8 +1,10 @@
 """Level 1, the caller's side, for an engine that answers many requests in one call and each by a generator.
 
 A request is served by a generator (``serve_request``) that lives until the answer is complete, the request
-fails, or the client is gone: so every request ends, whatever happens. A request for several answers (a batch
-of prompts, or n > 1) is one span, with a child span for each answer.
+fails, or the client is gone: so every request ends, whatever happens. One that is streamed over HTTP ends
+with the generator, when the server has its last part; others with their last output, for nobody has to
+exhaust the generator. A request for several answers (a batch of prompts, or n > 1) is one span, with a child
+span for each answer.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
+from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
@@ -29,25 +32,46 @@ class _Answer:
     span_id: int
     rid: str
     start_ns: int
-    streams: bool
+    serving: _Serving
     first_ns: int = 0
-    end_ns: int = 0
     #: The message with its latest output, and where in it that is.
     latest: tuple[Any, int] | None = None
+    #: Why it ended, once it has.
+    reason: str | None = None
+    is_recorded: bool = False
 
 
 @dataclass(eq=False)
 class _Serving:
-    """A generator at work. ``root`` is None until the request got its id."""
+    """A generator at work. ``root`` is None until the request got its id.
+
+    Of a request for several answers: ``answers`` in the order in which they began, ``answers_left`` how many
+    have not ended, ``samples`` of each prompt.
+    """
 
     start_ns: int
     manager: Any
     http: Any
+    exchange: Exchange | None
     origin: TraceContext | None = None
     name: str = ""
     root: _Answer | None = None
     is_group: bool = False
+    streams: bool = False
+    samples: int = 1
+    answers_left: int = 0
+    answers: list[_Answer] = field(default_factory=list)
     rids: set[str] = field(default_factory=set)
+
+    @property
+    def answers_of_the_caller(self) -> list[_Answer]:
+        """Without those that only bring the prompts into the cache: one for each, before all samples."""
+        prompts = len(self.answers) // (self.samples + 1) if self.samples > 1 else 0
+        return self.answers[prompts:]
+
+    @property
+    def ends_with_generator(self) -> bool:
+        return self.streams and self.exchange is not None
 
 
 # Set while a generator runs: what it makes of one request it makes in its own task, or in tasks of its own.
@@ -79,6 +103,7 @@ class ServedRequestAspect:
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")
         self._received_ns = reader("request.received_ns")
+        self._answer_count = reader("request.answer_count")
         self._streams = reader("request.stream")
         self._headers = reader("request.headers")
         self._http_headers = reader("http.headers")
@@ -109,7 +134,8 @@ class ServedRequestAspect:
     # -- the life of a request ------------------------------------------------------------------------------
 
     def _serve_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving:
-        serving = _Serving(time_ns(), self._manager(args, kwargs), self._http(args, kwargs))
+        http = self._http(args, kwargs)
+        serving = _Serving(time_ns(), self._manager(args, kwargs), http, current_exchange())
         _serving.set(serving)
         return serving
 
@@ -119,14 +145,14 @@ class ServedRequestAspect:
         # Whoever wants one answer only takes it and closes the generator: an end like any other, then.
         closed = isinstance(error, GeneratorExit)
         problem = "" if error is None else "cancelled" if closed else error_type(error)
+        root = serving.root
         for rid in serving.rids:
             answer = self._live.pop(rid, None)
-            if answer is not None and answer is not serving.root:
-                self._end(answer, None, problem or "unfinished")
-        root = serving.root
-        if root is None or (root.end_ns and not serving.is_group):
-            return
-        self._end(root, None, "" if serving.is_group and closed else problem)
+            if answer is not None and answer is not root:
+                self._record(answer, problem or "unfinished")
+        if root is not None:
+            has_all = root.reason is not None or (serving.is_group and (closed or not serving.answers_left))
+            self._record(root, "" if has_all else problem)
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._received(args, kwargs)
@@ -142,20 +168,24 @@ class ServedRequestAspect:
             return
         samples = self._choice_count(request)
         serving.is_group = not self._is_single(request)
-        start_ns = self._received_ns(request) or serving.start_ns
-        http = serving.http
+        serving.streams = bool(self._streams(request))
+        if serving.is_group:
+            serving.answers_left, serving.samples = self._answer_count(request), samples or 1
+        exchange, http = serving.exchange, serving.http
+        if exchange is not None and not exchange.is_taken:
+            exchange.is_taken, start_ns = True, exchange.start_ns
+        else:
+            # Not over HTTP, or one of several that an HTTP request led to.
+            serving.exchange, start_ns = None, self._received_ns(request) or serving.start_ns
         headers = self._headers(request) or (self._http_headers(http) if http is not None else None)
         serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent)
         operation = (self._operation(http) if http is not None else None) or "text_completion"
         model = str(self._model(serving.manager) or "unknown")
         serving.name = f"{operation} {model}"
         attributes = self._request_attributes(request, operation, model, rids[0])
-        root = self._begin(
-            serving, rids[0], start_ns, serving.origin, attributes, bool(self._streams(request))
-        )
-        serving.root = root
+        root = serving.root = self._begin(serving, rids[0], start_ns, serving.origin, attributes)
         if error is not None:
-            self._end(root, None, error_type(error))
+            self._record(root, error_type(error))
         elif not serving.is_group or samples:
             for rid in rids:
                 self._live[rid] = root
@@ -171,7 +201,8 @@ class ServedRequestAspect:
         now = time_ns()
         for rid in rids:
             attributes: dict[str, AttributeValue] = {"gen_ai.request.id": rid}
-            self._live[rid] = self._begin(serving, rid, now, parent, attributes, root.streams)
+            answer = self._live[rid] = self._begin(serving, rid, now, parent, attributes)
+            serving.answers.append(answer)
             serving.rids.add(rid)
 
     def _begin(
@@ -181,9 +212,8 @@ class ServedRequestAspect:
         start_ns: int,
         origin: TraceContext,
         attributes: dict[str, AttributeValue],
-        streams: bool,
     ) -> _Answer:
-        answer = _Answer(self._recorder.new_id(), rid, start_ns, streams)
+        answer = _Answer(self._recorder.new_id(), rid, start_ns, serving)
         self._recorder.write(RequestBegin(answer.span_id, rid, start_ns, *origin, serving.name, attributes))
         return answer
 
@@ -204,17 +234,41 @@ class ServedRequestAspect:
                 attributes[name] = value
         return {name: value for name, value in attributes.items() if value is not None}
 
-    def _end(self, answer: _Answer, reason: str | None, problem: str) -> None:
-        answer.end_ns = end_ns = time_ns()
-        counts = None if answer.latest is None else self._counts(answer.latest)
-        prompt, output, cached = counts or (None, None, None)
-        # Where the answer comes in one piece its first token is not seen here.
-        first_ns = answer.first_ns if answer.streams else 0
+    def _end(self, answer: _Answer, reason: str) -> None:
+        """The last output of an answer is here."""
+        answer.reason = reason
+        serving = answer.serving
+        if answer is not serving.root:
+            self._record(answer)
+            serving.answers_left -= 1
+            if serving.answers_left or serving.root is None:
+                return
+        if not serving.ends_with_generator and serving.root is not None:
+            self._record(serving.root)
+
+    def _record(self, answer: _Answer, problem: str = "") -> None:
+        if answer.is_recorded:
+            return
+        answer.is_recorded = True
+        end_ns, serving = time_ns(), answer.serving
+        is_whole = answer is serving.root and serving.is_group
+        latest = [answer] if not is_whole else serving.answers_of_the_caller
+        counts = [self._counts(one.latest) for one in latest if one.latest is not None]
+        prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
+        if is_whole:  # a prompt counts once, however many samples there are of it
+            prompt, cached = (total and total // serving.samples for total in (prompt, cached))
+        reasons = [one.reason for one in latest if one.reason]
+        # Where the answer comes in one piece, its first token is seen in the scheduler only.
+        first_ns = min((one.first_ns for one in latest if one.first_ns), default=0) if serving.streams else 0
+        if first_ns and answer is serving.root and serving.exchange is not None:
+            first_ns = serving.exchange.first_ns or first_ns
         to_first = (first_ns - answer.start_ns) / 1e9 if first_ns else None
+        if not problem and "abort" in reasons:
+            problem = "abort"
         values: list[AttributeValue] = [
             answer.rid,
             None,
-            [reason] if reason else None,
+            reasons or None,
             to_first,
             prompt,
             output,
@@ -267,10 +321,14 @@ class ServedRequestAspect:
                 answer.first_ns = time_ns()
             if reason is not None:
                 del live[rid]
-                text = self._reason_text(reason)
-                self._end(answer, text, text if text == "abort" else "")
+                self._end(answer, self._reason_text(reason) or "unknown")
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         answer = self._live.pop(self._aborted_rid(self._aborted(args, kwargs)), None)
         if answer is not None:
-            self._end(answer, "abort", "abort")
+            self._end(answer, "abort")
+
+
+def _total(counts: tuple[int | None, ...]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None

@@ -1,0 +1,56 @@
+"""Level 1: what an engine does before it serves, and between requests: each a trace of its own."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import SpanBegin, SpanType
+
+#: Roles that an engine may have, each with the name of its spans.
+_SPANS = {
+    "load_model": "load_model",
+    "kv_init": "init_kv_cache",
+    "graph_capture": "capture_graphs",
+    "update_weights_from_disk": "update_weights",
+    "update_weights_from_distributed": "update_weights",
+    "update_weights_from_tensor": "update_weights",
+    "update_weights_from_ipc": "update_weights",
+}
+
+
+class PreparationAspect:
+    """Spans ``load_model``, ``init_kv_cache``, ``capture_graphs`` and ``update_weights``."""
+
+    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+        self._preparations = {
+            role: _Preparation(recorder, SpanType(name))
+            for role, name in _SPANS.items()
+            if role in catalog.roles
+        }
+
+    def observations(self) -> list[Observation]:
+        return [Observation(role, one.enter, one.exit) for role, one in self._preparations.items()]
+
+
+class _Preparation:
+    def __init__(self, recorder: Recorder, type: SpanType) -> None:
+        self._recorder = recorder
+        self._type = type
+        self._write = recorder.spans(type)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+        if not self._recorder.level:
+            return None
+        span_id, start_ns = self._recorder.new_id(), time_ns()
+        # It may take minutes, and may be what a process dies of.
+        self._recorder.write(SpanBegin(self._type, span_id, span_id, 0, start_ns))
+        return span_id, start_ns
+
+    def exit(self, token: tuple[int, int] | None, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            span_id, start_ns = token
+            self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))
