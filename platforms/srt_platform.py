@@ -100,6 +100,10 @@ class SRTPlatform(DeviceMixin):
         """Operators look up ``forward_<key>`` and fall back to ``forward_native``, the reference."""
         return "native"
 
+    def get_operator_config(self) -> str | None:
+        """The path of a YAML file that says which operators this platform prefers; None: the engine's own."""
+        return None
+
     def supports_fp8(self) -> bool:
         return self.capabilities.supports_fp8
 

@@ -7,6 +7,9 @@
     ├── ConfigError (ValueError)            a setting, file or environment variable that is wrong
     ├── PlatformError (RuntimeError)        no platform, several, or one that fails
     │   └── PlatformTypeError (TypeError)   what a platform plugin names is no platform class
+    ├── OperatorError (RuntimeError)        an operator that cannot be registered, chosen or run
+    │   ├── OperatorSignatureError (TypeError)  its function takes other arguments than the operator
+    │   └── UnsupportedCallError (NotImplementedError)  an implementation refuses a call, having done nothing
     └── EngineError (RuntimeError)          the embedded engine cannot serve
         ├── ModelLoadError                  a model folder or file that is missing or broken
         ├── InvalidRequestError (ValueError)  a request that can never be served as it is
@@ -46,6 +49,18 @@ class PlatformError(AspectsError, RuntimeError):
 
 class PlatformTypeError(PlatformError, TypeError):
     """Raised when a platform plugin or SGLANG_PLATFORM names something that is not an SRTPlatform class."""
+
+
+class OperatorError(AspectsError, RuntimeError):
+    """Raised when an operator is unknown, cannot be registered, or has no implementation that may serve."""
+
+
+class OperatorSignatureError(OperatorError, TypeError):
+    """Raised when an implementation is registered whose function takes other arguments than the operator."""
+
+
+class UnsupportedCallError(OperatorError, NotImplementedError):
+    """Raised by an implementation, before it writes anything, for a call that it does not serve."""
 
 
 class EngineError(AspectsError, RuntimeError):

@@ -56,7 +56,7 @@ def _compare(
                 parameter.data.copy_(random_tensor(*parameter.shape, dtype=dtype, seed=100 + number))
             parameters = [parameter.detach().cpu().double() for parameter in made.parameters()]
             made.prepare_weights()
-        form = _form(made.rotary if isinstance(made, _Rotary) else made)
+        form = _form(made.rotary if isinstance(made, _Rotary) else made, dtype, bench.device)
         for rows in _ROWS:
             given = inputs(dtype, rows)
             with bench.platform.inference_mode():
@@ -159,10 +159,9 @@ def embedding(bench: Bench) -> str:
     )
 
 
-def _form(operator: Operator) -> str:
-    """The name of the method that runs."""
-    key = operator.dispatch_key if hasattr(operator, f"forward_{operator.dispatch_key}") else "native"
-    return f"{type(operator).__name__}.forward_{key}"
+def _form(operator: Operator, dtype: torch.dtype, device: torch.device) -> str:
+    """The implementation that serves, by its id: a form of the operator's class, or a registered function."""
+    return operator.chosen(dtype, device).impl_id
 
 
 class _Rotary(Operator):

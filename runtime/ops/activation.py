@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F  # noqa: N812
+from typing import Any
 
+import torch
+
+from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops.base import Operator
 
 
@@ -12,10 +14,26 @@ class SiluAndMul(Operator):
     """[..., 2 n] → [..., n]: ``silu(first half) * second half``."""
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return dense.silu_and_mul(x)
 
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         from sgl_aspects.runtime.ops import triton_kernels
 
         return triton_kernels.silu_and_mul(x)
+
+    def call_function(self, function: Any, x: torch.Tensor) -> Any:
+        return function(x)
+
+
+class GeluAndMul(Operator):
+    """[..., 2 n] → [..., n]: ``gelu(first half) * second half``, by tanh or exactly ("none")."""
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return dense.gelu_and_mul(x, self.approximate)
+
+    def call_function(self, function: Any, x: torch.Tensor) -> Any:
+        return function(x, self.approximate)

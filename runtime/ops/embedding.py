@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops.base import Operator
 
 
@@ -16,4 +18,10 @@ class Embedding(Operator):
 
     def forward_native(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden_size]."""
-        return F.embedding(token_ids, self.weight)
+        return dense.embedding(token_ids, self.weight)
+
+    def call_function(self, function: Any, token_ids: torch.Tensor) -> Any:
+        return function(token_ids, self.weight)
+
+    def key_tensor(self, args: tuple[Any, ...]) -> Any:
+        return self.weight

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops.base import Operator
 
 #: oneDNN lays weights out for a number of rows; what suits 8 was within noise of the fastest from 1 to 64.
@@ -15,6 +18,7 @@ _PACKED_FOR_ROWS = 8
 class Linear(Operator):
     """``x @ weight.T + bias`` with weight [out_features, in_features]."""
 
+    op_name = "linear"
     bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
@@ -28,7 +32,10 @@ class Linear(Operator):
         self._packed: torch.Tensor | None = None
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return dense.linear(x, self.weight, self.bias, self._packed)
+
+    def call_function(self, function: Any, x: torch.Tensor) -> Any:
+        return function(x, self.weight, self.bias, self._packed)
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """oneDNN on weights packed by :meth:`prepare_cpu`: about twice as fast as the plain product."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops.base import Operator
 
 
@@ -15,6 +17,8 @@ class RMSNorm(Operator):
     With ``residual``: adds ``x`` to it first, and returns (normalized sum, sum).
     """
 
+    op_name = "rms_norm"
+
     def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype), requires_grad=False)
@@ -23,10 +27,7 @@ class RMSNorm(Operator):
     def forward_native(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        total = x + residual
-        return F.rms_norm(total, self.weight.shape, self.weight, self.eps), total
+        return dense.rms_norm(x, self.weight, self.eps, residual)
 
     def forward_cuda(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -34,3 +35,25 @@ class RMSNorm(Operator):
         from sgl_aspects.runtime.ops import triton_kernels
 
         return triton_kernels.rms_norm(x, self.weight, self.eps, residual)
+
+    def call_function(self, function: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return function(x, self.weight, self.eps, residual)
+
+
+class GemmaRMSNorm(Operator):
+    """As :class:`RMSNorm`, with ``1 + weight``."""
+
+    op_name = "gemma_rms_norm"
+
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward_native(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return dense.gemma_rms_norm(x, self.weight, self.eps, residual)
+
+    def call_function(self, function: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return function(x, self.weight, self.eps, residual)

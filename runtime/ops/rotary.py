@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ class Angles(NamedTuple):
 
 class RotaryEmbedding(Operator):
     """Rotates each pair (i, i + head_dim / 2) of a head by an angle that grows with the position."""
+
+    op_name = "rotary_embedding"
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,6 +51,10 @@ class RotaryEmbedding(Operator):
         from sgl_aspects.runtime.ops import triton_kernels
 
         return triton_kernels.rotate(query, key, angles.cos, angles.sin)
+
+    def call_function(self, function: Any, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> Any:
+        half = self.half_dim
+        return function(query, key, self.cos[:, 0, :half], self.sin[:, 0, half:], angles.positions)
 
     def _rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         return torch.addcmul(x * angles.cos, x.roll(self.half_dim, -1), angles.sin)

@@ -1,0 +1,68 @@
+"""Operator dispatch: which implementation of an operator runs, chosen by a policy that can be read and
+explained.
+
+from sgl_aspects.runtime import dispatch
+dispatch.rms_norm(x, weight, 1e-6)                     # what the policy chooses
+with dispatch.with_preference("reference"): ...        # another policy, for a while
+print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
+"""
+
+from sgl_aspects.runtime.dispatch.functions import (
+    chunk_gated_delta_rule,
+    embedding,
+    fused_moe,
+    fused_recurrent_gated_delta_rule,
+    gelu_and_mul,
+    gemma_rms_norm,
+    linear,
+    mrotary_embedding,
+    rms_norm,
+    rotary_embedding,
+    silu_and_mul,
+    topk,
+)
+from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
+from sgl_aspects.runtime.dispatch.process import (
+    call_op,
+    get_manager,
+    policy_context,
+    reset_manager,
+    with_allowed_vendors,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+from sgl_aspects.runtime.dispatch.registry import OperatorSpec, OpRegistry
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
+
+__all__ = [
+    "ConfiguredPolicy",
+    "ImplKind",
+    "OpImpl",
+    "OpManager",
+    "OpRegistry",
+    "OperatorSpec",
+    "SelectionPolicy",
+    "Token",
+    "call_op",
+    "chunk_gated_delta_rule",
+    "embedding",
+    "fused_moe",
+    "fused_recurrent_gated_delta_rule",
+    "gelu_and_mul",
+    "gemma_rms_norm",
+    "get_manager",
+    "linear",
+    "mrotary_embedding",
+    "policy_context",
+    "reset_manager",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "topk",
+    "with_allowed_vendors",
+    "with_denied_vendors",
+    "with_preference",
+    "with_strict_mode",
+]

@@ -1,0 +1,328 @@
+"""What a person said about operators: variables, then a YAML file, then the platform's file, then the
+defaults.
+
+Each key of a file is a variable too, and a key said in several places is taken from the first:
+
+    SGL_ASPECTS_OP_PREFER=vendor                       variable
+    prefer: vendor      in the file that SGL_ASPECTS_OP_CONFIG names
+    prefer: vendor      in the platform's own file: SRTPlatform.get_operator_config(), or of platform_files/
+    default
+
+docs/ops.md and platform_files/sample.yaml say what each key means. Everything wrong is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import Token
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.manager import OpManager
+
+PREFIX = "SGL_ASPECTS_OP_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+PLATFORM_VARIABLE = f"{PREFIX}PLATFORM"
+PLATFORM_FILES = Path(__file__).parent / "platform_files"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one source says about one key, and where that is written."""
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All keys, checked."""
+
+    configured: ConfiguredPolicy
+    shadow: tuple[tuple[str, Token], ...] = ()
+    shadow_rate: float = 0.01
+    summaries: tuple[str, ...] = ()
+    #: The folder through which `sgl-aspects ops` talks to live processes.
+    control: str | None = None
+    log: str | None = None
+    platform_file: str | None = None
+    files: tuple[str, ...] = field(default=())
+
+    def start_watching(self, manager: OpManager) -> None:
+        """What was asked for at start: a log of what is chosen, shadow calls, summaries, a control folder."""
+        from sgl_aspects.runtime.dispatch import live, watching
+
+        if self.log is not None:
+            live.log_to(self.log)
+        if self.shadow or self.summaries:
+            manager.set_watch(watching.Watch(dict(self.shadow), self.shadow_rate, self.summaries))
+        if self.control is not None:
+            live.follow(self.control, manager)
+
+
+# -- readers of one value each ---------------------------------------------------------------------------
+
+
+def _names(value: Value) -> frozenset[str]:
+    given = value.value
+    if isinstance(given, str):
+        given = [part.strip() for part in given.split(",") if part.strip()]
+    if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) and name for name in given):
+        raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
+    return frozenset(given)
+
+
+def _vendors(value: Value, registry: OpRegistry) -> frozenset[str]:
+    names = _names(value)
+    for name in sorted(names):
+        _check_choice(value, name, known_vendors(registry), "vendor")
+    return names
+
+
+def _operators(value: Value, registry: OpRegistry) -> frozenset[str]:
+    names = _names(value)
+    for name in sorted(names):
+        _check_choice(value, name, registry.op_names(), "operator")
+    return names
+
+
+def _flag(value: Value, registry: OpRegistry) -> bool:
+    given = value.value
+    if isinstance(given, bool):
+        return given
+    lowered = str(given).strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{value.where}: {given!r}: choose true or false")
+
+
+def _token(value: Value, registry: OpRegistry, op_name: str | None = None) -> Token:
+    token = Token.parse(value.value, value.where)
+    if token.vendor is not None:
+        _check_choice(value, token.vendor, known_vendors(registry), "vendor")
+    if token.impl_id is not None:
+        impls = registry.impls(op_name) if op_name is not None else registry.all_impls()
+        known = sorted(impl.impl_id for impl in impls)
+        # Forms of a layer's class are known by their class, which may not be loaded yet.
+        if ".forward_" not in token.impl_id:
+            _check_choice(value, token.impl_id, known, "implementation")
+    return token
+
+
+def _preference(value: Value, registry: OpRegistry) -> Token:
+    return _token(value, registry)
+
+
+def _orders(value: Value, registry: OpRegistry) -> tuple[tuple[str, tuple[Token, ...]], ...]:
+    orders: dict[str, tuple[Token, ...]] = {}
+    for op_name, tokens in _pairs(value).items():
+        where = f"{value.where}: {op_name}"
+        _check_choice(value, op_name, registry.op_names(), "operator")
+        if isinstance(tokens, str):
+            tokens = tokens.split("|")
+        if not isinstance(tokens, list) or not tokens:
+            raise ConfigError(f"{where}: {tokens!r}: write one token or a list of tokens, best first")
+        orders[op_name] = tuple(_token(Value(token, where), registry, op_name) for token in tokens)
+    return tuple(sorted(orders.items()))
+
+
+def _shadow(value: Value, registry: OpRegistry) -> tuple[tuple[str, Token], ...]:
+    shadow: dict[str, Token] = {}
+    for op_name, token in _pairs(value).items():
+        _check_choice(value, op_name, [*registry.op_names(), "*"], "operator")
+        where = Value(token, f"{value.where}: {op_name}")
+        shadow[op_name] = _token(where, registry, None if op_name == "*" else op_name)
+    return tuple(sorted(shadow.items()))
+
+
+def _pairs(value: Value) -> dict[str, Any]:
+    """A mapping, or ``"op=a|b;op2=c"``."""
+    given = value.value
+    if isinstance(given, str):
+        pairs: dict[str, Any] = {}
+        for part in filter(None, (piece.strip() for piece in given.replace(",", ";").split(";"))):
+            op_name, equals, tokens = part.partition("=")
+            if not equals:
+                raise ConfigError(f"{value.where}: {part!r}: write operator=token|token;operator=token")
+            pairs[op_name.strip()] = tokens.strip()
+        return pairs
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{value.where}: {given!r}: write one line 'operator: tokens' each")
+    return dict(given)
+
+
+def _share(value: Value, registry: OpRegistry) -> float:
+    try:
+        share = float(value.value)
+    except (TypeError, ValueError):
+        share = -1.0
+    if isinstance(value.value, bool) or not 0 < share <= 1:
+        raise ConfigError(f"{value.where}: {value.value!r}: write a share above 0 and up to 1")
+    return share
+
+
+def _watched(value: Value, registry: OpRegistry) -> tuple[str, ...]:
+    names = _names(value)
+    for name in sorted(names):
+        _check_choice(value, name, [*registry.op_names(), "*"], "operator")
+    return tuple(sorted(names))
+
+
+def _path(value: Value, registry: OpRegistry) -> str:
+    if not isinstance(value.value, str) or not value.value:
+        raise ConfigError(f"{value.where}: {value.value!r}: write a path")
+    return value.value
+
+
+#: Every key, with what reads its value.
+KEYS: dict[str, Callable[[Value, OpRegistry], Any]] = {
+    "prefer": _preference,
+    "per_op_order": _orders,
+    "strict": _flag,
+    "deny_vendors": _vendors,
+    "allow_vendors": _vendors,
+    "op_whitelist": _operators,
+    "op_blacklist": _operators,
+    "shadow": _shadow,
+    "shadow_rate": _share,
+    "summaries": _watched,
+    "control": _path,
+    "log": _path,
+}
+_POLICY_KEYS = tuple(SelectionPolicy.__dataclass_fields__)
+#: What else a file may hold, and what else a variable may be called.
+_FILE_ONLY = ("platforms",)
+_VARIABLES_ONLY = ("CONFIG", "PLATFORM", "VENDOR_PATH", "ATTACH")
+
+
+def known_vendors(registry: OpRegistry) -> list[str]:
+    """Vendors with a registered implementation, and the platform's dispatch key, whose layer forms count."""
+    key = current_platform.get_dispatch_key_name()
+    return sorted(registry.vendors() | ({key} if key != "native" else set()))
+
+
+def _check_choice(value: Value, name: str, choices: list[str], what: str) -> None:
+    if name not in choices:
+        raise ConfigError(
+            f"{value.where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}"
+        )
+
+
+# -- sources ------------------------------------------------------------------------------------------------
+
+
+def load_settings(registry: OpRegistry) -> Settings:
+    """From the environment and the files it names.
+
+    :raises ConfigError: names the file or variable, the key, the value and the choices.
+    """
+    sources = [from_variables()]
+    path = env.text(CONFIG_VARIABLE)
+    files = []
+    if path is not None:
+        sources.append(read_file(path))
+        files.append(path)
+    platform_file = find_platform_file()
+    if platform_file is not None:
+        sources.append(read_file(platform_file))
+        files.append(str(platform_file))
+    return merged(sources, registry, tuple(files))
+
+
+def from_variables() -> dict[str, Value]:
+    """:raises ConfigError: a variable begins as ours do and is none of them."""
+    import os
+
+    known = [*(key.upper() for key in KEYS), *_VARIABLES_ONLY]
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable[len(PREFIX) :] not in known:
+            choices = ", ".join(f"{PREFIX}{name}" for name in known)
+            raise ConfigError(f"environment: unknown variable {variable!r}; choose from {choices}")
+    found = {}
+    for key in KEYS:
+        text = env.text(f"{PREFIX}{key.upper()}")
+        if text is not None:
+            found[key] = Value(text, f"{PREFIX}{key.upper()}")
+    return found
+
+
+def read_file(path: str | Path) -> dict[str, Value]:
+    """:raises ConfigError: missing, not YAML, not a mapping, or with an unknown key."""
+    import yaml
+
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"operator configuration {path} cannot be read ({error}): name a YAML file that exists"
+        ) from error
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"operator configuration {path} is no YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"operator configuration {path} holds a {type(document).__name__}: write 'key: value' lines with "
+            f"the keys {', '.join(KEYS)}"
+        )
+    for key in document:
+        if key not in KEYS and key not in _FILE_ONLY:
+            raise ConfigError(f"{path}: unknown key {key!r}; choose from {', '.join([*KEYS, *_FILE_ONLY])}")
+    return {key: Value(value, f"{path}: {key}") for key, value in document.items()}
+
+
+def find_platform_file() -> Path | None:
+    """The platform's own file; else ours for its name; SGL_ASPECTS_OP_PLATFORM names one of ours, or none."""
+    ours = {path.stem: path for path in sorted(PLATFORM_FILES.glob("*.yaml")) if path.stem != "sample"}
+    wanted = env.text(PLATFORM_VARIABLE)
+    if wanted == "none":
+        return None
+    if wanted is not None:
+        _check_choice(Value(wanted, PLATFORM_VARIABLE), wanted, [*ours, "none"], "platform file")
+        return ours[wanted]
+    own = current_platform.get_operator_config()
+    if own is not None:
+        return Path(own)
+    for path in ours.values():
+        platforms = read_file(path).get("platforms", Value([], str(path)))
+        if current_platform.device_name in _names(platforms):
+            return path
+    return None
+
+
+def merged(sources: list[dict[str, Value]], registry: OpRegistry, files: tuple[str, ...] = ()) -> Settings:
+    """Each key from the first source that says something about it; all of them are checked."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source in sources:
+        for key, value in source.items():
+            if key in _FILE_ONLY:
+                _names(value)
+                continue
+            checked = KEYS[key](value, registry)
+            if key not in values:
+                values[key], origins[key] = checked, value.where
+    # A list said in a variable replaces the other list of a file: they exclude each other in one source only.
+    if {"op_whitelist", "op_blacklist"} <= values.keys():
+        first = next(source for source in sources if source.keys() & {"op_whitelist", "op_blacklist"})
+        if {"op_whitelist", "op_blacklist"} <= first.keys():
+            raise ConfigError(
+                f"{first['op_whitelist'].where}: {first['op_whitelist'].value!r} and "
+                f"{first['op_blacklist'].where}: {first['op_blacklist'].value!r} exclude each other: keep one"
+            )
+        values.pop("op_blacklist" if "op_whitelist" in first else "op_whitelist")
+    policy = SelectionPolicy(**{key: values[key] for key in _POLICY_KEYS if key in values})
+    others = {key: value for key, value in values.items() if key not in _POLICY_KEYS}
+    return Settings(ConfiguredPolicy(policy, origins), files=files, **others)

@@ -1,0 +1,203 @@
+"""The default backend: FlagGems' Triton kernels (``pip install flag-gems``), where they run.
+
+Each function is the operator's contract put on FlagGems' own call. What a kernel does not do is refused
+before anything is computed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_aspects.errors import UnsupportedCallError
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+
+#: Where Triton has a compiler for the device.
+DEVICE_TYPES = frozenset({"cuda", "xpu", "npu", "musa", "mlu"})
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def _gems() -> Any:
+    return importlib.import_module("flag_gems")
+
+
+def available() -> bool | str:
+    """Imports the package only where it and Triton are installed and the platform has a Triton."""
+    if not current_platform.capabilities.supports_triton:
+        return f"platform {current_platform.device_name} declares no Triton"
+    for name in ("flag_gems", "triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"the package {name} is not installed (pip install flag-gems)"
+    _gems()
+    return True
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    result: torch.Tensor = _gems().silu_and_mul(gate, up)
+    return result
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    result: torch.Tensor = _gems().gelu_and_mul(gate, up, approximate)
+    return result
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    # FlagGems' fused_add_rms_norm writes into both inputs, which the operator promises to leave alone.
+    total = x if residual is None else x + residual
+    normed: torch.Tensor = _gems().rms_norm(total, list(weight.shape), weight, eps)
+    return normed if residual is None else (normed, total)
+
+
+def gemma_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return rms_norm(x, weight.float() + 1.0, eps, residual)
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if 2 * cos.shape[-1] != query.shape[-1]:
+        raise UnsupportedCallError("FlagGems rotates whole heads, not a part of them")
+    result: tuple[torch.Tensor, torch.Tensor] = _gems().apply_rotary_pos_emb(
+        query, key, cos, sin, positions, interleaved
+    )
+    return result
+
+
+def topk(
+    router_logits: torch.Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scoring != "softmax" or k > 32:
+        raise UnsupportedCallError(f"FlagGems chooses up to 32 experts by softmax, not {k} by {scoring}")
+    tokens = len(router_logits)
+    weights = router_logits.new_empty(tokens, k, dtype=torch.float32)
+    ids = router_logits.new_empty(tokens, k, dtype=torch.int64)
+    rows = router_logits.new_empty(tokens, k, dtype=torch.int32)
+    _gems().topk_softmax(weights, ids, rows, router_logits.contiguous(), renormalize)
+    return weights, ids
+
+
+def fused_moe(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+) -> torch.Tensor:
+    if activation != "silu":
+        raise UnsupportedCallError(f"FlagGems' experts use silu, not {activation}")
+    result: torch.Tensor = _gems().outplace_fused_experts(
+        x.contiguous(), gate_up_weight, down_weight, topk_weights, topk_ids.int(), activation
+    )
+    return result
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    chunk_size: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if use_qk_l2norm:
+        query, key = _unit(query), _unit(key)
+    if initial_state is None:
+        shape = (key.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
+        initial_state = value.new_zeros(shape, dtype=torch.float32)
+    _, output, _, state, *_ = _gems().chunk_gated_delta_rule_fwd(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        g.float().contiguous(),
+        beta.contiguous(),
+        key.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state,
+        True,
+    )
+    return output, state
+
+
+def fused_recurrent_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+) -> torch.Tensor:
+    batch, tokens = key.shape[:2]
+    # The kernel stores the state after each token, wherever these say: always into the sequence's own.
+    own = (
+        torch.arange(batch, device=key.device, dtype=torch.int32)[:, None].expand(batch, tokens).contiguous()
+    )
+    output, _ = _gems().fused_recurrent_gated_delta_rule_fwd(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        g.float().contiguous(),
+        beta.contiguous(),
+        key.shape[-1] ** -0.5 if scale is None else scale,
+        state,
+        inplace_final_state=True,
+        ssm_state_indices=own,
+        use_qk_l2norm_in_kernel=use_qk_l2norm,
+    )
+    result: torch.Tensor = output
+    return result.view(value.shape) if result.shape != value.shape else result
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_SERVED: dict[Callable[..., Any], frozenset[torch.dtype]] = {
+    silu_and_mul: _FLOATS,
+    gelu_and_mul: _FLOATS,
+    rms_norm: _FLOATS,
+    gemma_rms_norm: _FLOATS,
+    rotary_embedding: _FLOATS,
+    topk: _FLOATS,
+    fused_moe: _FLOATS,
+    chunk_gated_delta_rule: _HALVES,
+    fused_recurrent_gated_delta_rule: _FLOATS,
+}
+
+
+def register(registry: OpRegistry) -> None:
+    for function, dtypes in _SERVED.items():
+        registry.register(
+            OpImpl(
+                function.__name__,
+                f"default.flaggems.{function.__name__}",
+                ImplKind.DEFAULT,
+                function,
+                supported_dtypes=dtypes,
+                device_types=DEVICE_TYPES,
+                is_available=available,
+            )
+        )

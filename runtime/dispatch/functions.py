@@ -1,0 +1,89 @@
+"""The operators as functions: ``rms_norm(x, weight)`` runs what the policy chooses.
+
+Each is a generated Python function with its reference's signature, so that a call packs no arguments,
+compilers see through it, and it may be held, imported by name and hooked: it follows the policy wherever it
+is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from sgl_aspects.runtime.dispatch.operators import OPERATORS
+from sgl_aspects.runtime.dispatch.reference import delta_rule, dense, experts, rotary
+from sgl_aspects.runtime.dispatch.registry import OperatorSpec
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_BODY = """
+def {name}({signature}):
+    try:
+        return _site_{name}.run({names})
+    except Exception as error:
+        return _site_{name}.recover(error, ({names},), {{}})
+"""
+
+
+class _Unbound:
+    """Stands for the site until the first call: nothing is configured before an operator is used."""
+
+    def __init__(self, op_name: str) -> None:
+        self.op_name = op_name
+
+    def run(self, *args: Any) -> Any:
+        return self._bind().run(*args)
+
+    def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from sgl_aspects.runtime.dispatch.process import process_manager
+
+        if process_manager() is None:
+            raise error  # a configuration that cannot be read
+        return self._bind().recover(error, args, kwargs)
+
+    def _bind(self) -> Any:
+        from sgl_aspects.runtime.dispatch.process import get_manager
+
+        site = get_manager().function_site(self.op_name)
+        globals()[f"_site_{self.op_name}"] = site
+        return site
+
+
+def unbind() -> None:
+    """Ask for the process's manager again at the next call."""
+    for spec in OPERATORS:
+        globals()[f"_site_{spec.name}"] = _Unbound(spec.name)
+
+
+def _dispatched(reference: _F) -> _F:
+    spec: OperatorSpec = next(spec for spec in OPERATORS if spec.reference is reference)
+    parameters = inspect.signature(reference).parameters
+    # A default of these operators is a number, a text, True, False or None: it can be written as it is.
+    signature = ", ".join(
+        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+        for name, parameter in parameters.items()
+    )
+    source = _BODY.format(name=spec.name, signature=signature, names=", ".join(parameters))
+    # In this module's own namespace: compilers look a function's globals up by its module's name.
+    exec(compile(source, f"<operator {spec.name}>", "exec"), globals())
+    function = globals()[spec.name]
+    function.__doc__ = reference.__doc__
+    function.__annotations__ = dict(reference.__annotations__)
+    return cast("_F", function)
+
+
+unbind()
+
+silu_and_mul = _dispatched(dense.silu_and_mul)
+gelu_and_mul = _dispatched(dense.gelu_and_mul)
+rms_norm = _dispatched(dense.rms_norm)
+gemma_rms_norm = _dispatched(dense.gemma_rms_norm)
+linear = _dispatched(dense.linear)
+embedding = _dispatched(dense.embedding)
+rotary_embedding = _dispatched(rotary.rotary_embedding)
+mrotary_embedding = _dispatched(rotary.mrotary_embedding)
+topk = _dispatched(experts.topk)
+fused_moe = _dispatched(experts.fused_moe)
+chunk_gated_delta_rule = _dispatched(delta_rule.chunk_gated_delta_rule)
+fused_recurrent_gated_delta_rule = _dispatched(delta_rule.fused_recurrent_gated_delta_rule)

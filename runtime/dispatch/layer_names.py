@@ -1,0 +1,64 @@
+"""Which layer of which model is computing: asked only while operators are watched.
+
+Hooks on all modules keep the path of the innermost one, "model.layers.7.mlp.activation". A module that is
+called while none is running is a model: its parts get their names then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class LayerNames:
+    """``start()``, then ``current()`` says (place in the model's order, path)."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self._running = threading.local()
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._exit, always_call=True),
+            ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def current(self) -> tuple[int, str]:
+        """(0, "") outside of every module."""
+        stack = self._stack()
+        return self._names.get(stack[-1], (0, type(stack[-1]).__name__)) if stack else (0, "")
+
+    def _stack(self) -> list[nn.Module]:
+        if not hasattr(self._running, "stack"):
+            self._running.stack = []
+        stack: list[nn.Module] = self._running.stack
+        return stack
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack()
+        if not stack and module not in self._names:
+            for place, (path, part) in enumerate(module.named_modules()):
+                self._names[part] = (place, path or type(module).__name__)
+        stack.append(module)
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack()
+        if module in stack:  # not so for the one in whose middle the watch began
+            while stack.pop() is not module:
+                pass

@@ -1,0 +1,221 @@
+"""Talking to running processes: a folder with one request for all, and a state file of each.
+
+``sgl-aspects ops`` writes ``request.json``; every process that follows the folder looks twice a second, does
+what is asked, and writes ``<pid>.json``: what each operator resolved to, and what the watch found. Files of
+other users are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects import env
+from sgl_aspects.errors import AspectsError, ConfigError
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.manager import OpManager
+
+logger = logging.getLogger("sgl_aspects.dispatch")
+
+CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
+OFF = "off"
+_REQUEST = "request.json"
+_SECONDS = 0.5
+
+_followed: dict[str, OpManager] = {}
+
+
+def default_folder() -> Path:
+    """One for each user of this host, in memory where the host has such a place."""
+    runtime = env.text("XDG_RUNTIME_DIR")
+    parents = [Path(runtime)] if runtime else []
+    parents += [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    parent = next((path for path in parents if path.is_dir() and os.access(path, os.W_OK)), parents[-1])
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return parent / f"sgl-aspects-operators-{user}"
+
+
+def follow_default(manager: OpManager) -> None:
+    """Unless the variable names another folder (followed already) or says "off"."""
+    if env.text(CONTROL_VARIABLE) is None:
+        follow(str(default_folder()), manager)
+
+
+def follow(folder: str, manager: OpManager) -> None:
+    """Start a daemon thread that does what is asked in ``folder``.
+
+    :raises ConfigError: the folder cannot be made, or belongs to someone else.
+    """
+    if folder == OFF or folder in _followed:
+        return
+    prepare_folder(Path(folder))
+    _followed[folder] = manager
+    _start(folder, manager)
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make it, for this user alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"{CONTROL_VARIABLE}: {str(folder)!r} cannot be made: {error}") from error
+    if hasattr(os, "getuid") and owner != os.getuid():
+        raise ConfigError(
+            f"{CONTROL_VARIABLE}: {str(folder)!r} belongs to another user: name one of your own"
+        )
+
+
+def _start(folder: str, manager: OpManager) -> None:
+    threading.Thread(target=_work, args=(Path(folder), manager), name="operators", daemon=True).start()
+
+
+def _restart_after_fork() -> None:
+    for folder, manager in _followed.items():
+        _start(folder, manager)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restart_after_fork)
+
+
+def _work(folder: Path, manager: OpManager) -> None:
+    """Requests from before this process began are not for it."""
+    request = read_own_json(folder / _REQUEST)
+    done = request.get("serial") if request else None
+    error: str | None = None
+    written = ""
+    while True:
+        request = read_own_json(folder / _REQUEST)
+        if request is not None and request.get("serial") != done:
+            done = request.get("serial")
+            if request.get("pid") in (None, os.getpid()):
+                try:
+                    obey(request, manager)
+                    error = None
+                except AspectsError as wrong:
+                    error = str(wrong)
+                    logger.warning("a request in %s is not done: %s", folder, wrong)
+        text = json.dumps({**state(manager), "done": done, "error": error})
+        if text != written:
+            written = text
+            write_own(folder / f"{os.getpid()}.json", text)
+        time.sleep(_SECONDS)
+
+
+def obey(request: dict[str, Any], manager: OpManager) -> None:
+    """``set``: keys and values; ``shadow``, ``rate``, ``summaries``: a new watch, empty ones end it.
+
+    :raises ConfigError: as for a file, naming the request.
+    """
+    from sgl_aspects.runtime.dispatch.configuration import KEYS, Value, merged
+    from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
+    from sgl_aspects.runtime.dispatch.watching import Watch
+
+    said = {key: Value(value, f"--set {key}") for key, value in (request.get("set") or {}).items()}
+    for key in said:
+        if key not in KEYS:
+            raise ConfigError(f"--set: unknown key {key!r}; choose from {', '.join(KEYS)}")
+    watched = {key: Value(request[key], f"--{key}") for key in ("shadow", "summaries") if request.get(key)}
+    if request.get("rate") is not None:
+        watched["shadow_rate"] = Value(request["rate"], "--rate")
+    settings = merged([{**said, **watched}], manager.registry)
+    if said:
+        import dataclasses
+
+        current = manager.configured
+        changes = {name: getattr(settings.configured.policy, name) for name in settings.configured.origins}
+        policies = type(current.policy).__dataclass_fields__
+        changes = {name: value for name, value in changes.items() if name in policies}
+        origins = {**current.origins, **settings.configured.origins}
+        policy = dataclasses.replace(current.policy, **changes)
+        manager.set_policy(ConfiguredPolicy(policy, origins))
+    if "shadow" in request or "summaries" in request:
+        watch = Watch(dict(settings.shadow), settings.shadow_rate, settings.summaries)
+        manager.set_watch(watch if settings.shadow or settings.summaries else None)
+
+
+def state(manager: OpManager) -> dict[str, Any]:
+    """What this process has resolved and found, in plain values."""
+    return {
+        "pid": os.getpid(),
+        "policy": manager.configured.policy.describe(),
+        "resolved": [list(row) for row in manager.resolved()],
+        "failures": [[op, impl, count] for (op, impl), count in manager.failures().items()],
+        "watch": None if manager.watch is None else manager.watch.report(),
+    }
+
+
+def ask(folder: Path, **request: Any) -> str:
+    """Write a request; returns its serial."""
+    prepare_folder(folder)
+    serial = f"{time.time_ns()}-{os.getpid()}"
+    write_own(folder / _REQUEST, json.dumps({"serial": serial, **request}))
+    return serial
+
+
+def states(folder: Path) -> list[dict[str, Any]]:
+    """The state of each living process that follows the folder; files of dead ones are removed."""
+    found = []
+    for path in sorted(folder.glob("[0-9]*.json")):
+        if not _is_alive(int(path.stem)):
+            path.unlink(missing_ok=True)
+            continue
+        content = read_own_json(path)
+        if content is not None:
+            found.append(content)
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def read_own_json(path: Path) -> dict[str, Any] | None:
+    """None: it is not there, is another user's, or is no JSON object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
+            content = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_own(path: Path, text: str) -> None:
+    """Whole or not at all, readable for this user alone. A folder that is gone is no reason to end."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError as error:
+        logger.debug("%s cannot be written: %s", path, error)
+
+
+def log_to(path: str) -> None:
+    """Append what is resolved to a file, a line each.
+
+    :raises ConfigError: the file cannot be opened.
+    """
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"SGL_ASPECTS_OP_LOG: {path!r} cannot be opened: {error}") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(min(logger.level or logging.INFO, logging.INFO))

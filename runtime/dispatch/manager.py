@@ -1,0 +1,307 @@
+"""OpManager: resolves operators under the current policy, and keeps every place that calls one up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_aspects.errors import OperatorError
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime.dispatch.call_site import CallSite, Key
+from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.selection import Availability, Selection, choose
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.watching import Watch
+
+logger = logging.getLogger("sgl_aspects.dispatch")
+
+#: After so many failures with one type and device an implementation is not tried again under that policy.
+FAILURES_BEFORE_SET_ASIDE = 3
+_USUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
+
+
+class OpManager:
+    """Safe to use from several threads and after a fork. One for the process: :func:`get_manager`."""
+
+    def __init__(self, registry: OpRegistry, configured: ConfiguredPolicy | None = None) -> None:
+        self.registry = registry
+        self.availability = Availability()
+        #: Grows with each change of policy: what was resolved before is void.
+        self.epoch = 0
+        self.watch: Watch | None = None
+        self._configured = configured or ConfiguredPolicy(SelectionPolicy())
+        self._scoped: contextvars.ContextVar[SelectionPolicy | None] = contextvars.ContextVar(
+            "operator policy", default=None
+        )
+        self._open_scopes = 0
+        self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
+        self._functions: dict[str, CallSite] = {}
+        self._failures: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
+        self._selections: dict[tuple[Any, ...], Selection] = {}
+        self._logged: set[tuple[str, Key, str]] = set()
+        self._lock = threading.RLock()
+        _managers.add(self)
+        registry.on_change(self, OpManager.bump_epoch)
+
+    # -- policy --------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> SelectionPolicy:
+        """The policy of this context: the innermost scope's, or the one that was set for the process."""
+        return self._scoped.get() or self._configured.policy
+
+    @property
+    def configured(self) -> ConfiguredPolicy:
+        return self._configured
+
+    def set_policy(self, policy: SelectionPolicy | ConfiguredPolicy) -> None:
+        """For the whole process, from the next call on."""
+        if isinstance(policy, SelectionPolicy):
+            policy = ConfiguredPolicy(policy, dict.fromkeys(policy.__dataclass_fields__, "set_policy"))
+        with self._lock:
+            self._configured = policy
+            self.bump_epoch()
+
+    @contextlib.contextmanager
+    def policy_context(self, policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
+        """This policy, in this thread or asyncio task, until the block ends."""
+        self._scope_opened(1)
+        token = self._scoped.set(policy)
+        try:
+            yield policy
+        finally:
+            self._scoped.reset(token)
+            self._scope_opened(-1)
+
+    def _scope_opened(self, change: int) -> None:
+        with self._lock:
+            self._open_scopes += change
+            self.bump_epoch()
+
+    def bump_epoch(self) -> None:
+        """Void everything that was resolved: each place chooses anew at its next call."""
+        with self._lock:
+            self.epoch += 1
+            self._selections = {}
+            for site in list(self._sites):
+                site.reset()
+
+    # -- places that call ----------------------------------------------------------------------------
+
+    def site(self, op_name: str, layer: Any = None) -> CallSite:
+        """A new place that calls ``op_name``."""
+        index = 0 if layer is not None else self.registry.spec(op_name).key_index
+        site = CallSite(self, op_name, layer, index)
+        with self._lock:
+            self._sites.add(site)
+            self.install_early(site)
+        return site
+
+    def function_site(self, op_name: str) -> CallSite:
+        """The place of the operator's own function; one for the process."""
+        with self._lock:
+            if op_name not in self._functions:
+                self._functions[op_name] = self.site(op_name)
+            return self._functions[op_name]
+
+    def install(self, site: CallSite, epoch: int, call: Callable[..., Any], *, guarded: bool) -> None:
+        """Make ``call`` what the site runs, unless the policy changed meanwhile or depends on the context."""
+        with self._lock:
+            if epoch == self.epoch and not self._open_scopes:
+                site.run = site.guard(self._configured.policy) if guarded else call
+
+    def install_early(self, site: CallSite) -> None:
+        """Where no tensor has a say, the choice needs no first call: compiled code finds it made."""
+        with self._lock:
+            if self._open_scopes:
+                return
+            try:
+                selection = self.select(site.op_name, layer=site.layer)
+            except OperatorError:  # told at the call, with its tensors
+                return
+            if not selection.depends_on_tensors:
+                self.log_selection(site.op_name, (None, None), selection)
+                call = self.watched(site, selection, site.bound(selection.impl))
+                self.install(site, self.epoch, call, guarded=False)
+            else:
+                site.foresee(_usual_keys())
+
+    def candidates(self, op_name: str, layer: Any = None) -> tuple[OpImpl, ...]:
+        """Every implementation that could serve here: the registry's, and forms of the layer's class."""
+        if layer is None:
+            return self.registry.impls(op_name)
+        forms: tuple[OpImpl, ...] = layer.forms()
+        if not layer.takes_functions or op_name not in self.registry.op_names():
+            return forms
+        functions = self.registry.impls(op_name)
+        if any(form.kind is ImplKind.REFERENCE for form in forms):
+            # The layer's own reference is the same computation, made for the layer.
+            functions = tuple(impl for impl in functions if impl.kind is not ImplKind.REFERENCE)
+        return (*forms, *functions)
+
+    def select(
+        self,
+        op_name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        *,
+        layer: Any = None,
+        policy: SelectionPolicy | None = None,
+    ) -> Selection:
+        """:raises OperatorError: nothing may serve."""
+        policy = policy or self.policy
+        known, kind = self._selections, None if layer is None else type(layer)
+        question = (policy, op_name, kind, dtype, device, current_platform.get_dispatch_key_name())
+        if question not in known:
+            known[question] = self._select(policy, op_name, dtype, device, layer)
+        return known[question]
+
+    def _select(
+        self, policy: SelectionPolicy, op_name: str, dtype: Any, device: Any, layer: Any
+    ) -> Selection:
+        failed = {
+            impl_id
+            for (of_policy, op, impl_id, key), count in list(self._failures.items())
+            if count >= FAILURES_BEFORE_SET_ASIDE
+            and (of_policy, op) == (policy, op_name)
+            and (dtype is None or key == (dtype, device))
+        }
+        candidates = self.candidates(op_name, layer)
+        return choose(op_name, candidates, policy, self.availability, dtype, device, failed)
+
+    def resolve_op(
+        self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Callable[..., Any]:
+        """The chosen implementation's function. Held, it stays; :func:`call_op` follows the policy."""
+        return self.select(op_name, dtype, device).impl.fn
+
+    def call_op(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call an operator by its name; its function of :mod:`~sgl_aspects.runtime.dispatch` costs less."""
+        site = self._functions.get(op_name) or self.function_site(op_name)
+        try:
+            return site.run(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # raised again, or served by the next implementation
+            return site.recover(error, args, kwargs)
+
+    # -- failures, logging, watching -----------------------------------------------------------------
+
+    def mutated_by(self, impl: OpImpl) -> tuple[str, ...]:
+        """The arguments that a call of this implementation may write to."""
+        if impl.op_name not in self.registry.op_names():
+            return impl.mutates
+        return tuple(dict.fromkeys((*self.registry.spec(impl.op_name).mutates, *impl.mutates)))
+
+    def count_failure(
+        self, site: CallSite, key: Key, impl: OpImpl, error: Exception, served_by: OpImpl
+    ) -> None:
+        """An implementation failed and another served. The third time it is set aside for such tensors."""
+        entry = (self.policy, site.op_name, impl.impl_id, key)
+        with self._lock:
+            self._failures[entry] += 1
+            count = self._failures[entry]
+        if count in (1, FAILURES_BEFORE_SET_ASIDE):
+            logger.warning(
+                "%s: %s failed with %s on %s (%s: %s); %s served the call%s",
+                site.op_name,
+                impl.impl_id,
+                *key,
+                type(error).__name__,
+                error,
+                served_by.impl_id,
+                "" if count == 1 else ", and serves such calls from now on",
+            )
+        if count >= FAILURES_BEFORE_SET_ASIDE:
+            self.bump_epoch()
+
+    def failures(self) -> dict[tuple[str, str], int]:
+        """(operator, implementation) → failures under the current policy."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for (policy, op, impl_id, _), count in list(self._failures.items()):
+            if policy == self.policy:
+                counts[op, impl_id] += count
+        return dict(counts)
+
+    def clear_failures(self) -> None:
+        """Try again what was set aside."""
+        with self._lock:
+            self._failures.clear()
+            self.bump_epoch()
+
+    def log_selection(self, op_name: str, key: Key, selection: Selection) -> None:
+        """Once for each operator, key and implementation."""
+        entry = (op_name, key, selection.impl.impl_id)
+        if entry in self._logged:
+            return
+        self._logged.add(entry)
+        tensors = "" if key[0] is None else f" for {key[0]} on {key[1]}"
+        logger.info(
+            "%s resolves to %s%s (%s)", op_name, selection.impl.impl_id, tensors, self.policy.describe()
+        )
+
+    def resolved(self) -> list[tuple[str, str, str]]:
+        """(operator, tensors, implementation) of everything that was resolved in this process."""
+        return [
+            (op, "any" if key[0] is None else f"{key[0]} on {key[1]}", impl_id)
+            for op, key, impl_id in sorted(self._logged, key=str)
+        ]
+
+    def watched(self, site: CallSite, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, or the call with whatever watches it around it."""
+        return call if self.watch is None else self.watch.around(site, selection, call)
+
+    def set_watch(self, watch: Watch | None) -> None:
+        """Shadow calls or summaries, from the next call on; None: nothing."""
+        with self._lock:
+            if self.watch is not None:
+                self.watch.stop()
+            self.watch = watch
+            if watch is not None:
+                watch.start()
+            self.bump_epoch()
+
+    def explain(
+        self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> str:
+        """In words: what serves the operator, why, and why not the others."""
+        try:
+            selection = self.select(op_name, dtype, device)
+        except OperatorError as error:
+            return f"{op_name}: {error}"
+        lines = [f"{op_name} → {selection.impl.impl_id}   ({self.policy.describe()})"]
+        lines += [f"  {each.impl.impl_id}: {each.reason or 'chosen'}" for each in selection.considered]
+        return "\n".join(lines)
+
+    def renew_locks(self) -> None:
+        self._lock = threading.RLock()
+        self.registry.renew_lock()
+
+
+def _usual_keys() -> list[Key]:
+    """What most calls will come with: their choice is made before the first of them."""
+    devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
+    return [(dtype, device) for device in devices for dtype in _USUAL_DTYPES]
+
+
+def _renew_locks() -> None:
+    """In a forked child: locks may be held, and work half done, by threads that are not here."""
+    for manager in list(_managers):
+        manager.renew_locks()
+        manager.bump_epoch()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,103 @@
+"""The process's manager: made at the first use, from the registered backends and the configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from sgl_aspects.runtime.dispatch import functions
+from sgl_aspects.runtime.dispatch.backends import register_backends
+from sgl_aspects.runtime.dispatch.configuration import load_settings
+from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.operators import define_operators
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+
+_lock = threading.RLock()
+_manager: OpManager | None = None
+
+
+def get_manager() -> OpManager:
+    """:raises ConfigError: a setting is wrong; names file or variable, key, value and choices."""
+    global _manager
+    manager = _manager
+    if manager is not None:
+        return manager
+    with _lock:
+        if _manager is None:
+            registry = OpRegistry()
+            define_operators(registry)
+            register_backends(registry)
+            settings = load_settings(registry)
+            manager = OpManager(registry, settings.configured)
+            settings.start_watching(manager)
+            _manager = manager
+        return _manager
+
+
+def process_manager() -> OpManager | None:
+    """The manager, if there is one yet."""
+    return _manager
+
+
+def reset_manager() -> None:
+    """Forget the process's manager, for tests: the next use reads the configuration again."""
+    global _manager
+    with _lock:
+        if _manager is not None:
+            _manager.set_watch(None)
+        _manager = None
+        functions.unbind()
+
+
+def call_op(op_name: str, *args: Any, **kwargs: Any) -> Any:
+    """:meth:`OpManager.call_op` of the process's manager."""
+    return get_manager().call_op(op_name, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
+    """:meth:`OpManager.policy_context` of the process's manager."""
+    with get_manager().policy_context(policy):
+        yield policy
+
+
+@contextlib.contextmanager
+def with_preference(token: str) -> Iterator[SelectionPolicy]:
+    """``with with_preference("reference"): …``"""
+    with policy_context(get_manager().policy.with_preference(token)) as policy:
+        yield policy
+
+
+@contextlib.contextmanager
+def with_strict_mode(strict: bool = True) -> Iterator[SelectionPolicy]:
+    with policy_context(replace(get_manager().policy, strict=strict)) as policy:
+        yield policy
+
+
+@contextlib.contextmanager
+def with_allowed_vendors(vendors: Iterable[str]) -> Iterator[SelectionPolicy]:
+    with policy_context(replace(get_manager().policy, allow_vendors=frozenset(vendors))) as policy:
+        yield policy
+
+
+@contextlib.contextmanager
+def with_denied_vendors(vendors: Iterable[str]) -> Iterator[SelectionPolicy]:
+    """These as well as those that are denied already."""
+    current = get_manager().policy
+    denied = current.deny_vendors | frozenset(vendors)
+    with policy_context(replace(current, deny_vendors=denied)) as policy:
+        yield policy
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)

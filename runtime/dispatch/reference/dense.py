@@ -1,0 +1,59 @@
+"""References: gated activations, norms, products and look-ups."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2 n] → [..., n]: ``silu(first half) * second half``."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """[..., 2 n] → [..., n]: ``gelu(first half) * second half``; ``approximate`` is "tanh" or "none"."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate).mul_(up)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``x / rms(x) * weight`` over the last dimension, computed in float32 at least.
+
+    With ``residual``: adds ``x`` to it first, and returns (normalized sum, sum), both new.
+    """
+    if residual is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def gemma_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`rms_norm`, with ``1 + weight``; rounded to x's type once, at the end."""
+    total = x if residual is None else x + residual
+    exact = total.double() if total.dtype == torch.float64 else total.float()
+    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    normed = (normed * (1.0 + weight.to(exact.dtype))).to(x.dtype)
+    return normed if residual is None else (normed, total)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    packed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``. Where the plain weight was let go of, from what it was packed into."""
+    if packed is not None and weight.numel() == 0:
+        weight = packed.to_dense()
+    return F.linear(x, weight, bias)
+
+
+def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[tokens] → [tokens, hidden_size]: rows of the weight."""
+    return F.embedding(token_ids, weight)

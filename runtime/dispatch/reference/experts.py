@@ -1,0 +1,53 @@
+"""References: choosing experts, and running them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+
+def topk(
+    router_logits: torch.Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [tokens, experts] → weights [tokens, k] in float32 and ids [tokens, k] in int64.
+
+    The k most likely experts of each token, best first; ``renormalize`` makes their weights sum to 1.
+    ``scoring`` is "softmax" or "sigmoid".
+    """
+    exact = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
+    if scoring == "softmax":
+        scores = exact.softmax(-1)
+    elif scoring == "sigmoid":
+        scores = exact.sigmoid()
+    else:
+        raise ValueError(f'scoring={scoring!r}: choose "softmax" or "sigmoid"')
+    weights, ids = scores.topk(k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids
+
+
+def fused_moe(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """The gated MLPs of each token's experts, weighted and summed.
+
+    x [tokens, hidden]; gate_up_weight [experts, 2 inner, hidden]; down_weight [experts, hidden, inner];
+    topk_weights and topk_ids [tokens, k]. ``activation`` is "silu" or "gelu" (tanh). Returns like x.
+    """
+    if activation not in ("silu", "gelu"):
+        raise ValueError(f'activation={activation!r}: choose "silu" or "gelu"')
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    output = torch.zeros(x.shape, dtype=exact, device=x.device)
+    for expert in range(len(gate_up_weight)):
+        tokens, place = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens], gate_up_weight[expert]).chunk(2, dim=-1)
+        inner = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        result = F.linear(inner, down_weight[expert]).to(exact)
+        output.index_add_(0, tokens, result * topk_weights[tokens, place, None].to(exact))
+    return output.to(x.dtype)

@@ -1,0 +1,78 @@
+"""References: rotary position embeddings, of one axis and of several."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn each pair of a head's first ``rotary_dim`` numbers by the angle of its token's position.
+
+    query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim]; cos and sin [positions, rotary_dim /
+    2]; positions [tokens]. A pair is (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where ``interleaved``. New
+    tensors.
+    """
+    cos = cos.index_select(0, positions).unsqueeze(1)
+    sin = sin.index_select(0, positions).unsqueeze(1)
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
+
+
+def mrotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    sections: tuple[int, ...],
+    section_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary embedding of several axes: each pair turns by the position on the axis that it belongs to.
+
+    As :func:`rotary_embedding`, with positions [axes, tokens] (time, height, width). ``sections`` says how
+    many pairs each axis has: one run after the other; with ``section_interleaved`` in turn, axis 0 taking
+    what the others leave.
+    """
+    axis_of_pair = axes_of_pairs(sections, section_interleaved, positions.device)
+    if len(axis_of_pair) != cos.shape[-1]:
+        raise ValueError(
+            f"sections={tuple(sections)} have {len(axis_of_pair)} pairs, cos has {cos.shape[-1]}"
+        )
+    rows = positions.index_select(0, axis_of_pair).T  # [tokens, pairs]
+    cos = cos.gather(0, rows).unsqueeze(1)
+    sin = sin.gather(0, rows).unsqueeze(1)
+    return _rotate(query, cos, sin, False), _rotate(key, cos, sin, False)
+
+
+def axes_of_pairs(
+    sections: tuple[int, ...], interleaved: bool, device: torch.device | None = None
+) -> torch.Tensor:
+    """[pairs]: the axis of each."""
+    if not interleaved:
+        axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+        return torch.tensor(axes, device=device)
+    axes = [0] * sum(sections)
+    for axis, count in list(enumerate(sections))[1:]:
+        for number in range(count):
+            axes[axis + number * len(sections)] = axis
+    return torch.tensor(axes, device=device)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [tokens, heads, head_dim]; cos and sin [tokens, 1, rotary_dim / 2]."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    pairs = cos.shape[-1]
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :pairs], turned[..., pairs:]
+    one, two = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack((one, two), -1).flatten(-2) if interleaved else torch.cat((one, two), -1)
+    return torch.cat((joined, rest), -1) if rest.shape[-1] else joined

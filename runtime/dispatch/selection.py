@@ -1,0 +1,134 @@
+"""Choosing: which of the implementations that the policy wants can serve such tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sgl_aspects.errors import OperatorError
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
+from sgl_aspects.runtime.dispatch.types import OpImpl
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Considered:
+    """One implementation, and why it was not chosen; None for the one that was."""
+
+    impl: OpImpl
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What serves calls of one operator with tensors of one type on one device."""
+
+    impl: OpImpl
+    #: In the policy's order, those after the chosen one included.
+    considered: tuple[Considered, ...]
+    #: True where another type or device might be served by another implementation.
+    depends_on_tensors: bool
+    #: What takes over where the chosen one refuses or fails, best first.
+    others: tuple[OpImpl, ...]
+
+
+class Availability:
+    """Each implementation's own answer, asked once in a process."""
+
+    def __init__(self) -> None:
+        self._answers: dict[OpImpl, str | None] = {}
+
+    def reason_against(self, impl: OpImpl) -> str | None:
+        """None: it is available."""
+        if impl not in self._answers:
+            self._answers[impl] = self._ask(impl)
+        return self._answers[impl]
+
+    def forget(self) -> None:
+        self._answers.clear()
+
+    @staticmethod
+    def _ask(impl: OpImpl) -> str | None:
+        try:
+            answer = impl.is_available()
+        except Exception as error:  # noqa: BLE001  # a library that does not load, and says so in the report
+            return f"not available: {type(error).__name__}: {error}"
+        if isinstance(answer, str):
+            return f"not available: {answer}"
+        return None if answer else "not available"
+
+
+def choose(
+    op_name: str,
+    impls: Iterable[OpImpl],
+    policy: SelectionPolicy,
+    availability: Availability,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    failed: Collection[str] = (),
+) -> Selection:
+    """The first implementation in the policy's order that may and can serve; the reasons for all of them.
+
+    ``failed`` are the ids of implementations that were set aside for these tensors under this policy.
+
+    :raises OperatorError: there is none; says what was looked at and why each was left out.
+    """
+    impls = tuple(impls)
+    arranged = policy.arranged(op_name, impls)
+    considered: list[Considered] = []
+    chosen: OpImpl | None = None
+    others: list[OpImpl] = []
+    depends = False
+    for impl in arranged:
+        reason = policy.refuses(impl) or availability.reason_against(impl)
+        if reason is None:
+            reason = _mismatch(impl, dtype, device)
+            if reason is None and impl.impl_id in failed:
+                reason = "set aside after it failed with such tensors"
+            if chosen is None:
+                depends = depends or impl.depends_on_tensors or bool(failed)
+        if reason is None:
+            if chosen is None:
+                chosen = impl
+                considered.append(Considered(impl, None))
+                continue
+            others.append(impl)
+            reason = f"comes after {chosen.impl_id}"
+        considered.append(Considered(impl, reason))
+    considered += [
+        Considered(i, "not in the order, and the policy is strict") for i in impls if i not in arranged
+    ]
+    if chosen is None:
+        listed = (
+            "; ".join(f"{each.impl.impl_id}: {each.reason}" for each in considered) or "none is registered"
+        )
+        tensors = f" with {dtype} on {device}" if dtype is not None else ""
+        raise OperatorError(
+            f"no implementation may serve {op_name}{tensors} under the policy {policy.describe()}: {listed}. "
+            f"Name one that can in per_op_order, or switch strict off."
+        )
+    return Selection(chosen, tuple(considered), depends, tuple(others))
+
+
+def _mismatch(impl: OpImpl, dtype: torch.dtype | None, device: torch.device | None) -> str | None:
+    """Why it cannot serve such tensors. Tensors that are not known are taken to fit."""
+    if device is not None and impl.device_types is not None and device.type not in impl.device_types:
+        return f"runs on {_listed(impl.device_types)}, not on {device.type}"
+    if dtype is not None and impl.supported_dtypes is not None and dtype not in impl.supported_dtypes:
+        return f"supports {_listed(map(str, impl.supported_dtypes))}, not {dtype}"
+    if device is not None and impl.min_arch is not None:
+        wanted = ".".join(map(str, impl.min_arch))
+        found = current_platform.get_device_capability(device.index or 0)
+        if found is None:
+            return f"needs compute capability {wanted}, and {current_platform.device_name} has no such number"
+        if (found.major, found.minor) < impl.min_arch:
+            return f"needs compute capability {wanted}, and this device has {found.as_version_str()}"
+    return None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

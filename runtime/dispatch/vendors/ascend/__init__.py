@@ -1,0 +1,84 @@
+"""Ascend: the fused operators of ``torch_npu``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from sgl_aspects.errors import UnsupportedCallError
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def _npu() -> Any:
+    return importlib.import_module("torch_npu")
+
+
+def available() -> bool | str:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "the package torch_npu is not installed"
+    _npu()
+    return True
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _npu().npu_swiglu(x, dim=-1)
+    return result
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    result: torch.Tensor = _npu().npu_geglu(
+        x, dim=-1, approximate=1 if approximate == "tanh" else 0, activate_left=True
+    )[0]
+    return result
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if residual is None:
+        normed: torch.Tensor = _npu().npu_rms_norm(x, weight, eps)[0]
+        return normed
+    result, _, total = _npu().npu_add_rms_norm(x, residual, weight, eps)
+    return result, total
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if interleaved or 2 * cos.shape[-1] != query.shape[-1]:
+        raise UnsupportedCallError("npu_rotary_mul turns halves of whole heads")
+    rows = (
+        torch.cat((each, each), -1).index_select(0, positions)[None, :, None, :].to(query.dtype)
+        for each in (cos, sin)
+    )
+    cosines, sines = rows
+    turned = (_npu().npu_rotary_mul(each[None].contiguous(), cosines, sines)[0] for each in (query, key))
+    first, second = turned
+    return first, second
+
+
+def register(registry: OpRegistry) -> None:
+    for function in (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding):
+        registry.register(
+            OpImpl(
+                function.__name__,
+                f"vendor.ascend.{function.__name__}",
+                ImplKind.VENDOR,
+                function,
+                vendor="ascend",
+                supported_dtypes=_FLOATS,
+                device_types=frozenset({"npu"}),
+                is_available=available,
+            )
+        )

@@ -1,0 +1,98 @@
+"""NVIDIA: the kernels of ``sgl_kernel``, and those that torch itself has for the device."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_aspects.errors import UnsupportedCallError
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def _kernels() -> Any:
+    return importlib.import_module("sgl_kernel")
+
+
+def available() -> bool | str:
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return "the package sgl_kernel is not installed (pip install sgl-kernel)"
+    _kernels()
+    return True
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    output = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    _kernels().silu_and_mul(x.contiguous(), output)
+    return output
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    output = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    kernel = _kernels().gelu_tanh_and_mul if approximate == "tanh" else _kernels().gelu_and_mul
+    kernel(x.contiguous(), output)
+    return output
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return _norm("rmsnorm", x, weight, eps, residual)
+
+
+def gemma_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return _norm("gemma_rmsnorm", x, weight, eps, residual)
+
+
+def _norm(
+    kernel: str, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if x.shape[-1] != weight.shape[-1]:
+        raise UnsupportedCallError(f"{kernel} normalizes whole rows of its weight's size")
+    total = x if residual is None else x + residual  # the fused form would write into both
+    rows = total.reshape(-1, total.shape[-1])
+    normed: torch.Tensor = getattr(_kernels(), kernel)(rows, weight, eps).view(total.shape)
+    return normed if residual is None else (normed, total)
+
+
+def topk(
+    router_logits: torch.Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scoring != "softmax":
+        raise UnsupportedCallError(f"topk_softmax scores by softmax, not by {scoring}")
+    weights = router_logits.new_empty(len(router_logits), k, dtype=torch.float32)
+    ids = router_logits.new_empty(len(router_logits), k, dtype=torch.int32)
+    _kernels().topk_softmax(weights, ids, router_logits.contiguous(), renormalize)
+    return weights, ids.long()
+
+
+def register(registry: OpRegistry) -> None:
+    served: dict[Callable[..., Any], frozenset[torch.dtype]] = {
+        silu_and_mul: _HALVES,
+        gelu_and_mul: _HALVES,
+        rms_norm: _HALVES,
+        gemma_rms_norm: _HALVES,
+        topk: _HALVES | {torch.float32},
+    }
+    for function, dtypes in served.items():
+        registry.register(
+            OpImpl(
+                function.__name__,
+                f"vendor.cuda.{function.__name__}",
+                ImplKind.VENDOR,
+                function,
+                vendor="cuda",
+                supported_dtypes=dtypes,
+                device_types=frozenset({"cuda"}),
+                min_arch=(8, 0),
+                is_available=available,
+            )
+        )
