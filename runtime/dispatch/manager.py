@@ -164,7 +164,7 @@ class OpManager:
     ) -> Selection:
         """:raises OperatorError: nothing may serve."""
         policy = policy or self.policy
-        known, kind = self._selections, None if layer is None else type(layer)
+        known, kind = self._selections, None if layer is None else (type(layer), layer.takes_functions)
         question = (policy, op_name, kind, dtype, device, current_platform.get_dispatch_key_name())
         if question not in known:
             known[question] = self._select(policy, op_name, dtype, device, layer)

@@ -24,7 +24,7 @@ class Operator(nn.Module):
     #: The operator's name; the class's own in small letters where a subclass says none.
     op_name: ClassVar[str] = ""
     #: True where ``call_function`` is written.
-    takes_functions: ClassVar[bool] = False
+    takes_functions: bool = False
     #: True where another tensor than the first argument decides who serves.
     has_own_key: ClassVar[bool] = False
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.loader.weights import Target
@@ -17,9 +19,14 @@ from sgl_aspects.runtime.ops.base import Operator
 class TopKExperts(Operator):
     """Router logits to each token's experts and their weights."""
 
+    op_name = "topk"
+
     def __init__(self, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
+        # Groups of experts are no part of the operator: only the forms of this class know them.
+        self.takes_functions = moe.num_groups == 1
+        self._site.reset()
 
     def forward_native(
         self, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
@@ -37,6 +44,15 @@ class TopKExperts(Operator):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * moe.scaling_factor, experts
 
+    def call_function(
+        self, function: Any, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> Any:
+        if correction_bias is not None:
+            raise UnsupportedCallError("topk knows no correction bias")
+        moe = self.moe
+        weights, experts = function(logits, moe.experts_per_token, moe.normalize, moe.scoring)
+        return weights * moe.scaling_factor, experts
+
     def _in_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
         groups = choice.view(len(choice), self.moe.num_groups, -1)
         if self.moe.group_by_top2:
@@ -50,6 +66,8 @@ class TopKExperts(Operator):
 
 class FusedExperts(Operator):
     """Gated MLPs, as many as experts, in stacked weights; each rank has its share of every inner size."""
+
+    op_name = "fused_moe"
 
     def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype, tp: Communicator) -> None:
         super().__init__()
@@ -72,6 +90,11 @@ class FusedExperts(Operator):
             made = F.linear(F.silu(gate).mul_(up), self.down[expert])
             output.index_add_(0, tokens, (made * weights[tokens, places, None]).to(x.dtype))
         return output
+
+    def call_function(
+        self, function: Any, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> Any:
+        return function(x, self.gate_up, self.down, weights, experts)
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         rank, count = self._tp.rank, self._tp.world_size
