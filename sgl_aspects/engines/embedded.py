@@ -9,6 +9,7 @@ from sgl_aspects.engines.catalog import Catalog, Role
 _MANAGER = "sgl_aspects.runtime.request_manager:RequestManager"
 _SCHEDULER = "sgl_aspects.runtime.scheduler:Scheduler"
 _KV_CACHE = "sgl_aspects.runtime.kv_cache.manager:KVCache"
+_GRAPHS = "sgl_aspects.runtime.graph_runner:GraphRunner"
 _RUNNER = "sgl_aspects.runtime.model_runner:ModelRunner"
 
 
@@ -48,6 +49,8 @@ EMBEDDED = Catalog(
         "kv_alloc": Role((f"{_KV_CACHE}.alloc",), ("kv_cache:self", "num_tokens")),
         "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch")),
+        "graph_capture": Role((f"{_GRAPHS}.capture",), ("graph_runner:self",)),
+        "graph_replay": Role((f"{_GRAPHS}.replay",), ("graph_runner:self", "batch")),
         "sample": Role((f"{_RUNNER}.sample",), ("model_runner:self", "logits", "batch")),
     },
     attributes={
