@@ -1,0 +1,231 @@
+"""Device time in our forward spans against the torch profiler's, and what tracing costs on a GPU.
+
+    python -m benchmarks.device_time [--folder DIR] [--layers N]
+
+A scheduler of the embedded engine in this process, with a model in the shape of Llama 3.2 1B (random bfloat16
+weights), serves prompts and decodes, eagerly and by graphs. While the profiler looks, each pass is also
+marked for it; the profiler's duration is from the first to the last piece of device work that the pass
+launched. Then, without the profiler, steps with tracing off and at level 3 take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_decode import SHAPE, write_model
+from benchmarks.levels import interval
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime import SamplingParams, ServerArgs
+from sgl_aspects.runtime.messages import TokenizedRequest
+from sgl_aspects.tracing import attach, ring_format
+
+MARK = "bench.forward"
+BATCH, PROMPT, STEPS = 8, 256, 12
+PAIRS, PAIR_STEPS = 24, 20
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Engine:
+    """A scheduler that is driven step by step."""
+
+    def __init__(self, folder: Path) -> None:
+        from sgl_aspects.runtime.scheduler import Scheduler
+
+        self._ours, theirs = multiprocessing.Pipe()
+        self.scheduler = Scheduler(
+            ServerArgs(folder, max_total_tokens=32768, max_running_requests=BATCH), theirs
+        )
+        runner = self.scheduler.model_runner
+        self._graph_runner = runner.graph_runner
+        # Inside the marks there is the woven function: our events and the profiler see the same work.
+        forward = runner.forward
+
+        def marked(batch: Any) -> torch.Tensor:
+            with torch.profiler.record_function(MARK):
+                return forward(batch)
+
+        runner.forward = marked  # type: ignore[method-assign]
+        self._requests = 0
+
+    def use_graphs(self, yes: bool) -> bool:
+        """False where there are none."""
+        self.scheduler.model_runner.graph_runner = self._graph_runner if yes else None
+        return not yes or self._graph_runner is not None
+
+    def step(self) -> float:
+        """Seconds."""
+        start = time.perf_counter()
+        self.scheduler.step()
+        took = time.perf_counter() - start
+        while self._ours.poll(0):
+            self._ours.recv()
+        return took
+
+    def add_requests(self, tokens: int) -> None:
+        for _ in range(BATCH):
+            self._requests += 1
+            generator = torch.Generator().manual_seed(self._requests)
+            prompt = torch.randint(0, SHAPE["vocab_size"], (PROMPT,), generator=generator).tolist()
+            params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+            self.scheduler.add_request(TokenizedRequest(f"r{self._requests}", prompt, params))
+
+    def finish(self) -> None:
+        for req in list(self.scheduler.running):
+            self.scheduler.abort_request(req.rid)
+        self.step()
+
+
+def profiled(engine: Engine, folder: Path, name: str) -> int:
+    """Serves requests under the profiler; how many forward passes that took."""
+    engine.use_graphs(name == "graphs")
+    engine.add_requests(STEPS + 4)
+    with torch.profiler.profile() as profiler:
+        count = 0
+        while count < STEPS:
+            engine.step()
+            current_platform.synchronize()
+            count += 1
+    engine.finish()
+    profiler.export_chrome_trace(str(folder / f"{name}.json"))
+    return count
+
+
+def durations(trace: Path) -> list[float]:
+    """Of each marked pass: seconds from the first to the last device work that it launched."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    marks = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("name") == MARK and event.get("cat") == "user_annotation"
+    )
+    work: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.get("cat") in _DEVICE_WORK:
+            one = (event["ts"], event["ts"] + event["dur"])
+            work.setdefault(event["args"]["correlation"], []).append(one)
+    found = []
+    for begin, end in marks:
+        pieces = [
+            piece
+            for event in events
+            if event.get("cat") in ("cuda_runtime", "cuda_driver") and begin <= event["ts"] <= end
+            for piece in work.get(event["args"].get("correlation", -1), ())
+        ]
+        found.append((max(last for _, last in pieces) - min(first for first, _ in pieces)) / 1e6)
+    return found
+
+
+def forward_spans(file: Path) -> Iterator[dict[str, Any]]:
+    """The attributes of our spans ``forward``, in order."""
+    spans = []
+    for line in file.read_text().splitlines():
+        for resource in json.loads(line)["resourceSpans"]:
+            for scope in resource["scopeSpans"]:
+                spans += [span for span in scope["spans"] if span["name"] == "forward"]
+    for span in sorted(spans, key=lambda span: int(span["startTimeUnixNano"])):
+        yield {pair["key"]: next(iter(pair["value"].values())) for pair in span["attributes"]}
+
+
+def compare(folder: Path, counts: dict[str, int]) -> list[str]:
+    """One line a way of running, in the order of ``counts``: both medians, and the passes' ratios."""
+    spans = list(forward_spans(folder / "traces.jsonl"))
+    lines = [
+        "| forward passes | as labelled | spans, ms | profiler, ms | ratio: median (lowest to highest) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, count in counts.items():
+        mine, spans = spans[:count], spans[count:]
+        theirs = durations(folder / f"{name}.json")
+        ours = [float(each["sgl_aspects.forward.device_time"]) for each in mine]
+        for mode in ("extend", "decode"):
+            chosen = [number for number, each in enumerate(mine) if each["sgl_aspects.forward.mode"] == mode]
+            if len(theirs) != count or not chosen:
+                lines.append(f"| {name}, {mode} | {len(mine)} spans, {len(theirs)} marks | | | |")
+                continue
+            ratios = [ours[number] / theirs[number] for number in chosen]
+            label = {mine[number].get("sgl_aspects.forward.graph", "") for number in chosen}
+            mean = [statistics.median(each[number] for number in chosen) * 1e3 for each in (ours, theirs)]
+            lines.append(
+                f"| {name}, {mode} ({len(chosen)}) | {', '.join(sorted(label))} | {mean[0]:.3f} | "
+                f"{mean[1]:.3f} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+            )
+    return lines
+
+
+def overhead(engine: Engine, words: Any, name: str) -> str:
+    """Pairs of steps with tracing off and at level 3, in turns."""
+    engine.use_graphs(name == "graphs")
+    engine.add_requests(2 * PAIRS * PAIR_STEPS + 60)
+    while engine.scheduler.waiting or any(not req.is_prefill_done for req in engine.scheduler.running):
+        engine.step()
+    ratios, off = [], []
+    for turn in range(PAIRS):
+        took = {}
+        for level in (0, 3) if turn % 2 else (3, 0):
+            words[ring_format.WORD_LEVEL] = level
+            engine.step()
+            current_platform.synchronize()
+            start = time.perf_counter()
+            for _ in range(PAIR_STEPS):
+                engine.step()
+            current_platform.synchronize()
+            took[level] = (time.perf_counter() - start) / PAIR_STEPS
+        ratios.append(took[3] / took[0])
+        off.append(took[0])
+    engine.finish()
+    low, middle, high = (100 * (ratio - 1) for ratio in interval(ratios))
+    step = statistics.median(off)
+    return (
+        f"| {name} | {step * 1e3:.3f} | {middle:+.2f} % ({low:+.2f} to {high:+.2f}) "
+        f"| {middle / 100 * step * 1e6:+.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device_time", description=__doc__)
+    parser.add_argument("--folder", type=Path, help="keep the profiler's traces and our spans there")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-")))
+        folder = arguments.folder or scratch
+        current_platform.set_device(current_platform.get_device(0))
+        (scratch / "model").mkdir()
+        write_model(scratch / "model", arguments.layers)
+        with attach(level=3, file=str(folder / "traces.jsonl")) as session:
+            words = session.recorder._words  # type: ignore[union-attr]
+            engine = Engine(scratch / "model")
+            ways = [name for name in ("eager", "graphs") if engine.use_graphs(name == "graphs")]
+            words[ring_format.WORD_LEVEL] = 0
+            for name in ways:  # compile, choose kernels
+                engine.use_graphs(name == "graphs")
+                engine.add_requests(4)
+                for _ in range(4):
+                    engine.step()
+                engine.finish()
+            costs = [overhead(engine, words, name) for name in ways]
+            words[ring_format.WORD_LEVEL] = 3
+            counts = {name: profiled(engine, folder, name) for name in ways}
+        (folder / "counts.json").write_text(json.dumps(counts))
+        device = current_platform.get_device_name(0)
+        print(f"{device}, torch {torch.__version__}, {os.cpu_count()} cores; {session.summary}\n")
+        print("| decode steps | ms with tracing off | more at level 3 | µs a step |")
+        print("| --- | --- | --- | --- |")
+        print("\n".join(costs) + "\n")
+        print("\n".join(compare(folder, counts)))
+
+
+if __name__ == "__main__":
+    main()
