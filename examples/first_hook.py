@@ -1,17 +1,20 @@
+import sys
+
 import sgl_aspects as aspects
 
 
-@aspects.around("textwrap:shorten")
+@aspects.around("shlex:join")
 def louder(original_fn, *args, **kwargs):
     return original_fn(*args, **kwargs).upper()
 
 
-handle = aspects.weave(louder)  # textwrap is not loaded yet, and this does not load it
+handle = aspects.weave(louder)
+print("loaded already:", "shlex" in sys.modules)
 
-from textwrap import shorten  # noqa: E402
+from shlex import join  # noqa: E402
 
-print(shorten("Attach, trace, replace: any function", width=30))
+print(join(["attach", "trace", "replace"]))
 print(aspects.report())
 
 handle.remove()  # the copy that was imported above gets its original back, too
-print(shorten("Attach, trace, replace: any function", width=30))
+print(join(["attach", "trace", "replace"]))

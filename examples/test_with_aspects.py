@@ -1,0 +1,35 @@
+"""Aspects in pytest: hooks for the length of a test, and the spans of what it ran.
+
+    pytest examples/test_with_aspects.py
+
+The fixtures `woven` and `captured_spans` are there wherever sgl-aspects is installed.
+"""
+
+import shlex
+
+import sgl_aspects as aspects
+
+
+@aspects.around("shlex:quote")
+def failing(original_fn, text):
+    if text == "rare":
+        raise OSError("what happens once in a month")
+    return original_fn(text)
+
+
+def test_what_is_hard_to_make_fail(woven):
+    handle = woven(failing)
+    assert shlex.quote("usual") == "usual"
+    try:
+        shlex.quote("rare")
+    except OSError as error:
+        assert "month" in str(error)
+    assert handle.states  # it is taken off when the test ends
+
+
+def test_which_functions_ran(captured_spans):
+    captured_spans.trace("shlex:join", attributes={"words": "split_command"})
+    assert shlex.join(["attach", "trace"]) == "attach trace"
+    (span,) = captured_spans()
+    assert span.name == "join"
+    assert span.attributes["words"] == ["attach", "trace"]

@@ -1,0 +1,94 @@
+"""Aspects in pytest, wherever sgl-aspects is installed: the fixtures ``woven`` and ``captured_spans``.
+
+    def test_what_is_hard_to_make_fail(woven):
+        woven(failing)                       # taken off when the test ends
+
+    def test_how_often_it_ran(captured_spans):
+        captured_spans.trace("pkg.mod:f")    # an own function; engines are traced anyway
+        ...
+        assert len(captured_spans("f")) == 3
+
+Nothing is imported, woven or traced for tests that use neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from sgl_aspects import Handle
+    from sgl_aspects.tracing import TraceSession
+    from sgl_aspects.view.spans import Span
+
+
+@pytest.fixture
+def woven() -> Iterator[Callable[..., Handle]]:
+    """A function that weaves hooks as ``aspects.weave`` does, for the length of the test."""
+    import sgl_aspects as aspects
+
+    handles: list[Handle] = []
+
+    def weave(*hooks: Any) -> Handle:
+        handles.append(aspects.weave(*hooks))
+        return handles[-1]
+
+    yield weave
+    for handle in reversed(handles):
+        handle.remove()
+
+
+class CapturedSpans:
+    """The spans of this process and of those that it starts during the test.
+
+    Called, it ends the tracing and returns them by start time, those of one name where ``name`` is given.
+    """
+
+    def __init__(self, session: TraceSession, file: Path) -> None:
+        self._session = session
+        self._file = file
+        self._handles: list[Handle] = []
+
+    def trace(
+        self, target: str, *, name: str | None = None, attributes: Mapping[str, str] | None = None
+    ) -> None:
+        """A span for each call of a function in this process, as ``[[trace]]`` in `aspects.toml` gives."""
+        import sgl_aspects as aspects
+        from sgl_aspects import config
+        from sgl_aspects.tracing.aspects.function import FunctionAspect
+
+        table: dict[str, Any] = {"target": target, "attributes": dict(attributes or {}), "required": True}
+        (declared,) = config.parse(
+            {"trace": [table | ({"name": name} if name else {})]}, "captured_spans"
+        ).traces
+        aspect = FunctionAspect(self._session.recorder, declared, ())
+        advice = aspects.Advice(declared.target, aspects.HookType.OBSERVE, aspect, required=True)
+        self._handles.append(aspects.weave(advice))
+
+    def __call__(self, name: str | None = None) -> list[Span]:
+        from sgl_aspects.view.spans import read_spans
+
+        self.close()
+        return [span for span in read_spans(self._file) if name is None or span.name == name]
+
+    def close(self) -> None:
+        """Takes off what was woven and ends the tracing; a second time does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+        problem = self._session.close().problem
+        if problem:
+            pytest.fail(f"captured_spans: {problem}")
+
+
+@pytest.fixture
+def captured_spans(tmp_path: Path) -> Iterator[CapturedSpans]:
+    """Traces engines at level 3, and functions named to ``captured_spans.trace``, until it is called."""
+    from sgl_aspects.tracing import attach
+
+    file = tmp_path / "captured.otlp.jsonl"
+    captured = CapturedSpans(attach(level=3, exporters=["otlp-json-file"], file=str(file)), file)
+    yield captured
+    captured.close()
