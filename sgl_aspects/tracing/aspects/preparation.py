@@ -1,4 +1,4 @@
-"""Level 1: what an engine does before it serves, and between requests: each a trace of its own."""
+"""Level 2: what an engine does before it serves, and between requests: each a trace of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _SPANS = {
     "load_model": "load_model",
     "kv_init": "init_kv_cache",
     "graph_capture": "capture_graphs",
+    "update_weights": "update_weights",
     "update_weights_from_disk": "update_weights",
     "update_weights_from_distributed": "update_weights",
     "update_weights_from_tensor": "update_weights",
@@ -43,7 +44,7 @@ class _Preparation:
         self._write = recorder.spans(type)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-        if not self._recorder.level:
+        if self._recorder.level < 2:
             return None
         span_id, start_ns = self._recorder.new_id(), time_ns()
         # It may take minutes, and may be what a process dies of.
