@@ -10,6 +10,7 @@ imports the script again.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from typing import Any, overload
 from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
 from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
-from sgl_aspects.runtime.output_receiver import OutputReceiver, StatsCalls
+from sgl_aspects.runtime.messages import StatsRequest, UpdateWeightsRequest
+from sgl_aspects.runtime.output_receiver import OutputReceiver, Questions
 from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
 from sgl_aspects.runtime.request_manager import (
     Counters,
@@ -71,8 +73,8 @@ class Engine:
             context_length=self.context_length,
             max_total_tokens=ready.max_total_tokens,
         )
-        self._stats_calls = StatsCalls(link.send)
-        link.start(OutputReceiver(self.request_manager, self._stats_calls))
+        self._questions = Questions(link.send)
+        link.start(OutputReceiver(self.request_manager, self._questions))
 
     # -- from prompts --------------------------------------------------------------------------------
 
@@ -235,7 +237,17 @@ class Engine:
 
         The scheduler answers between two steps; TimeoutError where that takes longer than so many seconds.
         """
-        return self._stats_calls.call(timeout)
+        stats: dict[str, int] = self._questions.ask(StatsRequest(), timeout)
+        return stats
+
+    def update_weights(self, model_path: str | os.PathLike[str]) -> None:
+        """Go on with the weights of another checkpoint of the same model.
+
+        Requests that have been given output finish with the old weights, the others wait and get the new
+        ones; this returns when the new weights are in place. They are loaded beside the old ones, which need
+        their memory until then. ModelLoadError where they cannot be loaded: the old ones go on serving.
+        """
+        self._questions.ask(UpdateWeightsRequest(os.fspath(model_path)))
 
     @property
     def counters(self) -> Counters:

@@ -6,8 +6,8 @@ list of TokenOutput.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.runtime.sampling_params import SamplingParams
 
@@ -37,9 +37,17 @@ class AbortRequest:
 
 @dataclass
 class StatsRequest:
-    """To the scheduler: answer with a StatsReply that carries the same number."""
+    """To the scheduler: answer with a Reply of the same number; see :meth:`Engine.stats` for the keys."""
 
-    number: int
+    number: int = 0
+
+
+@dataclass
+class UpdateWeightsRequest:
+    """To the scheduler: load these weights once nobody is in mid-answer, then answer with a Reply."""
+
+    model_path: str
+    number: int = 0
 
 
 @dataclass
@@ -83,8 +91,11 @@ class TokenOutput:
 
 
 @dataclass
-class StatsReply:
-    """To the caller: see :meth:`Engine.stats` for the keys."""
+class Reply:
+    """To the caller: the answer to the question of this number, or the error that it ended with."""
 
     number: int
-    stats: dict[str, int] = field(default_factory=dict)
+    value: Any = None
+    error: str | None = None
+    #: Name of the error's class in sgl_aspects.errors.
+    error_type: str = "EngineError"

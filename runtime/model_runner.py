@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import Any
 
 import torch
 
-from sgl_aspects.errors import ConfigError
+from sgl_aspects.errors import ConfigError, ModelLoadError
 from sgl_aspects.platforms import current_platform, resolve_qualified_name
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
@@ -16,7 +17,8 @@ from sgl_aspects.runtime.batch import Batch
 from sgl_aspects.runtime.communicator import make_communicator
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
-from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
+from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.logit_adjuster import LogitAdjuster
 from sgl_aspects.runtime.logprobs import TokenLogprobs, token_logprobs
 from sgl_aspects.runtime.models.registry import model_class
@@ -54,21 +56,47 @@ class ModelRunner:
         self.init_graphs()
 
     def load_model(self) -> None:
+        """The model with the checkpoint's weights, ready to run."""
+        self.model = self._build_model(self.checkpoint)
+
+    def update_weights(self, model_path: str) -> None:
+        """Put the weights of another checkpoint of the same model in the place of the present ones.
+
+        They are loaded beside those. ModelLoadError where any rank cannot load them: nothing has changed
+        then, on any rank.
+        """
+        failure, model = None, None
+        try:
+            checkpoint = open_checkpoint(model_path)
+            check_same_model(self.config, checkpoint.config, model_path)
+            model = self._build_model(checkpoint)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            failure = f"{type(error).__name__}: {error}"
+        failures = [other for other in self.communicator.gather_objects(failure) if other]
+        if failures:
+            del model
+            self.platform.empty_cache()
+            raise ModelLoadError(f"{model_path} was not loaded, the old weights stay: {failures[0]}")
+        self.model, self.checkpoint = model, checkpoint
+        del model
+        self.platform.empty_cache()
+        self.weights_changed()
+
+    def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()
         with self.device, self.platform.inference_mode():
-            self.model = model_class(self.config.architecture)(
+            model = model_class(self.config.architecture)(
                 self.config, self.dtype, self.context_length, self.communicator
             )
-            self.model.load_weights(self.checkpoint.weights())
-            self.model.eval()
-            for module in self.model.modules():
+            model.load_weights(checkpoint.weights())
+            model.eval()
+            for module in model.modules():
                 if isinstance(module, Operator):
                     module.prepare_weights()
-            self.platform.post_load_model(self.model)
+            self.platform.post_load_model(model)
         self.platform.empty_cache()
-        logger.info(
-            "loaded %s as %s in %.1f s", self.checkpoint.path, self.dtype, time.perf_counter() - start
-        )
+        logger.info("loaded %s as %s in %.1f s", checkpoint.path, self.dtype, time.perf_counter() - start)
+        return model
 
     def init_kv_cache(self) -> None:
         """Pool, allocator and page table, of the size asked for or of what the free memory allows."""
@@ -127,7 +155,7 @@ class ModelRunner:
         self.graph_runner.capture()
 
     def weights_changed(self) -> None:
-        """Called once new weights are in the model's tensors: what was captured is renewed."""
+        """Called once there are new weights: what was captured with the old ones is renewed."""
         if self.graph_runner is not None and self.platform.needs_graph_recapture():
             self.graph_runner.capture()
 
@@ -176,3 +204,15 @@ def choose_context_length(wanted: int | None, of_model: int) -> int:
     if wanted > of_model:
         raise ConfigError(f"context_length={wanted} is more than the {of_model} that the model was made for")
     return wanted
+
+
+def check_same_model(present: ModelConfig, new: ModelConfig, path: str) -> None:
+    """ModelLoadError that names what differs. The type of the weights may: they are converted."""
+    differing = [
+        f"{field.name} ({getattr(new, field.name)!r} in the place of {getattr(present, field.name)!r})"
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in ("dtype", "eos_token_ids")
+        and getattr(new, field.name) != getattr(present, field.name)
+    ]
+    if differing:
+        raise ModelLoadError(f"{path} is another model: its config differs in {', '.join(differing)}")

@@ -7,35 +7,40 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from sgl_aspects import errors
 from sgl_aspects.errors import SchedulerDiedError
-from sgl_aspects.runtime.messages import StatsReply, StatsRequest, TokenOutput
+from sgl_aspects.runtime.messages import Reply, StatsRequest, TokenOutput, UpdateWeightsRequest
 from sgl_aspects.runtime.request_manager import RequestManager
 
 
-class StatsCalls:
+class Questions:
     """Questions to the scheduler that wait for their answer."""
 
     def __init__(self, send: Any) -> None:
         self._send = send
         self._numbers = itertools.count()
-        self._waiting: dict[int, Future[dict[str, int]]] = {}
+        self._waiting: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._death: str | None = None
 
-    def call(self, timeout: float | None = None) -> dict[str, int]:
-        future: Future[dict[str, int]] = Future()
+    def ask(self, question: StatsRequest | UpdateWeightsRequest, timeout: float | None = None) -> Any:
+        """The answer's value, or the error that it brings; TimeoutError after so many seconds."""
+        future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:
                 raise SchedulerDiedError(self._death)
-            number = next(self._numbers)
-            self._waiting[number] = future
-        self._send(StatsRequest(number))
+            question.number = next(self._numbers)
+            self._waiting[question.number] = future
+        self._send(question)
         return future.result(timeout)
 
-    def answered(self, reply: StatsReply) -> None:
+    def answered(self, reply: Reply) -> None:
         with self._lock:
             future = self._waiting.pop(reply.number)
-        future.set_result(reply.stats)
+        if reply.error is None:
+            future.set_result(reply.value)
+        else:
+            future.set_exception(getattr(errors, reply.error_type)(reply.error))
 
     def scheduler_died(self, error: SchedulerDiedError) -> None:
         with self._lock:
@@ -48,13 +53,13 @@ class StatsCalls:
 class OutputReceiver:
     """What the link's thread calls. It knows no Engine, so that a forgotten one can be collected."""
 
-    def __init__(self, manager: RequestManager, stats_calls: StatsCalls) -> None:
+    def __init__(self, manager: RequestManager, questions: Questions) -> None:
         self._manager = manager
-        self._stats_calls = stats_calls
+        self._questions = questions
 
-    def on_message(self, message: list[TokenOutput] | StatsReply) -> None:
-        if isinstance(message, StatsReply):
-            self._stats_calls.answered(message)
+    def on_message(self, message: list[TokenOutput] | Reply) -> None:
+        if isinstance(message, Reply):
+            self._questions.answered(message)
             return
         for output in message:
             try:
@@ -64,4 +69,4 @@ class OutputReceiver:
 
     def on_death(self, error: SchedulerDiedError) -> None:
         self._manager.scheduler_died(error)
-        self._stats_calls.scheduler_died(error)
+        self._questions.scheduler_died(error)

@@ -20,9 +20,6 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Req]:
         return iter(self._reqs)
 
-    def __getitem__(self, index: int) -> Req:
-        return self._reqs[index]
-
     def add(self, req: Req) -> None:
         bisect.insort(self._reqs, req, key=lambda other: other.precedence)
 

@@ -13,22 +13,24 @@ import itertools
 import logging
 import os
 import random
+from collections import deque
 from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
-from sgl_aspects.errors import InvalidRequestError
+from sgl_aspects.errors import InvalidRequestError, ModelLoadError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.batch import Batch, BatchResult, ForwardMode, Req
 from sgl_aspects.runtime.grammar import GrammarCompiler
 from sgl_aspects.runtime.messages import (
     AbortRequest,
     ReadyMessage,
+    Reply,
     ShutdownRequest,
-    StatsReply,
     StatsRequest,
     TokenizedRequest,
     TokenOutput,
+    UpdateWeightsRequest,
 )
 from sgl_aspects.runtime.model_runner import ModelRunner
 from sgl_aspects.runtime.request_queue import RequestQueue
@@ -55,6 +57,8 @@ class Scheduler:
         self.step_id = 0
         self.num_retractions = 0
         self.shutting_down = False
+        #: Asked for, and waiting for the requests that have begun with the old weights.
+        self.weight_updates: deque[UpdateWeightsRequest] = deque()
         self._arrivals = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
         self._owner = os.getppid()
@@ -80,6 +84,8 @@ class Scheduler:
                     self.handle_message(message)
                 if self.has_work and not self.shutting_down:
                     self.step()
+                if self.weight_updates and not self._is_any_begun():
+                    self.update_weights(self.weight_updates.popleft())
         except (EOFError, BrokenPipeError, ConnectionResetError):
             logger.info("the owner of the engine is gone; the scheduler ends")
 
@@ -103,7 +109,9 @@ class Scheduler:
         elif isinstance(message, AbortRequest):
             self.abort_request(message.rid)
         elif isinstance(message, StatsRequest):
-            self.connection.send(StatsReply(message.number, self.stats()))
+            self.connection.send(Reply(message.number, self.stats()))
+        elif isinstance(message, UpdateWeightsRequest):
+            self.request_weight_update(message)
         elif isinstance(message, ShutdownRequest):
             self.shutting_down = True
         else:
@@ -162,6 +170,28 @@ class Scheduler:
                 self.stream_output([req])
                 return
 
+    # -- new weights ---------------------------------------------------------------------------------
+
+    def request_weight_update(self, message: UpdateWeightsRequest) -> None:
+        """Remember it. Requests without output begin anew after it; those with output go on to their end."""
+        self.weight_updates.append(message)
+        for req in [req for req in self.running if not req.output_ids]:
+            self.retract_request(req)
+
+    def _is_any_begun(self) -> bool:
+        """Whether a request has output of the weights that are in place, and is not at its end."""
+        return any(req.output_ids for req in (*self.running, *self.waiting))
+
+    def update_weights(self, message: UpdateWeightsRequest) -> None:
+        """Load them now, forget what was computed with the old ones, and tell who asked."""
+        reply = Reply(message.number)
+        try:
+            self.model_runner.update_weights(message.model_path)
+            self.kv_cache.forget_prefixes()
+        except ModelLoadError as error:
+            reply.error, reply.error_type = str(error), "ModelLoadError"
+        self.connection.send(reply)
+
     # -- one step ------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -208,8 +238,7 @@ class Scheduler:
         """
         args = self.server_args
         left = sum(req.prefill_tokens_left for req in self.running)
-        while len(self.waiting) and left < args.chunked_prefill_size:
-            req = self.waiting[0]
+        while left < args.chunked_prefill_size and (req := self._next_waiting()) is not None:
             if len(self.running) < args.max_running_requests and self._admit(req):
                 left += req.prefill_tokens_left
                 continue
@@ -219,8 +248,12 @@ class Scheduler:
             left -= last.prefill_tokens_left
             self.retract_request(last)
 
+    def _next_waiting(self) -> Req | None:
+        """The head of the queue; before a weight update only requests that have begun are taken from it."""
+        return next((req for req in self.waiting if req.output_ids or not self.weight_updates), None)
+
     def _admit(self, req: Req) -> bool:
-        """Move the request at the head of the queue to the running ones; False where memory is short."""
+        """Move a waiting request to the running ones; False where memory is short."""
         reserve = 0
         if self.running:  # what those that run, and this one, may soon want; one alone always fits
             most = self.server_args.decode_reserve

@@ -44,6 +44,7 @@ EMBEDDED = Catalog(
         "process_batch_result": Role(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
         ),
+        "update_weights": Role((f"{_SCHEDULER}.update_weights",), ("scheduler:self", "message")),
         "retract": Role((f"{_SCHEDULER}.retract_request",), ("scheduler:self", "req")),
         "cache_match": Role((f"{_KV_CACHE}.match_prefix",), ("kv_cache:self", "req")),
         "kv_alloc": Role((f"{_KV_CACHE}.alloc",), ("kv_cache:self", "num_tokens")),
