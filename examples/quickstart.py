@@ -17,11 +17,11 @@ PROMPTS = ["The capital of France is", "Three fruits are", "A good night's sleep
 
 def main(model: str, page: str = "report.html") -> None:
     spans = str(Path(page).with_suffix(".jsonl"))
-    with attach(level=3, file=spans) as session:  # before the engine starts its scheduler process
-        with Engine(model_path=model) as engine:
-            sampling = SamplingParams(max_new_tokens=16, temperature=0.0)
-            for handle in [engine.submit(prompt, sampling) for prompt in PROMPTS]:
-                print(repr("".join(chunk.text for chunk in handle)))
+    # Attached before the engine starts its scheduler process: that one is traced, too.
+    with attach(level=3, file=spans) as session, Engine(model_path=model) as engine:
+        sampling = SamplingParams(max_new_tokens=16, temperature=0.0)
+        for handle in [engine.submit(prompt, sampling) for prompt in PROMPTS]:
+            print(repr("".join(chunk.text for chunk in handle)))
     print(session.summary)
     sgl_aspects(["report", spans, "-o", page])
 

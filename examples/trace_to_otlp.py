@@ -14,14 +14,14 @@ CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def main(model: str, endpoint: str) -> None:
-    with attach(level=2, endpoint=endpoint, service_name="my-engine") as session:
-        with Engine(model_path=model) as engine:
-            handle = engine.submit(
-                "The sky is",
-                SamplingParams(max_new_tokens=8, temperature=0.0),
-                external_trace_header={"traceparent": CALLER},
-            )
-            print(repr("".join(chunk.text for chunk in handle)))
+    session = attach(level=2, endpoint=endpoint, service_name="my-engine")
+    with session, Engine(model_path=model) as engine:
+        handle = engine.submit(
+            "The sky is",
+            SamplingParams(max_new_tokens=8, temperature=0.0),
+            external_trace_header={"traceparent": CALLER},
+        )
+        print(repr("".join(chunk.text for chunk in handle)))
     print(session.summary)
 
 
