@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
+from sgl_aspects.runtime.ops.triton_kernels import overlapping
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.forward_batch import ForwardBatch
@@ -46,7 +47,34 @@ class TritonBackend(TorchNativeBackend):
         """Nothing: the kernels read the page table themselves."""
         return None
 
-    def forward_decode(self, query: torch.Tensor, layer: Attention, batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Attention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """As of any backend, but what decoding requests add is stored by the kernel that reads it."""
+        decodes = batch.num_decodes
+        if decodes == len(batch.lengths):
+            return self._decode_pages(query, key, value, layer, batch)
+        prompts = query[decodes:], key[decodes:], value[decodes:]
+        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots[decodes:], *prompts[1:])
+        extended = self.forward_extend(*prompts, layer, batch)
+        if not decodes:
+            return extended
+        decoded = self._decode_pages(query[:decodes], key[:decodes], value[:decodes], layer, batch)
+        return torch.cat((decoded, extended))
+
+    def _decode_pages(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Attention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
         requests, heads, head_dim = query.shape
         group = heads // layer.num_kv_heads
         keys = self.kv_pool.get_key_buffer(layer.layer_id)
@@ -58,6 +86,8 @@ class TritonBackend(TorchNativeBackend):
         block_dim = triton.next_power_of_2(head_dim)
         _decode_splits[(requests, layer.num_kv_heads, splits)](
             query,
+            key,
+            value,
             keys,
             values,
             table,
@@ -68,6 +98,10 @@ class TritonBackend(TorchNativeBackend):
             layer.scale,
             query.stride(0),
             query.stride(1),
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
             keys.stride(0),
             keys.stride(1),
             values.stride(0),
@@ -81,6 +115,7 @@ class TritonBackend(TorchNativeBackend):
             BLOCK_TOKENS=_BLOCK_TOKENS,
             SPLITS=splits,
             num_warps=4,
+            **overlapping(),
         )
         output = torch.empty(requests, heads, head_dim, dtype=query.dtype, device=query.device)
         _join_splits[(requests, heads)](
@@ -92,6 +127,7 @@ class TritonBackend(TorchNativeBackend):
             SPLITS=splits,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             num_warps=1,
+            **overlapping(),
         )
         return output
 
@@ -99,6 +135,8 @@ class TritonBackend(TorchNativeBackend):
 @triton.jit
 def _decode_splits(
     query,
+    new_keys,
+    new_values,
     keys,
     values,
     table,
@@ -109,6 +147,10 @@ def _decode_splits(
     scale,
     query_request_stride,
     query_head_stride,
+    new_key_request_stride,
+    new_key_head_stride,
+    new_value_request_stride,
+    new_value_head_stride,
     key_slot_stride,
     key_head_stride,
     value_slot_stride,
@@ -121,8 +163,12 @@ def _decode_splits(
     BLOCK_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One split of one request and key-value head: the heads of its group over the split's tokens."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     row = tl.load(rows + request)
@@ -131,6 +177,17 @@ def _decode_splits(
     start = split * blocks * BLOCK_TOKENS
     end = tl.minimum(start + blocks * BLOCK_TOKENS, length)
     dims = tl.arange(0, BLOCK_DIM)
+    if (start < end) & (end == length):  # the newest token is of this split: nobody else reads it
+        newest = length - 1
+        slot = tl.load(table + row * table_stride + newest // PAGE_SIZE) * PAGE_SIZE + newest % PAGE_SIZE
+        new_key = new_keys + request * new_key_request_stride + kv_head * new_key_head_stride + dims
+        new_value = new_values + request * new_value_request_stride + kv_head * new_value_head_stride + dims
+        inside = dims < HEAD_DIM
+        key = tl.load(new_key, mask=inside)
+        tl.store(keys + slot * key_slot_stride + kv_head * key_head_stride + dims, key, mask=inside)
+        value = tl.load(new_value, mask=inside)
+        tl.store(values + slot * value_slot_stride + kv_head * value_head_stride + dims, value, mask=inside)
+        tl.debug_barrier()  # all threads of the program see it from here on
     members = tl.arange(0, BLOCK_GROUP)
     is_head = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     heads = kv_head * GROUP + members
@@ -187,8 +244,12 @@ def _join_splits(
     BLOCK_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The output of one request and head: its splits by their weights. The first split is never empty."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     splits = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, BLOCK_DIM)

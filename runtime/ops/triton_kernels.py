@@ -1,9 +1,15 @@
 """Operators for GPUs in Triton: what PyTorch does in several launches, in one.
 
-Each function computes what ``forward_native`` of its operator does, on contiguous tokens of any number.
+Each function computes what ``forward_native`` of its operator does, for any number of tokens.
+
+Where the GPU can (Hopper and later), a kernel starts while the one before it still runs: it fetches weights,
+which nobody writes, and only then waits for its input. Every kernel here waits before it reads or writes
+anything that another kernel touches.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -11,6 +17,16 @@ import triton.language as tl
 
 #: Up to so many tokens a product is a matter of reading the weight once, and this file's kernel reads faster.
 SKINNY_TOKENS = 16
+
+
+@cache
+def overlapping() -> dict[str, bool]:
+    """Launch options of kernels that start early and wait inside."""
+    if triton.knobs.runtime.interpret:
+        return {"OVERLAP": False}
+    target = triton.runtime.driver.active.get_current_target()
+    early = target.backend == "cuda" and target.arch >= 90
+    return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
 
 
 def rms_norm(
@@ -32,6 +48,7 @@ def rms_norm(
         BLOCK=triton.next_power_of_2(size),
         HAS_RESIDUAL=residual is not None,
         num_warps=4 if size <= 2048 else 8,
+        **overlapping(),
     )
     return output if residual is None else (output, total)
 
@@ -42,7 +59,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     output = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_and_mul[(output.numel() // size, triton.cdiv(size, block))](x, output, SIZE=size, BLOCK=block)
+    _silu_and_mul[(output.numel() // size, triton.cdiv(size, block))](
+        x, output, SIZE=size, BLOCK=block, **overlapping()
+    )
     return output
 
 
@@ -70,6 +89,7 @@ def rotate(
         DIM=dim,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=1,
+        **overlapping(),
     )
     return new_query, new_key
 
@@ -81,20 +101,29 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     output = torch.empty(tokens, outer, dtype=x.dtype, device=x.device)
     common = (x.contiguous(), weight, weight if bias is None else bias, output, outer)
     if tokens == 1:
-        _row_times_weight[(triton.cdiv(outer, 8),)](
-            *common, INNER=inner, HAS_BIAS=bias is not None, BLOCK_OUTER=8, BLOCK_INNER=1024, num_warps=4
+        block_outer, num_warps = (2, 4) if inner <= 4096 else (1, 8)
+        _row_times_weight[(triton.cdiv(outer, block_outer),)](
+            *common,
+            INNER=inner,
+            HAS_BIAS=bias is not None,
+            BLOCK_OUTER=block_outer,
+            BLOCK_INNER=min(2048, triton.next_power_of_2(inner)),
+            num_warps=num_warps,
+            **overlapping(),
         )
     else:
-        _rows_times_weight[(triton.cdiv(outer, 16),)](
+        block_outer = 32 if outer > 8192 else 16
+        _rows_times_weight[(triton.cdiv(outer, block_outer),)](
             *common,
             tokens,
             INNER=inner,
             HAS_BIAS=bias is not None,
             BLOCK_TOKENS=16,
-            BLOCK_OUTER=16,
+            BLOCK_OUTER=block_outer,
             BLOCK_INNER=256,
-            num_warps=4,
-            num_stages=4,
+            num_warps=2,
+            num_stages=5,
+            **overlapping(),
         )
     return output
 
@@ -110,9 +139,14 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
     exact = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -122,12 +156,14 @@ def _rms_norm(
         tl.store(total + places, rounded, mask=inside)
         exact = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, 0) / SIZE + eps)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(output + places, (exact * scale * factors).to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_and_mul(x, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(x, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -153,8 +189,12 @@ def _rotate(
     kv_heads,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one token: the query's heads first, then the key's."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK)
     inside = dims < DIM
@@ -184,22 +224,27 @@ def _row_times_weight(
     HAS_BIAS: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token: some rows of the weight, each times the token's vector."""
     rows = tl.program_id(0) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     is_row = rows < outer
-    sums = tl.zeros([BLOCK_OUTER, BLOCK_INNER], tl.float32)
-    for start in range(0, INNER, BLOCK_INNER):
-        columns = start + tl.arange(0, BLOCK_INNER)
-        inside = columns < INNER
-        vector = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.arange(0, BLOCK_INNER)
+    places = weight + rows[:, None].to(tl.int64) * INNER + columns[None, :]
+    inside = columns < INNER
+    block = tl.load(places, mask=is_row[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    vector = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    sums = block.to(tl.float32) * vector[None, :]
+    for start in range(BLOCK_INNER, INNER, BLOCK_INNER):
+        inside = start + columns < INNER
+        vector = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
         block = tl.load(
-            weight + rows[:, None].to(tl.int64) * INNER + columns[None, :],
-            mask=is_row[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        ).to(tl.float32)
-        sums += block * vector[None, :]
+            places + start, mask=is_row[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        sums += block.to(tl.float32) * vector[None, :]
     result = tl.sum(sums, 1)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
@@ -219,28 +264,30 @@ def _rows_times_weight(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A few tokens: some rows of the weight, each times every token's vector."""
     rows = tl.program_id(0) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     is_row = rows < outer
     members = tl.arange(0, BLOCK_TOKENS)
     is_token = members < tokens
-    sums = tl.zeros([BLOCK_TOKENS, BLOCK_OUTER], tl.float32)
-    for start in range(0, INNER, BLOCK_INNER):
-        columns = start + tl.arange(0, BLOCK_INNER)
-        inside = columns < INNER
-        vectors = tl.load(
-            x + members[:, None] * INNER + columns[None, :],
-            mask=is_token[:, None] & inside[None, :],
-            other=0.0,
-        )
+    columns = tl.arange(0, BLOCK_INNER)
+    places = weight + rows[:, None].to(tl.int64) * INNER + columns[None, :]
+    vectors = x + members[:, None] * INNER + columns[None, :]
+    inside = columns < INNER
+    block = tl.load(places, mask=is_row[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    vector = tl.load(vectors, mask=is_token[:, None] & inside[None, :], other=0.0)
+    sums = tl.dot(vector, tl.trans(block), input_precision="ieee")
+    for start in range(BLOCK_INNER, INNER, BLOCK_INNER):
+        inside = start + columns < INNER
+        vector = tl.load(vectors + start, mask=is_token[:, None] & inside[None, :], other=0.0)
         block = tl.load(
-            weight + rows[:, None].to(tl.int64) * INNER + columns[None, :],
-            mask=is_row[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
+            places + start, mask=is_row[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
         )
-        sums = tl.dot(vectors, tl.trans(block), sums, input_precision="ieee")
+        sums = tl.dot(vector, tl.trans(block), sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
     tl.store(
