@@ -123,7 +123,7 @@ class Decoding:
         generator = torch.Generator().manual_seed(batch_size)
         for number in range(batch_size):
             prompt = torch.randint(0, SHAPE["vocab_size"], (PROMPT_TOKENS,), generator=generator).tolist()
-            params = SamplingParams(max_new_tokens=2 * ROUNDS * STEPS + 40, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=2 * ROUNDS * (STEPS + 3) + 2 * batch_size, ignore_eos=True)
             scheduler.add_request(TokenizedRequest(f"{batch_size}-{number}", prompt, params))
         while scheduler.waiting or any(not req.is_prefill_done for req in scheduler.running):
             scheduler.step()
@@ -174,7 +174,9 @@ def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[Row]:
                 found += decoding.steps(graphs=mode == "graphs" and decoding.graph_runner is not None)
                 while ours.poll(0):
                     ours.recv()
-        cached = sum(req.computed_tokens for req in scheduler.running) - ROUNDS * STEPS * batch_size
+        assert len(scheduler.running) == batch_size
+        # Half of what was added: the lengths grow evenly.
+        cached = sum(req.computed_tokens for req in scheduler.running) - ROUNDS * (STEPS + 3) * batch_size
         floor_ms = (weight_bytes + cached * token_bytes) / bandwidth * 1e3
         decoding.end()
         for mode, found in times.items():

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from sgl_aspects.runtime.forward_batch import ForwardBatch
     from sgl_aspects.runtime.ops.attention import Attention
 
-#: So many programs keep a device of about 130 multiprocessors reading.
-_PROGRAMS = 256
+#: So many programs, each with few tokens, keep a device of about 130 multiprocessors reading.
+_PROGRAMS = 512
 _MAX_SPLITS = 32
 #: Tokens that a program looks at together.
-_BLOCK_TOKENS = 32
+_BLOCK_TOKENS = 64
 
 
 class TritonBackend(TorchNativeBackend):
@@ -166,63 +166,65 @@ def _decode_splits(
     OVERLAP: tl.constexpr,
 ):
     """One split of one request and key-value head: the heads of its group over the split's tokens."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
-    row = tl.load(rows + request)
+    newest = length - 1
     # Whole blocks of tokens, evenly: later splits of a short request stay empty.
     blocks = tl.cdiv(tl.cdiv(length, BLOCK_TOKENS), SPLITS)
     start = split * blocks * BLOCK_TOKENS
     end = tl.minimum(start + blocks * BLOCK_TOKENS, length)
     dims = tl.arange(0, BLOCK_DIM)
-    if (start < end) & (end == length):  # the newest token is of this split: nobody else reads it
-        newest = length - 1
-        slot = tl.load(table + row * table_stride + newest // PAGE_SIZE) * PAGE_SIZE + newest % PAGE_SIZE
-        new_key = new_keys + request * new_key_request_stride + kv_head * new_key_head_stride + dims
-        new_value = new_values + request * new_value_request_stride + kv_head * new_value_head_stride + dims
-        inside = dims < HEAD_DIM
-        key = tl.load(new_key, mask=inside)
-        tl.store(keys + slot * key_slot_stride + kv_head * key_head_stride + dims, key, mask=inside)
-        value = tl.load(new_value, mask=inside)
-        tl.store(values + slot * value_slot_stride + kv_head * value_head_stride + dims, value, mask=inside)
-        tl.debug_barrier()  # all threads of the program see it from here on
+    in_dim = dims < HEAD_DIM
+    pages = table + tl.load(rows + request) * table_stride
+    keys += kv_head * key_head_stride + dims
+    values += kv_head * value_head_stride + dims
+    tokens = start + tl.arange(0, BLOCK_TOKENS)
+    # Read before the wait: what earlier steps stored, and lengths and pages, which are written before the
+    # first layer begins. The newest token is yet to come.
+    old = (tokens < end) & (tokens < newest)
+    slots = _slots_of(pages, tokens, old, PAGE_SIZE)
+    key = tl.load(keys + slots[:, None] * key_slot_stride, old[:, None] & in_dim[None, :], 0.0)
+    value = tl.load(values + slots[:, None] * value_slot_stride, old[:, None] & in_dim[None, :], 0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     members = tl.arange(0, BLOCK_GROUP)
-    is_head = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     heads = kv_head * GROUP + members
+    is_head = (members < GROUP)[:, None] & in_dim[None, :]
     asked = tl.load(
         query + request * query_request_stride + heads[:, None] * query_head_stride + dims[None, :],
         mask=is_head,
         other=0.0,
     )
+    new_keys += request * new_key_request_stride + kv_head * new_key_head_stride
+    new_values += request * new_value_request_stride + kv_head * new_value_head_stride
+    new_key = tl.load(new_keys + dims, mask=in_dim, other=0.0)
+    new_value = tl.load(new_values + dims, mask=in_dim, other=0.0)
+    if (start < end) & (end == length):  # the newest token is of this split
+        slot = tl.load(pages + newest // PAGE_SIZE) * PAGE_SIZE + newest % PAGE_SIZE
+        tl.store(keys + slot * key_slot_stride, new_key, mask=in_dim)
+        tl.store(values + slot * value_slot_stride, new_value, mask=in_dim)
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
     output = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     for first in range(start, end, BLOCK_TOKENS):
         tokens = first + tl.arange(0, BLOCK_TOKENS)
-        is_token = tokens < end
-        page = tl.load(table + row * table_stride + tokens // PAGE_SIZE, mask=is_token, other=0)
-        slots = page * PAGE_SIZE + tokens % PAGE_SIZE
-        is_element = is_token[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(
-            keys + slots[:, None] * key_slot_stride + kv_head * key_head_stride + dims[None, :],
-            mask=is_element,
-            other=0.0,
-        )
-        value = tl.load(
-            values + slots[:, None] * value_slot_stride + kv_head * value_head_stride + dims[None, :],
-            mask=is_element,
-            other=0.0,
-        )
+        is_newest = (tokens == newest)[:, None]
+        key = tl.where(is_newest, new_key[None, :], key)
+        value = tl.where(is_newest, new_value[None, :], value)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(is_token[None, :], scores, float("-inf"))
+        scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         shares = tl.exp(scores - new_largest[:, None])
         shrink = tl.exp(largest - new_largest)
         total = total * shrink + tl.sum(shares, 1)
         output = output * shrink[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         largest = new_largest
+        tokens += BLOCK_TOKENS
+        old = (tokens < end) & (tokens < newest)
+        slots = _slots_of(pages, tokens, old, PAGE_SIZE)
+        key = tl.load(keys + slots[:, None] * key_slot_stride, old[:, None] & in_dim[None, :], 0.0)
+        value = tl.load(values + slots[:, None] * value_slot_stride, old[:, None] & in_dim[None, :], 0.0)
     place = (request * tl.num_programs(1) * GROUP + heads) * SPLITS + split
     is_full = end > start
     divisor = tl.where(total > 0, total, 1.0)
@@ -233,6 +235,12 @@ def _decode_splits(
     )
     weight = tl.where(is_full, largest + tl.log(divisor), float("-inf"))
     tl.store(weights + place, weight, mask=members < GROUP)
+
+
+@triton.jit
+def _slots_of(pages, tokens, inside, PAGE_SIZE: tl.constexpr):
+    """Where the tokens at these positions of a row live."""
+    return tl.load(pages + tokens // PAGE_SIZE, inside, 0) * PAGE_SIZE + tokens % PAGE_SIZE
 
 
 @triton.jit
