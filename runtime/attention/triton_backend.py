@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: So many programs, each with few tokens, keep a device of about 130 multiprocessors reading.
 _PROGRAMS = 512
-_MAX_SPLITS = 32
+_MAX_SPLITS = 16
 #: Tokens that a program looks at together.
 _BLOCK_TOKENS = 64
 

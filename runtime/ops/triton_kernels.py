@@ -118,7 +118,7 @@ def _tiles(tokens: int, outer: int, inner: int) -> dict[str, int]:
     elif outer > 8192:
         tiles = (32, 128, 128, 2, 5)
     elif inner > 4096 or outer <= 2048:
-        tiles = (16, 512, 512, 4, 5)
+        tiles = (16, 512, 512, 2, 4)
     else:
         tiles = (32, 2048, 256, 8, 3)
     names = ("BLOCK_OUTER", "BLOCK_FIRST", "BLOCK_INNER", "num_warps", "num_stages")
