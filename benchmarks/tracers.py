@@ -36,7 +36,7 @@ class Tracer(NamedTuple):
 def ours(url: str, current: bool = False) -> Tracer:
     """The flight recorder, with a collector that exports over OTLP."""
     from sgl_aspects.tracing import attach
-    from sgl_aspects.tracing.context import restore
+    from sgl_aspects.tracing.context import close_span
 
     if current:
         import opentelemetry.trace  # noqa: F401  (a process that uses OpenTelemetry)
@@ -50,8 +50,7 @@ def ours(url: str, current: bool = False) -> Tracer:
 
     def current_span() -> None:
         start, span_id = clock(), new_id()
-        token = recorder.make_current(span_id)
-        restore(token)
+        close_span(recorder.begin(FORWARD, span_id, span_id, 0, start))
         write(span_id, span_id, 0, start, clock(), ("decode", 12, 12, 0.25))
 
     return Tracer(

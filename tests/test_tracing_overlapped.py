@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.context import Opened, open_span
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from tests.stand_ins import Engine
@@ -53,6 +54,9 @@ class Memory:
 
     def spans(self, type: SpanType) -> SpanWriter:
         return lambda *fields, **named: self.ended.append(SpanEnd(type, *fields, **named))
+
+    def begin(self, type: SpanType, span_id: int, root_id: int, *_: Any) -> Opened:
+        return open_span(root_id, span_id)
 
     def named(self, name: str) -> list[SpanEnd]:
         return [record for record in self.ended if record.type.name == name]

@@ -136,6 +136,9 @@ def test_the_aspect_asks_the_sampler() -> None:
         def write(self, event: RequestBegin) -> None:
             self.events.append(event)
 
+        def begin(self, *_: object) -> context.Opened:
+            return context.open_span(1, 1)
+
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     request = SimpleNamespace(rid="r", is_chat=False, stream=False, headers=headers, group=None)
     for asks_parent in (True, False):

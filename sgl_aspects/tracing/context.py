@@ -10,7 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
 
 # version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -98,38 +99,73 @@ def trace_id_of_root(span_id: int) -> int:
     return (span_id * 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) % (1 << 128) or 1
 
 
+class OpenSpan(NamedTuple):
+    """A span of ours that is open where code runs. ``trace``: its root's; None: it follows from the id."""
+
+    root_id: int
+    span_id: int
+    trace: TraceContext | None = None
+
+    @property
+    def trace_id(self) -> int:
+        return trace_id_of_root(self.root_id) if self.trace is None else self.trace.trace_id
+
+
+_open_span: ContextVar[OpenSpan | None] = ContextVar("sgl_aspects_open_span", default=None)
+
+#: What is open, what was open around it, and OpenTelemetry's context there: for ``close_span``.
+Opened: TypeAlias = "tuple[OpenSpan, OpenSpan | None, Any]"
+
+
+def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
+    """Makes a span of ours the current one, until ``close_span`` of what this gives.
+
+    In a process that uses OpenTelemetry it is OpenTelemetry's current span, too: other people's spans nest
+    in it, and clients send its ``traceparent``. ``span``: OpenTelemetry's own object for it, if there is one.
+    """
+    opened = OpenSpan(root_id, span_id, trace)
+    outer = _open_span.get()
+    _open_span.set(opened)
+    otel = _otel or _find_opentelemetry()
+    if otel is None:
+        return opened, outer, None
+    make_span, key, make_context, get_current, attach = otel
+    before = get_current()
+    # What set_span_in_context does, in a third of the time.
+    attach(make_context({**before, key: make_span(opened) if span is None else span}))
+    return opened, outer, before
+
+
+def close_span(opened: Opened) -> None:
+    """What was current before is current again.
+
+    A coroutine may be closed where it never ran, by the garbage collector or another task: nothing of it is
+    open there, so that nothing is changed. (OpenTelemetry's tokens would be refused there.)
+    """
+    span, outer, before = opened
+    if _open_span.get() is not span:
+        return
+    _open_span.set(outer)
+    if before is not None and _otel is not None:
+        _otel.attach(before)
+
+
+def innermost() -> OpenSpan | None:
+    """The span of ours that is open here."""
+    return _open_span.get()
+
+
 class _OpenTelemetry(NamedTuple):
     """What is needed to make a span current, looked up once."""
 
-    make_span: Callable[[int], Any]
+    make_span: Callable[[OpenSpan], Any]
     key: str
     make_context: Callable[[dict[str, object]], Any]
     get_current: Callable[[], Any]
     attach: Callable[[Any], object]
-    detach: Callable[[Any], None]
 
 
 _otel: _OpenTelemetry | None = None
-
-
-def make_current(root_id: int) -> object | None:
-    """Makes a root of ours OpenTelemetry's current span, so that other people's spans nest in it.
-
-    Only in a process that uses OpenTelemetry anyway. Give what it returns to ``restore`` in the same thread.
-    """
-    otel = _otel or _find_opentelemetry()
-    if otel is None:
-        return None
-    # What set_span_in_context does, in a third of the time.
-    make_span, key, make_context, get_current, attach, _ = otel
-    before, span = get_current(), make_span(root_id)
-    return attach(make_context({**before, key: span} if before else {key: span}))
-
-
-def restore(token: object) -> None:
-    """Ends what ``make_current`` began."""
-    if _otel is not None:
-        _otel.detach(token)
 
 
 def _find_opentelemetry() -> _OpenTelemetry | None:
@@ -138,18 +174,18 @@ def _find_opentelemetry() -> _OpenTelemetry | None:
         return None
     from opentelemetry import context, trace
 
-    class OpenSpan(trace.NonRecordingSpan):
+    class CurrentSpan(trace.NonRecordingSpan):
         """Its context is built when somebody asks."""
 
-        def __init__(self, root_id: int) -> None:
-            self._root_id = root_id
+        def __init__(self, span: OpenSpan) -> None:
+            self._span = span
 
         def get_span_context(self) -> trace.SpanContext:
-            trace_id, flags = trace_id_of_root(self._root_id), trace.TraceFlags(trace.TraceFlags.SAMPLED)
-            return trace.SpanContext(trace_id, self._root_id, False, flags)
+            span, origin = self._span, self._span.trace
+            flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if origin is None or origin.sampled else 0)
+            state = trace.TraceState.from_header([origin.state]) if origin and origin.state else None
+            return trace.SpanContext(span.trace_id, span.span_id, False, flags, state)
 
     (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
-    _otel = _OpenTelemetry(
-        OpenSpan, key, context.Context, context.get_current, context.attach, context.detach
-    )
+    _otel = _OpenTelemetry(CurrentSpan, key, context.Context, context.get_current, context.attach)
     return _otel

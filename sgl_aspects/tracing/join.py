@@ -235,7 +235,7 @@ class Joiner:
             return True
         root.last_child_ns = max(root.last_child_ns, record.end_ns)
         if record.type.name == "decode" and not root.decode_ns:  # once more after a retraction
-            root.decode_ns = record.start_ns
+            root.decode_ns = root.decode_ns or record.start_ns  # one that was retracted has several
         latency = _LATENCIES.get(record.type.name)
         if latency and root.begin is not None:
             root.latencies[latency] = (

@@ -91,7 +91,10 @@ class EngineMetrics:
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
         """``first_token_ns``: when the scheduler had it (0: never), for answers that come in one piece."""
-        values = {**begin.attributes, **dict(zip(end.type.attributes, end.values))}
+        values = {
+            **begin.attributes,
+            **{name: value for name, value in zip(end.type.attributes, end.values) if value is not None},
+        }
         common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
         self._duration.record(duration, {**common, "error.type": end.error} if end.error else common)

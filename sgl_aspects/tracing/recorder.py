@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
 
@@ -49,8 +50,19 @@ class Recorder(Protocol):
     def write(self, event: Event) -> None:
         """Records anything but a whole span."""
 
-    def make_current(self, root_id: int) -> object | None:
-        """Makes a root that this process began OpenTelemetry's current span; for ``context.restore``."""
+    def begin(
+        self,
+        type: SpanType,
+        span_id: int,
+        root_id: int,
+        parent_id: int,
+        start_ns: int,
+        trace: TraceContext | None = None,
+    ) -> Opened:
+        """A span that this process will record has begun: it is current until ``context.close_span``.
+
+        ``trace``: that of the root, for what belongs to a request.
+        """
 
     def close(self) -> None:
         """Ends this process's part of the run; what is recorded later is lost."""

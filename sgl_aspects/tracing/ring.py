@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.context import make_current
+from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
@@ -144,8 +144,16 @@ class RingRecorder:
         else:
             self._slots.fill(layout.BEGIN.pack_into, layout.KIND_SENT, event.span_id, 0, 0, 0)
 
-    def make_current(self, root_id: int) -> object | None:
-        return make_current(root_id)
+    def begin(
+        self,
+        type: SpanType,
+        span_id: int,
+        root_id: int,
+        parent_id: int,
+        start_ns: int,
+        trace: TraceContext | None = None,
+    ) -> Opened:
+        return open_span(root_id, span_id, trace)
 
     def close(self) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
+from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 
@@ -45,8 +46,11 @@ class SdkRecorder:
             elif isinstance(event, RequestSeen):
                 self._keep(event.key, self._requests.get(event.request_id))
                 self._request_ids[event.key] = event.request_id
-            elif isinstance(event, SpanBegin) and (not event.parent_id or event.parent_id in self._known):
-                # Else its end will do.
+            elif (
+                isinstance(event, SpanBegin)
+                and event.span_id not in self._open
+                and (not event.parent_id or event.parent_id in self._known)
+            ):  # Else its end will do.
                 self._open[event.span_id] = self._start(event)
                 self._keep(event.span_id, self._open[event.span_id])
 
@@ -62,8 +66,23 @@ class SdkRecorder:
 
         return write
 
-    def make_current(self, root_id: int) -> None:
-        """Nothing: a step's span is begun only once it is known that the step has work."""
+    def begin(
+        self,
+        type: SpanType,
+        span_id: int,
+        root_id: int,
+        parent_id: int,
+        start_ns: int,
+        trace: TraceContext | None = None,
+    ) -> Opened:
+        with self._lock:
+            span = self._open.get(span_id)
+            if span is None:
+                span = self._open[span_id] = self._start(
+                    SpanBegin(type, span_id, root_id, parent_id, start_ns)
+                )
+                self._keep(span_id, span)
+        return open_span(root_id, span_id, trace, span)
 
     def close(self) -> None:
         """What is open stays so; flushing is the application's, whose provider it is."""

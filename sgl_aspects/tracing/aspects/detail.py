@@ -8,7 +8,8 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
-from sgl_aspects.tracing.recorder import Recorder, SpanWriter
+from sgl_aspects.tracing.context import close_span
+from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
 
 #: Roles that an engine may have, each with the name of its spans.
@@ -35,7 +36,7 @@ class DetailAspect:
 
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
         self._details = {
-            role: _Detail(recorder, state, recorder.spans(SpanType(name)))
+            role: _Detail(recorder, state, SpanType(name))
             for role, name in _SPANS.items()
             if role in catalog.roles
         }
@@ -45,21 +46,30 @@ class DetailAspect:
 
 
 class _Detail:
-    def __init__(self, recorder: Recorder, state: SchedulerState, write: SpanWriter) -> None:
+    def __init__(self, recorder: Recorder, state: SchedulerState, type: SpanType) -> None:
         self._recorder = recorder
         self._state = state
-        self._write = write
+        self._type = type
+        self._write = recorder.spans(type)
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return time_ns() if self._recorder.level >= 4 else 0
-
-    def exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
-        if not start_ns:
-            return
-        end_ns, state, problem = time_ns(), self._state, error_type(error)
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder, state = self._recorder, self._state
+        if recorder.level < 4:
+            return None
+        span_id, parent_id, start_ns = recorder.new_id(), state.run_id or state.step_id, time_ns()
+        opened = None
         if state.step_id:
-            parent_id = state.run_id or state.step_id
-            self._write(self._recorder.new_id(), state.step_id, parent_id, start_ns, end_ns, (), problem)
+            opened = recorder.begin(self._type, span_id, state.step_id, parent_id, start_ns)
+        return start_ns, span_id, parent_id, opened
+
+    def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        start_ns, span_id, parent_id, opened = token
+        end_ns, state, problem = time_ns(), self._state, error_type(error)
+        if opened is not None:
+            close_span(opened)
+            self._write(span_id, state.step_id, parent_id, start_ns, end_ns, (), problem)
         elif len(state.details) < _MOST_WAITING:
             state.details.append((self._write, start_ns, end_ns, problem))
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
 
@@ -87,19 +88,20 @@ class ForwardAspect:
         start_ns = time_ns()
         if events is not None:
             events[0].record()
-        return start_ns, batch, events
+        span_id, parent_id = self._recorder.new_id(), state.run_id or state.step_id
+        opened = self._recorder.begin(FORWARD, span_id, state.step_id, parent_id, start_ns)
+        return start_ns, batch, events, span_id, parent_id, opened
 
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        start_ns, batch, events = token
+        start_ns, batch, events, span_id, parent_id, opened = token
         state = self._state
         if events is not None:
             events[1].record()
         end_ns = time_ns()
+        close_span(opened)
         values = [*self._batch_values(batch), self._graph]
-        span_id = self._recorder.new_id()
-        parent_id = state.run_id or state.step_id
         waiting = _Pending(
             span_id, state.step_id, parent_id, start_ns, end_ns, values, error_type(error), events or ()
         )

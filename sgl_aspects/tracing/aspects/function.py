@@ -5,19 +5,16 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
 from sgl_aspects.tracing.aspects.observer import error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.context import close_span, innermost
 from sgl_aspects.tracing.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanBegin, SpanType
 from sgl_aspects.weaving.arguments import argument_reader
-
-_open_span: ContextVar[tuple[int, int]] = ContextVar("sgl_aspects_open_span", default=(0, 0))
-"""Root and id of the innermost span of a traced function that is open here; zeros where none is."""
 
 _LONGEST_TEXT = 1024
 _PLAIN = (bool, int, float, str)
@@ -76,25 +73,27 @@ class TracedFunction:
         recorder = self._recorder
         if recorder.level < self._level:
             return None
-        outer = _open_span.get()
-        root_id, parent_id = outer if outer[0] else self._step()
+        outer = innermost()
+        root_id, parent_id = self._step() if outer is None else outer[:2]
         span_id, start_ns = recorder.new_id(), time_ns()
         if not root_id:
             if not in_sample(span_id, recorder.sample):
                 return None
             root_id = span_id
             recorder.write(SpanBegin(self._type, span_id, root_id, 0, start_ns))
+        opened = None
         if not self._is_generator:
-            _open_span.set((root_id, span_id))
-        return outer, root_id, parent_id, span_id, start_ns, args, kwargs
+            trace = None if outer is None else outer.trace
+            opened = recorder.begin(self._type, span_id, root_id, parent_id, start_ns, trace)
+        return opened, root_id, parent_id, span_id, start_ns, args, kwargs
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        outer, root_id, parent_id, span_id, start_ns, args, kwargs = token
+        opened, root_id, parent_id, span_id, start_ns, args, kwargs = token
         end_ns = time_ns()
-        if not self._is_generator:
-            _open_span.set(outer)
+        if opened is not None:
+            close_span(opened)
         values = [_plain(read(args, kwargs, result)) for read in self._readers]
         self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
 

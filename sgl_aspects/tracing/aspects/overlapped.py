@@ -16,9 +16,10 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, SchedulerState
-from sgl_aspects.tracing.aspects.step import STEP, StepSpans
+from sgl_aspects.tracing.aspects.step import PROCESS_RESULT, RUN_BATCH, SAMPLE, STEP, StepSpans
+from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
-from sgl_aspects.tracing.records import SpanBegin
+from sgl_aspects.tracing.records import SpanBegin, SpanType
 
 _T = TypeVar("_T")
 
@@ -230,7 +231,7 @@ class OverlappedStepAspect:
         return [
             Observation("schedule", _start, self._schedule_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
-            Observation("sample", _start, self._sample_exit),
+            Observation("sample", self._sample_enter, self._sample_exit),
             Observation("process_batch_result", self._process_enter, self._process_exit),
         ]
 
@@ -271,23 +272,25 @@ class OverlappedStepAspect:
         # Now: a batch that decodes goes on into the next step, changed.
         step.values = [read(batch) for read in self._batch_readers]
         if not step.id:
-            return now, step
+            return now, step, None
         requests, rid = self._state.requests, self._rid
         found = [requests.get(rid(req)) for req in self._reqs(batch) or ()]
         step.links = [request.key for request in found if request is not None]
-        self._state.step_id, self._state.run_id = step.id, self._recorder.new_id()
-        return now, step
+        run_id = self._recorder.new_id()
+        self._state.step_id, self._state.run_id = step.id, run_id
+        return now, step, self._recorder.begin(RUN_BATCH, run_id, step.id, step.id, now)
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        start_ns, step = token
-        if not step.id:
+        start_ns, step, opened = token
+        if opened is None:
             step.values, step.batch = [None, *step.values], None
             if error is None:
                 self._launched.put(result, step)
             return
         run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
+        close_span(opened)
         problem = error_type(error)
         self._spans.run_batch(run_id, step.id, step.id, start_ns, time_ns(), (), problem)
         step.values = [self._step_number(step.batch), *step.values]
@@ -297,24 +300,30 @@ class OverlappedStepAspect:
         else:
             self._end(step, [None, None, None], problem)
 
-    def _sample_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
+    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step_id = self._state.step_id
-        if step_id:
-            self._child(self._spans.sample, step_id, self._state.run_id, start_ns, error_type(error))
+        return self._open_child(SAMPLE, step_id, self._state.run_id) if step_id else None
+
+    def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            self._close_child(self._spans.sample, token, error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._launched.take(self._result(args, kwargs))
         self._state.step_id = step.id if step is not None else 0
-        return time_ns(), self._processing(args, kwargs), step
+        if step is None:
+            return None
+        child = self._open_child(PROCESS_RESULT, step.id, step.id) if step.id else None
+        return self._processing(args, kwargs), step, child
 
     def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        start_ns, scheduler, step = token
         self._state.step_id = 0
-        if step is None:
+        if token is None:
             return
+        scheduler, step, child = token
         problem = error_type(error)
-        if step.id:
-            self._child(self._spans.process_result, step.id, step.id, start_ns, problem)
+        if child is not None:
+            self._close_child(self._spans.process_result, child, problem)
         self._busy = scheduler if self._measures else None
         self._end(step, [read(scheduler) for read in self._scheduler_readers], problem)
 
@@ -328,6 +337,17 @@ class OverlappedStepAspect:
         waiting, _, kv_usage = [read(scheduler) for read in self._scheduler_readers]
         now = time_ns()
         self._spans.step(0, 0, 0, now, now, [None, None, 0, None, waiting, 0, kv_usage])
+
+    def _open_child(self, type: SpanType, step_id: int, parent_id: int) -> Any:
+        span_id, start_ns = self._recorder.new_id(), time_ns()
+        opened = self._recorder.begin(type, span_id, step_id, parent_id, start_ns)
+        return opened, span_id, step_id, parent_id, start_ns
+
+    def _close_child(self, write: SpanWriter, child: Any, problem: str) -> None:
+        opened, span_id, step_id, parent_id, start_ns = child
+        end_ns = time_ns()
+        close_span(opened)
+        write(span_id, step_id, parent_id, start_ns, end_ns, (), problem)
 
     def _child(
         self, write: SpanWriter, step_id: int, parent_id: int, start_ns: int, problem: str = ""

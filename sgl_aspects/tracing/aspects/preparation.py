@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanBegin, SpanType
 
@@ -43,15 +44,16 @@ class _Preparation:
         self._type = type
         self._write = recorder.spans(type)
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder.level < 2:
             return None
         span_id, start_ns = self._recorder.new_id(), time_ns()
         # It may take minutes, and may be what a process dies of.
         self._recorder.write(SpanBegin(self._type, span_id, span_id, 0, start_ns))
-        return span_id, start_ns
+        return span_id, start_ns, self._recorder.begin(self._type, span_id, span_id, 0, start_ns)
 
-    def exit(self, token: tuple[int, int] | None, result: Any, error: BaseException | None) -> None:
+    def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
-            span_id, start_ns = token
+            span_id, start_ns, opened = token
+            close_span(opened)
             self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))

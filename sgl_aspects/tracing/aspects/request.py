@@ -55,6 +55,7 @@ class _Live:
     start_ns: int
     model: str
     origin: context.TraceContext
+    detokenize_id: int = 0
     detokenize_start: int = 0
     detokenize_end: int = 0
     detokenize_busy: int = 0
@@ -89,7 +90,6 @@ class RequestAspect:
         ]
         self._group = reader("request.group")
         self._rid = reader("state.rid")
-        self._model = reader("state.model")
         self._engine_model = reader("manager.model")
         self._prompt_tokens = reader("state.prompt_tokens")
         self._cached_tokens = reader("state.cached_tokens")
@@ -100,22 +100,19 @@ class RequestAspect:
         return [
             Observation("receive_request", self._receive_enter, self._receive_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
-            Observation("send_request", self._send_enter, nothing),
+            Observation("send_request", self._send_enter, self._send_exit),
             Observation("detokenize", self._detokenize_enter, self._detokenize_exit),
             Observation("finish_request", self._finish_enter, nothing),
         ]
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (time_ns(), args[0], self._received(args, kwargs)) if self._recorder.level else None
-
-    def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if token is None:
-            return  # switched off
-        start_ns, manager, request = token
         recorder = self._recorder
+        if not recorder.level:
+            return None
+        start_ns, manager, request = time_ns(), args[0], self._received(args, kwargs)
         span_id = recorder.new_id()
-        model = str(self._model(result) or self._engine_model(manager) or "unknown")
-        rid = str(self._rid(result) or self._request_rid(request) or "")
+        model = str(self._engine_model(manager) or "unknown")
+        rid = str(self._request_rid(request) or "")
         operation = str(self._operation(request) or "text_completion")
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": operation,
@@ -136,37 +133,69 @@ class RequestAspect:
         )
         name = f"{operation} {model}"
         recorder.write(RequestBegin(span_id, rid, start_ns, *origin, name, attributes))
+        live = _Live(span_id, start_ns, model, origin)
+        return rid, live, self._open(REQUEST, live, span_id, start_ns)
+
+    def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return  # switched off
+        rid, live, opened = token
+        context.close_span(opened)
         if error is None:
-            self._live[rid] = _Live(span_id, start_ns, model, origin)
+            self._live[rid] = live
         else:
-            self._write_request(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))
+            root = live.span_id
+            self._write_request(root, root, 0, live.start_ns, time_ns(), (), error_type(error))
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return time_ns(), self._tokenized(args, kwargs)
+        live = self._live.get(self._rid(self._tokenized(args, kwargs)))
+        if live is None:
+            return None
+        span_id, start_ns = self._recorder.new_id(), time_ns()
+        return live.span_id, span_id, start_ns, self._open(TOKENIZE, live, span_id, start_ns)
 
     def _tokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        start_ns, state = token
-        live = self._live.get(self._rid(state))
-        if live is not None:
-            count = len(result) if isinstance(result, list) else None
-            span_id, root = self._recorder.new_id(), live.span_id
-            self._write_tokenize(span_id, root, root, start_ns, time_ns(), (count,), error_type(error))
+        if token is None:
+            return
+        root, span_id, start_ns, opened = token
+        context.close_span(opened)
+        count = len(result) if isinstance(result, list) else None
+        self._write_tokenize(span_id, root, root, start_ns, time_ns(), (count,), error_type(error))
 
-    def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         live = self._live.get(self._rid(self._sent(args, kwargs)))
-        if live is not None:
-            self._recorder.write(RequestSent(live.span_id))
+        if live is None:
+            return None
+        self._recorder.write(RequestSent(live.span_id))
+        return self._open(REQUEST, live, live.span_id, live.start_ns)
+
+    def _send_exit(self, opened: Any, result: Any, error: BaseException | None) -> None:
+        if opened is not None:
+            context.close_span(opened)
 
     def _detokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._live.get(self._rid(self._detokenized(args, kwargs))), time_ns()
+        live = self._live.get(self._rid(self._detokenized(args, kwargs)))
+        if live is None:
+            return None
+        start_ns = time_ns()
+        if not live.detokenize_calls:
+            live.detokenize_id, live.detokenize_start = self._recorder.new_id(), start_ns
+        return live, start_ns, self._open(DETOKENIZE, live, live.detokenize_id, live.detokenize_start)
 
     def _detokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        live, start_ns = token
-        if live is not None:
-            live.detokenize_end = time_ns()
-            live.detokenize_busy += live.detokenize_end - start_ns
-            live.detokenize_calls += 1
-            live.detokenize_start = live.detokenize_start or start_ns
+        if token is None:
+            return
+        live, start_ns, opened = token
+        live.detokenize_end = time_ns()
+        context.close_span(opened)
+        live.detokenize_busy += live.detokenize_end - start_ns
+        live.detokenize_calls += 1
+
+    def _open(self, type: SpanType, live: _Live, span_id: int, start_ns: int) -> context.Opened:
+        """The request itself or a child of it is current while the function runs."""
+        root = live.span_id
+        parent_id = 0 if span_id == root else root
+        return self._recorder.begin(type, span_id, root, parent_id, start_ns, live.origin)
 
     def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: the call wakes whoever waits for the request, and that may end the process.
@@ -178,7 +207,7 @@ class RequestAspect:
         root = live.span_id
         if live.detokenize_calls:
             busy = (live.detokenize_calls, live.detokenize_busy / 1e9)
-            span_id, start_ns, end_ns = self._recorder.new_id(), live.detokenize_start, live.detokenize_end
+            span_id, start_ns, end_ns = live.detokenize_id, live.detokenize_start, live.detokenize_end
             self._write_detokenize(span_id, root, root, start_ns, end_ns, busy)
         problem = error_type(cause)
         if not problem and reason in ("abort", "error"):

@@ -33,6 +33,7 @@ class _Answer:
     rid: str
     start_ns: int
     serving: _Serving
+    origin: TraceContext
     first_ns: int = 0
     #: The message with its latest output, and where in it that is.
     latest: tuple[Any, int] | None = None
@@ -125,7 +126,7 @@ class ServedRequestAspect:
             Observation("serve_request", self._serve_enter, self._serve_exit),
             Observation("receive_request", self._receive_enter, self._receive_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
-            Observation("send_request", self._send_enter, nothing),
+            Observation("send_request", self._send_enter, self._send_exit),
             Observation("send_requests", self._send_all_enter, nothing),
             Observation("receive_outputs", self._outputs_enter, self._outputs_exit),
             Observation("receive_abort", self._abort_enter, nothing),
@@ -213,7 +214,7 @@ class ServedRequestAspect:
         origin: TraceContext,
         attributes: dict[str, AttributeValue],
     ) -> _Answer:
-        answer = _Answer(self._recorder.new_id(), rid, start_ns, serving)
+        answer = _Answer(self._recorder.new_id(), rid, start_ns, serving, origin)
         self._recorder.write(RequestBegin(answer.span_id, rid, start_ns, *origin, serving.name, attributes))
         return answer
 
@@ -282,21 +283,33 @@ class ServedRequestAspect:
     # -- on its way -----------------------------------------------------------------------------------------
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return time_ns(), self._rids(self._tokenized(args, kwargs))[0]
+        answer = self._live.get(self._rids(self._tokenized(args, kwargs))[0])
+        if answer is None:
+            return None
+        recorder, root = self._recorder, answer.span_id
+        span_id, start_ns = recorder.new_id(), time_ns()
+        return root, span_id, start_ns, recorder.begin(TOKENIZE, span_id, root, root, start_ns, answer.origin)
 
     def _tokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        start_ns, rid = token
-        answer = self._live.get(rid)
-        if answer is not None:
-            span_id, root = self._recorder.new_id(), answer.span_id
-            count = None if error is not None else self._token_count(result)
-            problem = error_type(error)
-            self._write_tokenize(span_id, root, root, start_ns, time_ns(), (count,), problem)
+        if token is None:
+            return
+        root, span_id, start_ns, opened = token
+        end_ns = time_ns()
+        context.close_span(opened)
+        count = None if error is not None else self._token_count(result)
+        self._write_tokenize(span_id, root, root, start_ns, end_ns, (count,), error_type(error))
 
-    def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = self._live.get(self._sent_rid(self._sent(args, kwargs)))
-        if answer is not None:
-            self._recorder.write(RequestSent(answer.span_id))
+        if answer is None:
+            return None
+        root = answer.span_id
+        self._recorder.write(RequestSent(root))
+        return self._recorder.begin(REQUEST, root, root, 0, answer.start_ns, answer.origin)
+
+    def _send_exit(self, opened: Any, result: Any, error: BaseException | None) -> None:
+        if opened is not None:
+            context.close_span(opened)
 
     def _send_all_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tokenized in self._all_sent(args, kwargs):

@@ -10,7 +10,7 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
-from sgl_aspects.tracing.context import restore
+from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
 from sgl_aspects.tracing.records import SpanBegin, SpanType
 
@@ -27,23 +27,28 @@ STEP = SpanType(
     },
 )
 
+SCHEDULE = SpanType("schedule")
+RUN_BATCH = SpanType("run_batch")
+SAMPLE = SpanType("sample")
+PROCESS_RESULT = SpanType("process_result")
+
 
 class StepSpans:
     """What records a step and its children, whose time alone is told."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.step = recorder.spans(STEP)
-        self.schedule = recorder.spans(SpanType("schedule"))
-        self.run_batch = recorder.spans(SpanType("run_batch"))
-        self.sample = recorder.spans(SpanType("sample"))
-        self.process_result = recorder.spans(SpanType("process_result"))
+        self.schedule = recorder.spans(SCHEDULE)
+        self.run_batch = recorder.spans(RUN_BATCH)
+        self.sample = recorder.spans(SAMPLE)
+        self.process_result = recorder.spans(PROCESS_RESULT)
 
 
 class StepAspect:
     """Spans ``scheduler.step`` (a trace of its own, linked to the requests in its batch) and its children.
 
-    A step that finds nothing to run leaves no span. While a step runs it is OpenTelemetry's current span, in
-    a process that uses OpenTelemetry: spans of the user inside it are its children.
+    A step that finds nothing to run leaves no span. Each span is the current one while it runs: spans of the
+    user inside it are its children.
     """
 
     def __init__(
@@ -75,10 +80,10 @@ class StepAspect:
         return [
             Observation("receive_messages", self._idle_enter, nothing),
             Observation("step", self._step_enter, self._step_exit),
-            Observation("schedule", _start, self._schedule_exit),
+            Observation("schedule", self._schedule_enter, self._schedule_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
-            Observation("sample", _start, self._sample_exit),
-            Observation("process_batch_result", _start, self._process_exit),
+            Observation("sample", self._sample_enter, self._sample_exit),
+            Observation("process_batch_result", self._process_enter, self._process_exit),
         ]
 
     def _step_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,15 +92,16 @@ class StepAspect:
         if not step_id and not (self._measures and self._recorder.level):
             return None
         self._batch, self._links = None, ()
-        current = self._recorder.make_current(step_id) if step_id else None
-        return time_ns(), self._stepped(args, kwargs), current
+        start_ns = time_ns()
+        opened = self._recorder.begin(STEP, step_id, step_id, 0, start_ns) if step_id else None
+        return start_ns, self._stepped(args, kwargs), opened
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        start_ns, scheduler, current = token
-        if current is not None:
-            restore(current)
+        start_ns, scheduler, opened = token
+        if opened is not None:
+            close_span(opened)
         step_id, self._state.step_id = self._state.step_id, 0
         batch, self._batch = self._batch, None
         if batch is None and error is None:
@@ -117,19 +123,25 @@ class StepAspect:
                 now = time_ns()
                 self._spans.step(0, 0, 0, now, now, values)
 
-    def _schedule_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        if error is not None or result is not None:
-            # The step's own record has to come first, and whether there is a step is known only now.
-            step_id = self._state.step_id
-            if step_id:
-                self._recorder.write(SpanBegin(STEP, step_id, step_id, 0, token))
-            self._record(self._spans.schedule, token, error)
+    def _schedule_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._begin(SCHEDULE, self._state.step_id)
 
-    def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _schedule_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        if error is None and result is None:
+            close_span(token[2])
+            return
+        # The step's own record has to come first, and whether there is a step is known only now.
+        step_id = self._state.step_id
+        self._recorder.write(SpanBegin(STEP, step_id, step_id, 0, token[1]))
+        self._end(self._spans.schedule, token, step_id, error)
+
+    def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         batch = self._batch = self._ran(args, kwargs)
         if not state.step_id:
-            return 0
+            return None
         reqs = self._reqs(batch)
         if reqs != self._linked_reqs:  # most decode steps serve whom the last one served
             requests, rid = state.requests, self._rid
@@ -137,32 +149,39 @@ class StepAspect:
             self._step_links = [request.key for request in found if request is not None]
             self._linked_reqs = list(reqs)
         self._links = self._step_links
-        state.run_id = self._recorder.new_id()
-        return time_ns()
+        token = self._begin(RUN_BATCH, state.step_id)
+        state.run_id = token[0]
+        return token
 
-    def _run_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        state = self._state
-        step_id, run_id = state.step_id, state.run_id
-        if step_id:
-            state.run_id = 0
-            problem = "" if error is None else error_type(error)
-            self._spans.run_batch(run_id, step_id, step_id, token, time_ns(), (), problem)
+    def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            self._state.run_id = 0
+            self._end(self._spans.run_batch, token, self._state.step_id, error)
 
-    def _sample_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        self._record(self._spans.sample, token, error, self._state.run_id)
+    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._begin(SAMPLE, self._state.run_id or self._state.step_id)
 
-    def _process_exit(self, token: int, result: Any, error: BaseException | None) -> None:
-        self._record(self._spans.process_result, token, error)
+    def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        self._end(self._spans.sample, token, self._state.run_id or self._state.step_id, error)
 
-    def _record(
-        self, write: SpanWriter, start_ns: int, error: BaseException | None, parent_id: int = 0
-    ) -> None:
+    def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._begin(PROCESS_RESULT, self._state.step_id)
+
+    def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        self._end(self._spans.process_result, token, self._state.step_id, error)
+
+    def _begin(self, type: SpanType, parent_id: int) -> Any:
+        """A child of the step begins, and is current; None where the step is not recorded."""
         step_id = self._state.step_id
-        if step_id:
+        if not step_id:
+            return None
+        span_id, start_ns = self._recorder.new_id(), time_ns()
+        return span_id, start_ns, self._recorder.begin(type, span_id, step_id, parent_id, start_ns)
+
+    def _end(self, write: SpanWriter, token: Any, parent_id: int, error: BaseException | None) -> None:
+        if token is not None:
+            span_id, start_ns, opened = token
             end_ns = time_ns()
+            close_span(opened)
             problem = "" if error is None else error_type(error)
-            write(self._recorder.new_id(), step_id, parent_id or step_id, start_ns, end_ns, (), problem)
-
-
-def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return time_ns()
+            write(span_id, self._state.step_id, parent_id, start_ns, end_ns, (), problem)
