@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.aspects.options import AspectOptions
+from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.ring import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
@@ -50,7 +51,7 @@ class TraceSession:
 
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
-            self._undo = weave_aspects(self.recorder, AspectOptions(asks_parent=settings.sampler.asks_parent))
+            self._attach(AspectOptions(settings.sampler.asks_parent))
             return
         if settings.level == 0:
             self.recorder = RingRecorder(self.run_folder, level=0)
@@ -81,12 +82,15 @@ class TraceSession:
             self._set_environment(
                 {_LEVEL: str(settings.level), _RUN: self.run_folder, _METRICS: str(int(has_metrics))}
             )
-        self._undo = weave_aspects(self.recorder, AspectOptions(settings.sampler.asks_parent, has_metrics))
+        self._attach(AspectOptions(settings.sampler.asks_parent, has_metrics))
 
     @property
     def collector_process_id(self) -> int | None:
         """None in a process that did not start the collector."""
         return self._collector.process_id if self._collector else None
+
+    def _attach(self, options: AspectOptions) -> None:
+        self._undo = [*weave_aspects(self.recorder, options), correlate_logs()]
 
     def detach(self) -> None:
         """Takes the hooks off this process's functions: they are the original objects again."""

@@ -1,0 +1,51 @@
+"""Log records carry the ids of the span that is open where they are made.
+
+The attributes are those of OpenTelemetry's own instrumentation (``otelTraceID``, ``otelSpanID``,
+``otelTraceSampled``; "0" where no span is open), so that its formats work: ``%(otelTraceID)s``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sgl_aspects.tracing.context import innermost
+
+
+def correlate_logs() -> Callable[[], None]:
+    """From now on, in this process. What it returns undoes it, also below a factory that came later."""
+    inner = logging.getLogRecordFactory()
+    is_on = True
+
+    def with_ids(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = inner(*args, **kwargs)
+        if is_on:
+            trace_id, span_id, sampled = _ids()
+            record.otelTraceID = f"{trace_id:032x}" if trace_id else "0"
+            record.otelSpanID = f"{span_id:016x}" if span_id else "0"
+            record.otelTraceSampled = sampled
+        return record
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if logging.getLogRecordFactory() is with_ids:
+            logging.setLogRecordFactory(inner)
+
+    logging.setLogRecordFactory(with_ids)
+    return undo
+
+
+def _ids() -> tuple[int, int, bool]:
+    """Of OpenTelemetry's current span, which may be a user's inside ours; else of ours."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is not None:
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            return context.trace_id, context.span_id, context.trace_flags.sampled
+    span = innermost()
+    if span is None:
+        return 0, 0, False
+    return span.trace_id, span.span_id, span.trace is None or span.trace.sampled
