@@ -7,6 +7,7 @@ have one, and each request has its own.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def events_of(spans: Iterable[ReadableSpan], named: set[tuple[int, int]]) -> Ite
         yield from _names(
             process_id, track, f"request {context.trace_id:032x}" if is_request else "steps", named
         )
-        args: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in attributes.items()}
+        args: dict[str, Any] = {key: _in_json(value) for key, value in attributes.items()}
         args["trace_id"], args["span_id"] = f"{context.trace_id:032x}", f"{context.span_id:016x}"
         if span.links:
             args["links"] = [f"{link.context.trace_id:032x}" for link in span.links]
@@ -78,6 +79,13 @@ def events_of(spans: Iterable[ReadableSpan], named: set[tuple[int, int]]) -> Ite
             "tid": track,
             "args": args,
         }
+
+
+def _in_json(value: Any) -> Any:
+    """The value, or text where JSON has no number for it: a viewer refuses the whole file."""
+    if isinstance(value, (list, tuple)):
+        return [_in_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _STEP_NAMES = ("scheduler.step", "schedule", "run_batch", "sample", "process_result", "forward")

@@ -67,7 +67,7 @@ def _lines(spans: Sequence[ReadableSpan]) -> Iterator[str]:
         values = dict(span.attributes or {}).items()
         attributes = " ".join(f"{key.rpartition('.')[2]}={value!s}" for key, value in values)
         mark = " ERROR" if span.status.status_code is StatusCode.ERROR else ""
-        yield (
-            f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  "
-            f"{'  ' * depth}{span.name}{mark}  {attributes}\n"
-        )
+        said = f"{span.name}{mark}  {attributes}"
+        # A line is a line, and a terminal is told nothing.
+        said = "".join(each if each.isprintable() else repr(each)[1:-1] for each in said)
+        yield f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{said}\n"

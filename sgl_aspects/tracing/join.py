@@ -14,10 +14,8 @@ from typing import TypeAlias
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 
-from sgl_aspects import __version__
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.records import (
     AttributeValue,
@@ -30,9 +28,9 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring_reader import RingReader as Writer
+from sgl_aspects.tracing.span_builder import UNFINISHED, SpanBuilder
 from sgl_aspects.tracing.tail import HeldSpans, TailChoice
 
-UNFINISHED = "unfinished"
 _WAITING_RECORDS = 20_000
 _WAITING_SECONDS = 5.0
 _ENDED_ROOTS = 4096
@@ -90,15 +88,13 @@ class Joiner:
         tail: TailChoice | None = None,
         on_request: Callable[[RequestBegin, SpanEnd, int], None] | None = None,
     ) -> None:
-        self._resource = resource
+        self._builder = SpanBuilder(resource)
         self._emit = emit
         self._tail = tail
         self._on_request = on_request
         # Spans of requests that are left out unless their end is bad; the arguments of ``_emit_span``.
         self._undecided: HeldSpans[_Arguments] = HeldSpans()
         self._joins_partial = joins_partial
-        self._scope = InstrumentationScope("sgl_aspects", __version__)
-        self._resources: dict[str, Resource] = {}
         self._roots: dict[int, _Root] = {}
         self._requests: dict[str, list[_Root]] = {}
         self._ended: collections.deque[_Root] = collections.deque()
@@ -314,51 +310,20 @@ class Joiner:
         if not flags.sampled:
             self.not_sampled += 1
             return
-        named = zip(record.type.attributes, record.values)
-        attributes.update((name, value) for name, value in named if value is not None)
-        status = Status(StatusCode.UNSET)
-        if record.error:
-            attributes["error.type"] = record.error
-            status = Status(StatusCode.ERROR)
         if record.error == UNFINISHED:
             self.unfinished += 1
-            attributes["sgl_aspects.unfinished"] = True
-            status = Status(StatusCode.ERROR, "the process ended before the span did")
         self.recorded += 1
-        self._emit(
-            ReadableSpan(
-                name=name,
-                context=SpanContext(
-                    root.context.trace_id,
-                    record.span_id,
-                    False,
-                    flags,
-                    root.context.trace_state,
-                ),
-                parent=parent,
-                resource=self._resource_of(writer),
-                attributes={key: _encodable(value) for key, value in attributes.items() if value is not None},
-                links=list(self._links(record)),
-                kind=kind,
-                status=status,
-                start_time=record.start_ns,
-                end_time=max(record.start_ns, record.end_ns),
-                instrumentation_scope=self._scope,
-            )
-        )
+        named = zip(record.type.attributes, record.values)
+        attributes.update((name, value) for name, value in named if value is not None)
+        context = SpanContext(root.context.trace_id, record.span_id, False, flags, root.context.trace_state)
+        links = list(self._links(record))
+        self._emit(self._builder.build(writer, record, context, parent, kind, name, attributes, links))
 
     def _links(self, record: SpanEnd) -> Iterator[Link]:
         for link in record.links:
             root = self._roots.get(link)
             if root is not None and root.context.trace_flags.sampled:
                 yield Link(root.context)
-
-    def _resource_of(self, writer: Writer) -> Resource:
-        resource = self._resources.get(writer.name)
-        if resource is None:
-            resource = self._resource.merge(Resource({"process.pid": writer.process_id}))
-            self._resources[writer.name] = resource
-        return resource
 
     def _register(self, span_id: int, root: _Root) -> None:
         root.ids.append(span_id)
@@ -416,14 +381,3 @@ def _sampled(context: SpanContext) -> SpanContext:
 def _context_of_step(span_id: int) -> SpanContext:
     """A root that no request brought along has a trace of its own, whose id follows from the span's."""
     return SpanContext(trace_id_of_root(span_id), span_id, False, TraceFlags(TraceFlags.SAMPLED))
-
-
-def _encodable(value: AttributeValue) -> AttributeValue:
-    """Text that is valid UTF-8 and numbers that fit 64 bits: one bad value would cost its whole batch."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, int) and not isinstance(value, bool) and not -(1 << 63) <= value < 1 << 63:
-        return str(value)
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]  # type: ignore[return-value]
-    return value

@@ -248,7 +248,10 @@ class RingRecorder:
         data = _encode(record).encode()
         key, size = self.new_id(), layout.TEXT_BYTES
         pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        if len(pieces) > 1 << 16:
+            self._slots.drop()
+            return
         for index, piece in enumerate(pieces):
             kind = layout.KIND_PART if index + 1 < len(pieces) else layout.KIND_LONG
-            if not self._slots.fill(layout.TEXT.pack_into, kind, index & 0xFFFF, len(data), key, piece):
+            if not self._slots.fill(layout.TEXT.pack_into, kind, index, len(data), key, piece):
                 return

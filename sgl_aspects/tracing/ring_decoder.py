@@ -19,7 +19,10 @@ from sgl_aspects.tracing.records import (
 )
 
 # Parts of records whose end has not come; beyond so many the oldest are given up.
-_PENDING = 1024
+_PENDING_PIECES = 1 << 17
+_PENDING_LINKS = 1 << 16
+# What OTLP has room for.
+_IDS, _TRACE_IDS, _TIMES = range(1 << 64), range(1, 1 << 128), range(1 << 63)
 _NO_NUMBER = (layout.NONE, float(layout.NONE))
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 
@@ -49,12 +52,17 @@ class Decoder:
         self._definitions: list[_Layout | str | None] = [None]
         self._definitions_end = 0
         self._texts: dict[int, list[bytes]] = {}
+        self._pieces = 0
         self._links: dict[int, list[int]] = {}
+        self._link_count = 0
 
     def decode(self, data: bytes, position: int) -> Record | None:
         """The record in a slot; None for a part of one. Raises ``DamagedError``."""
         try:
-            return self._decode(data, position)
+            record = self._decode(data, position)
+            if record is not None:
+                _check(record)
+            return record
         except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
             raise DamagedError(str(error)) from error
 
@@ -70,8 +78,7 @@ class Decoder:
             return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
         if kind == layout.KIND_LINKS:
             _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
-            _bound(self._links)
-            self._links.setdefault(span_id, []).extend(link for link in links if link)
+            self._keep_links(span_id, [link for link in links if link])
             return None
         if kind in (layout.KIND_PART, layout.KIND_LONG):
             return self._text(data, position)
@@ -86,7 +93,7 @@ class Decoder:
         count = len(found.codes)
         values = [self._value(code, word) for code, word in zip(found.codes, words)]
         error = self._defined_text(words[count]) if found.has_error else ""
-        links = self._links.pop(span_id, []) + words[count + found.has_error :]
+        links = [*self._take_links(span_id), *words[count + found.has_error :]]
         offset = self._clock_offset
         return SpanEnd(
             found.type, span_id, root_id, parent_id, start + offset, end + offset, values, error, links
@@ -102,12 +109,15 @@ class Decoder:
     def _text(self, data: bytes, position: int) -> Record | None:
         kind, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
         pieces = self._texts.pop(key, [])
-        if len(pieces) & 0xFFFF != index:
+        self._pieces -= len(pieces)
+        if len(pieces) != index:
             raise DamagedError("a part of a record is missing")
         pieces.append(piece)
         if kind == layout.KIND_PART:
-            _bound(self._texts)
             self._texts[key] = pieces
+            self._pieces += len(pieces)
+            while self._pieces > _PENDING_PIECES:
+                self._pieces -= len(self._texts.pop(next(iter(self._texts))))
             return None
         whole = b"".join(pieces)
         if not 0 <= len(whole) - size < layout.TEXT_BYTES:
@@ -120,10 +130,18 @@ class Decoder:
 
     def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
         span = SpanEnd(SpanType(name, dict.fromkeys(map(str, names), object)), *fields)
-        links = [*self._links.pop(span.span_id, []), *span.links]
-        if not all(isinstance(link, int) for link in links):
-            raise DamagedError("a link that is no number")
-        return span._replace(links=links)
+        return span._replace(links=[*self._take_links(span.span_id), *span.links])
+
+    def _keep_links(self, span_id: int, links: list[int]) -> None:
+        self._links.setdefault(span_id, []).extend(links)
+        self._link_count += len(links)
+        while self._link_count > _PENDING_LINKS:
+            self._take_links(next(iter(self._links)))
+
+    def _take_links(self, span_id: int) -> list[int]:
+        links = self._links.pop(span_id, [])
+        self._link_count -= len(links)
+        return links
 
     def _layout(self, index: int) -> _Layout:
         found = self._definition(index)
@@ -173,9 +191,25 @@ def _parse_definition(data: bytes) -> _Layout | str | None:
         return None
 
 
-def _bound(pending: dict[int, Any]) -> None:
-    while len(pending) >= _PENDING:
-        del pending[next(iter(pending))]
+def _check(record: Record) -> None:
+    """Raises ``DamagedError`` where a number is larger than what it stands for can be."""
+    ids: tuple[int, ...] = ()
+    times: tuple[int, ...] = ()
+    if isinstance(record, SpanEnd):
+        ids = record.span_id, record.root_id, record.parent_id, *record.links
+        times = record.start_ns, record.end_ns
+    elif isinstance(record, SpanBegin):
+        ids, times = (record.span_id, record.root_id, record.parent_id), (record.start_ns,)
+    elif isinstance(record, RequestBegin):
+        ids, times = (record.span_id, record.parent_id), (record.start_ns,)
+        if record.trace_id not in _TRACE_IDS:
+            raise DamagedError(f"trace id {record.trace_id}")
+    elif isinstance(record, RequestSeen):
+        ids, times = (record.key,), (record.time_ns,)
+    if not all(isinstance(number, int) and number in _IDS for number in ids):
+        raise DamagedError(f"an id among {ids}")
+    if not all(number in _TIMES for number in times):
+        raise DamagedError(f"a time among {times}")
 
 
 _TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type, ...]]] = {

@@ -57,6 +57,13 @@ class Slots:
             file.words[layout.WORD_DROPPED] += 1
             return False
 
+    def drop(self) -> None:
+        """Counts a record that no number of slots would do for."""
+        file = self._find_file()
+        if file is not None:
+            with self._lock:
+                file.words[layout.WORD_DROPPED] += 1
+
     def fill(self, pack_into: Callable[..., None], *fields: Any) -> bool:
         """Packs a record into the next free slot, nothing where it does not fit; False where none is free."""
         try:

@@ -33,9 +33,10 @@ class RunReader:
         self.find()
         self.has_more = False
         for writer in list(self.writers.values()):
+            before = writer.taken
             records, more = writer.poll(writer.is_alive())
             self.has_more = self.has_more or more
-            if records:
+            if writer.taken != before:  # also by parts of records, which are none yet
                 writer.commit()
             for record in records:
                 yield writer, record
