@@ -172,12 +172,12 @@ def test_a_new_collector_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     second.close()
 
 
-def test_two_hundred_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every span that was finished, and each once; none that was not, and none in pieces."""
     monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
     chance = random.Random(1)
     totals: Counter[str] = Counter()
-    for number in range(200):
+    for number in range(40):  # two hundred of them, exported: test_tracing_endurance.py
         folder = tmp_path / str(number)
         folder.mkdir()
         counters, theirs = os.pipe()
@@ -211,8 +211,8 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest
         totals["open"] += len(begun) - len(ended)
         totals["damaged"] += reader.damaged
         reader.close()
-    assert totals["finished"] > 10_000
-    assert totals["open"] > 20  # many were hit in the middle of a span
+    assert totals["finished"] > 1000
+    assert totals["open"] > 3  # many were hit in the middle of a span
     assert totals["damaged"] == 0
 
 
@@ -274,49 +274,6 @@ def test_four_processes_are_all_accounted_for(tmp_path: Path) -> None:
     for process in processes:
         process.close()
     reader.close()
-
-
-def test_damaged_files_neither_stop_nor_stall_the_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is good is still there: at most the damaged slots are lost where only slots are damaged."""
-    monkeypatch.setattr(ring_format, "SLOTS", 256)
-    source = tmp_path / "source"
-    source.mkdir()
-    recorder = RingRecorder(str(source))
-    record_everything(recorder)
-    for number in range(150):
-        recorder.spans(PLAIN)(1000 + number, 1, 1, 1, 2, [number])
-    recorder.close()
-    (path,) = source.glob("*.ring")
-    good = path.read_bytes()
-    chance = random.Random(7)
-    for number in range(600):
-        data = bytearray(good)
-        damage = chance.choice(["header", "definitions", "slots", "slots", "slots", "anywhere", "cut"])
-        start, end = {
-            "header": (0, 300),
-            "definitions": (4096, 4096 + 1000),
-            "slots": (ring_format.SLOTS_OFFSET, len(data)),
-        }.get(damage, (0, len(data)))
-        hits = [chance.randrange(start, end) for _ in range(chance.randrange(1, 12))]
-        for offset in hits:
-            size = chance.choice([1, 8, 64])
-            data[offset : offset + size] = chance.randbytes(len(data[offset : offset + size]))
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / path.name).write_bytes(data[: chance.randrange(len(data))] if damage == "cut" else data)
-        reader = RunReader(str(folder))
-        started = time.monotonic()
-        found = [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
-        assert time.monotonic() - started < 2.0
-        if damage == "slots":
-            touched = {
-                (offset + extra - ring_format.SLOTS_OFFSET) // 256 for offset in hits for extra in (0, 63)
-            }
-            plain = [span_id for span_id in found if span_id >= 1000]
-            assert len(plain) >= 150 - len(touched) - 1
-        reader.close()
 
 
 def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
