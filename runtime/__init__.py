@@ -4,14 +4,15 @@ The caller's process:
     engine.py             Engine: generate, stream, chat, submit, abort, shutdown
     request_manager.py    RequestManager: one RequestState per request, from prompt to text
     request_handle.py, output_receiver.py   what a caller holds of a request; where outputs arrive
-    scheduler_link.py     the spawned scheduler process and the pipe to it
+    scheduler_link.py, rank_processes.py    the spawned scheduler processes and the pipe to them
     tokenizer.py, text_stream.py   text to tokens, chat templates; tokens to text as they come
 The scheduler's process:
     scheduler_process.py  its entry point
-    scheduler.py, batch.py         continuous batching: which tokens the model sees in each step
+    scheduler.py, request_queue.py, batch.py   continuous batching: which tokens the model sees in each step
     kv_cache/             pages, page table, pools by kind of attention
     model_runner.py, forward_batch.py               one step on the device
     logit_adjuster.py, grammar.py, sampler.py, logprobs.py   from logits to tokens
+    rank_links.py, communicator.py   what several ranks tell each other
     models/, ops/, attention/      the model, written on operators
 Both:
     server_args.py, sampling_params.py, messages.py, loader/ (what a checkpoint says of itself)

@@ -219,8 +219,13 @@ class Engine:
 
     @property
     def scheduler_pid(self) -> int:
-        """Process id of the scheduler."""
-        return self._link.process.pid or 0
+        """Process id of the scheduler; with several, of rank 0."""
+        return self.scheduler_pids[0]
+
+    @property
+    def scheduler_pids(self) -> list[int]:
+        """Process ids of the schedulers, by rank."""
+        return [process.pid or 0 for process in self._link.ranks.processes]
 
     @property
     def failure(self) -> str | None:

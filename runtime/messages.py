@@ -6,7 +6,8 @@ list of TokenOutput.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.runtime.sampling_params import SamplingParams
@@ -70,6 +71,8 @@ class FailureMessage:
     error_type: str
     message: str
     traceback: str
+    #: When, of ``time.monotonic_ns``: the first error of several ranks led to the others.
+    time_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass

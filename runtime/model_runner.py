@@ -23,6 +23,7 @@ from sgl_aspects.runtime.logit_adjuster import LogitAdjuster
 from sgl_aspects.runtime.logprobs import TokenLogprobs, token_logprobs
 from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Operator
+from sgl_aspects.runtime.rank_links import RankLinks
 from sgl_aspects.runtime.sampler import Sampler
 from sgl_aspects.runtime.server_args import ServerArgs
 
@@ -34,15 +35,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class ModelRunner:
     """Loads the model and makes the cache when it is made; then ``forward`` and ``sample`` once a step."""
 
-    def __init__(self, server_args: ServerArgs, local_rank: int = 0) -> None:
+    def __init__(self, server_args: ServerArgs, ranks: RankLinks | None = None) -> None:
+        ranks = ranks or RankLinks()
         self.server_args = server_args
         self.platform = current_platform
         self.platform.init_backend()
-        self.device = self.platform.get_device(local_rank)
+        self.device = self.platform.get_device(ranks.rank)
         self.platform.set_device(self.device)
         if server_args.random_seed is not None:
             self.platform.seed_everything(server_args.random_seed)
-        self.communicator = make_communicator(0, 1, "")
+        self.communicator = make_communicator(ranks.rank, ranks.world_size, ranks.init_method)
         self.checkpoint = open_checkpoint(str(server_args.model_path))
         self.config = self.checkpoint.config
         self.dtype = _DTYPES[self.config.dtype if server_args.dtype == "auto" else server_args.dtype]
@@ -176,18 +178,28 @@ class ModelRunner:
         return logits
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[int]:
-        """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing."""
+        """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing.
+
+        Rank 0 chooses, and the others hear of it.
+        """
         with self.platform.inference_mode():
-            params = [req.sampling_params for req in batch.reqs]
-            samples = batch.samples()
-            # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
-            uniforms = [
-                req.random.random() if sampling and not req.sampling_params.is_greedy else 0.0
-                for req, sampling in zip(batch.reqs, samples)
-            ]
-            adjusted = self.logit_adjuster(logits, batch.reqs, samples)
-            tokens: list[int] = self.sampler(adjusted, params, uniforms).tolist()
-            return tokens
+            if self.communicator.rank > 0:
+                tokens = torch.empty(len(batch.reqs), dtype=torch.int64, device=self.device)
+            else:
+                tokens = self._choose_tokens(logits, batch)
+            chosen: list[int] = self.communicator.broadcast(tokens).tolist()
+            return chosen
+
+    def _choose_tokens(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        params = [req.sampling_params for req in batch.reqs]
+        samples = batch.samples()
+        # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
+        uniforms = [
+            req.random.random() if sampling and not req.sampling_params.is_greedy else 0.0
+            for req, sampling in zip(batch.reqs, samples)
+        ]
+        adjusted = self.logit_adjuster(logits, batch.reqs, samples)
+        return self.sampler(adjusted, params, uniforms)
 
     def logprobs(
         self, logits: torch.Tensor, token_ids: list[int], batch: Batch

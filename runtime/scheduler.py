@@ -33,6 +33,7 @@ from sgl_aspects.runtime.messages import (
     UpdateWeightsRequest,
 )
 from sgl_aspects.runtime.model_runner import ModelRunner
+from sgl_aspects.runtime.rank_links import RankLinks
 from sgl_aspects.runtime.request_queue import RequestQueue
 from sgl_aspects.runtime.server_args import ServerArgs
 
@@ -43,14 +44,17 @@ _OWNER_CHECK_SECONDS = 2.0
 
 
 class Scheduler:
-    """Lives in its own process and talks to its owner over ``connection``."""
+    """Lives in its own process; that of rank 0 talks to the owner over ``connection``."""
 
-    def __init__(self, server_args: ServerArgs, connection: Connection) -> None:
+    def __init__(
+        self, server_args: ServerArgs, connection: Connection, ranks: RankLinks | None = None
+    ) -> None:
         self.server_args = server_args
         self.connection = connection
+        self.ranks = ranks or RankLinks()
         self.platform = current_platform
         self.platform.apply_server_args_defaults(server_args)
-        self.model_runner = ModelRunner(server_args)
+        self.model_runner = ModelRunner(server_args, self.ranks)
         self.kv_cache = self.model_runner.kv_cache
         self.waiting = RequestQueue()
         self.running: list[Req] = []
@@ -77,7 +81,7 @@ class Scheduler:
 
     def event_loop(self) -> None:
         """Serve until told to stop, or until the owner is gone."""
-        self.connection.send(ReadyMessage(max_total_tokens=self.kv_cache.total_size))
+        self._send(ReadyMessage(max_total_tokens=self.kv_cache.total_size))
         try:
             while not self.shutting_down:
                 for message in self.recv_requests():
@@ -86,13 +90,19 @@ class Scheduler:
                     self.step()
                 if self.weight_updates and not self._is_any_begun():
                     self.update_weights(self.weight_updates.popleft())
+            self.model_runner.communicator.close()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            logger.info("the owner of the engine is gone; the scheduler ends")
+            logger.info("the owner of the engine, or another rank, is gone; the scheduler ends")
 
     # -- messages ------------------------------------------------------------------------------------
 
     def recv_requests(self) -> list[Any]:
-        """All messages that are there; waits for one while there is no work. EOFError: the owner is gone."""
+        """All messages that are there; waits for one while there is no work. EOFError: the owner is gone.
+
+        The other ranks get theirs from rank 0: so all handle the same ones before the same step.
+        """
+        if self.ranks.rank > 0:
+            return self.ranks.receive()
         while not self.connection.poll(0 if self.has_work else _OWNER_CHECK_SECONDS):
             if os.getppid() != self._owner:  # a process that the owner forked may keep the pipe open
                 raise EOFError
@@ -101,7 +111,13 @@ class Scheduler:
         messages = []
         while self.connection.poll(0):
             messages.append(self.connection.recv())
+        self.ranks.pass_on(messages)
         return messages
+
+    def _send(self, message: Any) -> None:
+        """To the owner, who hears each thing once: from rank 0."""
+        if self.ranks.rank == 0:
+            self.connection.send(message)
 
     def handle_message(self, message: Any) -> None:
         if isinstance(message, TokenizedRequest):
@@ -109,7 +125,7 @@ class Scheduler:
         elif isinstance(message, AbortRequest):
             self.abort_request(message.rid)
         elif isinstance(message, StatsRequest):
-            self.connection.send(Reply(message.number, self.stats()))
+            self._send(Reply(message.number, self.stats()))
         elif isinstance(message, UpdateWeightsRequest):
             self.request_weight_update(message)
         elif isinstance(message, ShutdownRequest):
@@ -190,7 +206,7 @@ class Scheduler:
             self.kv_cache.forget_prefixes()
         except ModelLoadError as error:
             reply.error, reply.error_type = str(error), "ModelLoadError"
-        self.connection.send(reply)
+        self._send(reply)
 
     # -- one step ------------------------------------------------------------------------------------
 
@@ -349,7 +365,7 @@ class Scheduler:
                 )
                 req.sent_tokens += len(new)
         if outputs:
-            self.connection.send(outputs)
+            self._send(outputs)
 
     def stats(self) -> dict[str, int]:
         return {

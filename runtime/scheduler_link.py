@@ -1,4 +1,4 @@
-"""The scheduler process as its owner sees it: start, send, receive, and notice its end.
+"""The scheduler as its owner sees it: start, send, receive, and notice its end.
 
 One duplex pipe: its end tells either side that the other is gone, whatever killed it. A thread sends, so that
 callers never wait for a busy scheduler; another one receives.
@@ -7,11 +7,8 @@ callers never wait for a busy scheduler; another one receives.
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import multiprocessing.resource_tracker
 import os
 import queue
-import signal
 import threading
 import time
 from multiprocessing.connection import wait
@@ -20,7 +17,7 @@ from typing import Any, Protocol
 from sgl_aspects import errors
 from sgl_aspects.errors import EngineError, SchedulerDiedError
 from sgl_aspects.runtime.messages import FailureMessage, ReadyMessage, ShutdownRequest
-from sgl_aspects.runtime.scheduler_process import run_scheduler_process
+from sgl_aspects.runtime.rank_processes import RankProcesses
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -47,32 +44,21 @@ class SchedulerLink:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._receiving: threading.Thread | None = None
         self._closing = False
-        context = multiprocessing.get_context("spawn")
-        self._connection, child_connection = context.Pipe(duplex=True)
-        self.process = context.Process(
-            target=run_scheduler_process,
-            args=(server_args, child_connection),
-            name="sgl-aspects-scheduler",
-            daemon=True,
-        )
-        try:
-            _start_deaf_to_ctrl_c(self.process)
-        except BaseException:
-            self._connection.close()
-            raise
-        finally:
-            child_connection.close()  # or the scheduler's death would not end the pipe
+        self.ranks = RankProcesses(server_args)
+        self._connection = self.ranks.connection
 
     def wait_until_ready(self, timeout: float) -> ReadyMessage:
         """Raises what the scheduler raised while starting, EngineError after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            wait([self._connection, self.process.sentinel], timeout=_ALIVE_CHECK_SECONDS)
-            if self._connection.poll(0) or not self.process.is_alive():
+            wait([self._connection, *self.ranks.sentinels], timeout=_ALIVE_CHECK_SECONDS)
+            if self._connection.poll(0) or not self.ranks.are_alive():
                 message = self._receive()
                 if isinstance(message, ReadyMessage):
                     return message
-                raise self._start_error(message)
+                if isinstance(message, FailureMessage):
+                    self.ranks.failed(message)
+                raise self._start_error()
         raise EngineError(
             f"the scheduler process did not load the model within {timeout:g} s: raise startup_timeout, "
             "or look at its output above"
@@ -96,13 +82,11 @@ class SchedulerLink:
             return
         self._closing = True
         self._outbox.put(ShutdownRequest())
-        self.process.join(timeout=_STOP_SECONDS if self._receiving else 0)
+        self.ranks.join(timeout=_STOP_SECONDS if self._receiving else 0)
         self.kill()
 
     def kill(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
+        self.ranks.kill()
         if self._receiving is not None and self._receiving is not threading.current_thread():
             self._receiving.join()
 
@@ -119,21 +103,24 @@ class SchedulerLink:
                 return
 
     def _receive_loop(self, receiver: Receiver) -> None:
-        failure: FailureMessage | None = None
         while (message := self._receive()) is not None:
             if isinstance(message, FailureMessage):
-                failure = message
+                self.ranks.failed(message)
             else:
                 receiver.on_message(message)
-        self.process.join(timeout=_STOP_SECONDS)
+        # One that has failed ends soon. Where another did, those that wait for it may never.
+        self.ranks.processes[0].join(_STOP_SECONDS if self.ranks.are_alive() else _ALIVE_CHECK_SECONDS)
         self._outbox.put(ShutdownRequest())  # ends the sending thread
-        receiver.on_death(self._death(failure))
+        death = self._death()
+        if not self._closing:
+            self.ranks.kill()
+        receiver.on_death(death)
 
     def _receive(self) -> Any:
         """The next message; None once the scheduler is gone."""
         try:
             while not self._connection.poll(_ALIVE_CHECK_SECONDS):
-                if not self.process.is_alive():
+                if not self.ranks.are_alive():
                     return None
             return self._connection.recv()
         except (EOFError, OSError):
@@ -141,56 +128,25 @@ class SchedulerLink:
 
     # -- ends ----------------------------------------------------------------------------------------
 
-    def _death(self, failure: FailureMessage | None) -> SchedulerDiedError:
+    def _death(self) -> SchedulerDiedError:
+        what, failure = self.ranks.cause()
         if failure is not None:
-            logger.error("the scheduler process failed:\n%s", failure.traceback)
-            what = f"failed with {failure.error_type}: {failure.message}"
+            logger.error("%s\n%s", what, failure.traceback)
         elif self._closing:
             return SchedulerDiedError("the engine was shut down")
-        else:
-            what = _exit_in_words(self.process.exitcode)
-        return SchedulerDiedError(f"the scheduler process {what}. Start a new Engine.")
+        return SchedulerDiedError(f"{what}. Start a new Engine.")
 
-    def _start_error(self, message: Any) -> Exception:
+    def _start_error(self) -> Exception:
         """What to raise for a scheduler that failed while starting, or ended without a word."""
-        if isinstance(message, FailureMessage):
-            ours = getattr(errors, message.error_type, None)
+        self.ranks.join(_ALIVE_CHECK_SECONDS if len(self.ranks.processes) > 1 else _STOP_SECONDS)
+        what, failure = self.ranks.cause()
+        if failure is not None:
+            ours = getattr(errors, failure.error_type, None)
             if isinstance(ours, type) and issubclass(ours, errors.AspectsError):
-                return ours(message.message)
-            logger.error("the scheduler process failed while starting:\n%s", message.traceback)
-            return EngineError(
-                f"the scheduler process failed while starting with {message.error_type}: {message.message}"
-            )
-        self.process.join(timeout=_STOP_SECONDS)
+                return ours(failure.message)
+            logger.error("%s\n%s", what, failure.traceback)
+            return EngineError(f"{what} (while starting)")
         return SchedulerDiedError(
-            f"the scheduler process {_exit_in_words(self.process.exitcode)} before it was ready; its output "
-            'is above. A script that makes an Engine must do so under `if __name__ == "__main__":`, because '
-            "the scheduler process imports the script again."
+            f"{what} before it was ready; its output is above. A script that makes an Engine must do so "
+            'under `if __name__ == "__main__":`, because the scheduler process imports the script again.'
         )
-
-
-def _start_deaf_to_ctrl_c(process: Any) -> None:
-    """Start with SIGINT blocked until the process ignores it by itself: Ctrl-C shows no traceback of it."""
-    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGINT again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _exit_in_words(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "closed its connection"
-    if exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = "unknown"
-        hint = (
-            " (if nobody did that by hand, the system may have run out of memory)"
-            if name == "SIGKILL"
-            else ""
-        )
-        return f"was killed by signal {-exit_code}, {name}{hint}"
-    return f"ended with exit code {exit_code}"

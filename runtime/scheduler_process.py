@@ -14,12 +14,13 @@ from multiprocessing.connection import Connection
 
 from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.messages import FailureMessage
+from sgl_aspects.runtime.rank_links import RankLinks
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
 
-def run_scheduler_process(server_args: ServerArgs, connection: Connection) -> None:
+def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks: RankLinks) -> None:
     """Load the model and serve until told to stop. An error is sent to the owner, who raises it."""
     # Ctrl-C reaches every process of the terminal; the owner decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -30,7 +31,7 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection) -> No
         load_plugins()
         from sgl_aspects.runtime.scheduler import Scheduler
 
-        Scheduler(server_args, connection).event_loop()
+        Scheduler(server_args, connection, ranks).event_loop()
     except Exception as error:
         logger.debug("the scheduler ends", exc_info=True)
         failure = FailureMessage(type(error).__name__, str(error), traceback.format_exc())

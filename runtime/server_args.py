@@ -46,6 +46,8 @@ class ServerArgs:
     #: Makes sampling without a seed of its own repeatable from one start to the next.
     random_seed: int | None = None
     attention_backend: str | None = None
+    #: Devices that share the model: each has a part of every layer's weights, and a scheduler process.
+    tp_size: int = 1
     #: True: no graphs, also where the platform has them. They cost seconds at the start, and some memory.
     disable_graphs: bool = False
     #: Seconds to wait for the scheduler process to load the model.
@@ -61,7 +63,7 @@ class ServerArgs:
             self.served_model_name = Path(self.model_path).expanduser().resolve().name
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
-        for name in ("page_size", "max_running_requests", "chunked_prefill_size"):
+        for name in ("page_size", "max_running_requests", "chunked_prefill_size", "tp_size"):
             _check_count(name, getattr(self, name))
         for name in ("context_length", "max_total_tokens", "max_queued_requests"):
             if getattr(self, name) is not None:

@@ -253,13 +253,16 @@ def edited_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not known.*it knows LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM is not known.*it knows .*, LlamaForCausalLM",
+        ),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"hidden_size": "big"}, "hidden_size='big': a whole number"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
         ({"dtype": "float8"}, "float8"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported; known: default, linear"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported; known: default"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         (
             {"vocab_size": 400},
@@ -322,5 +325,5 @@ def test_the_entry_point_imports_nothing_that_a_plugin_may_hook() -> None:
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    names = ("messages", "sampling_params", "scheduler_process", "server_args")
+    names = ("messages", "rank_links", "sampling_params", "scheduler_process", "server_args")
     assert output.stdout.strip() == f"{[f'sgl_aspects.runtime.{name}' for name in names]} False"

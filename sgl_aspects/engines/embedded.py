@@ -92,6 +92,7 @@ EMBEDDED = Catalog(
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.is_idle": lambda scheduler: not scheduler.has_work,
         "scheduler.kv_usage": _kv_usage,
+        "scheduler.rank": "ranks.rank",
         "model_runner.platform": "platform",
     },
 )
