@@ -55,6 +55,7 @@ class ModelRunner:
             server_args.max_running_requests, self.config.vocab_size, self.config.eos_token_ids, self.device
         )
         self.init_kv_cache()
+        self.compile_model()
         self.init_graphs()
 
     def load_model(self) -> None:
@@ -143,6 +144,17 @@ class ModelRunner:
             type(self.attention_backend).__name__,
         )
 
+    def compile_model(self) -> None:
+        """Compile the model's layers in pieces, where that is asked for."""
+        if not self.server_args.compile:
+            return
+        if not self.platform.support_piecewise_cuda_graph():
+            raise ConfigError(
+                f"compile=True: platform {self.platform.device_name!r} does not declare piecewise_graph "
+                "(PlatformCapabilities). Leave it out here."
+            )
+        resolve_qualified_name(self.platform.get_piecewise_backend_cls())(self).compile()
+
     def init_graphs(self) -> None:
         """The platform's graph runner, and what it captures; None where there is nothing to capture with."""
         self.graph_runner: Any = None
@@ -157,7 +169,8 @@ class ModelRunner:
         self.graph_runner.capture()
 
     def weights_changed(self) -> None:
-        """Called once there are new weights: what was captured with the old ones is renewed."""
+        """Called once there are new weights: what was compiled and captured with the old ones is renewed."""
+        self.compile_model()
         if self.graph_runner is not None and self.platform.needs_graph_recapture():
             self.graph_runner.capture()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,8 @@ from loopback_platform.platform import LoopbackPlatform
 from loopback_platform.streams import LoopbackEvent, LoopbackStream
 
 from sgl_aspects.platforms import DeviceEvent, DeviceGraph, PlatformEnum
-from sgl_aspects.runtime.kv_cache import PagedAllocator
+from sgl_aspects.runtime.kv_cache import MLATokenPool, NSATokenPool, PagedAllocator
+from sgl_aspects.runtime.kv_cache.pools import PagedRows
 from sgl_aspects.runtime.ops import RMSNorm, SiluAndMul
 
 
@@ -210,6 +212,33 @@ class NextSlot(LoopbackPlatform):
         return _NextSlotPool
 
 
+class _LatentPool(MLATokenPool):
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        rotary = torch.zeros_like(key[..., self.kv_lora_rank :])
+        super().set_kv_buffer(layer_id, slots, torch.cat((value, rotary), -1), value)
+
+
+class ForgetsRotaryKey(LoopbackPlatform):
+    """Its compressed rows lack the rotary part."""
+
+    def get_mla_kv_pool_cls(self) -> type | str:
+        return _LatentPool
+
+
+class _StaleIndexPool(NSATokenPool):
+    def clear(self, pages: list[int]) -> None:
+        PagedRows.clear(self, pages)
+
+
+class KeepsIndexKeys(LoopbackPlatform):
+    """Leaves the indexer's keys of the request before."""
+
+    def get_nsa_kv_pool_cls(self) -> type | str:
+        return _StaleIndexPool
+
+
 class _NextPagePool(LoopbackTokenPool):
     def clear(self, pages: list[int]) -> None:
         super().clear([page + 1 for page in pages])
@@ -334,6 +363,57 @@ class GraphsDeclaredOnly(LoopbackPlatform):
         return dict
 
 
+class _OnTheHost(LoopbackAttention):
+    def prepare(self, batch: Any) -> None:
+        super().prepare(batch)
+        if batch.num_decodes:  # what the host says when the step is captured stays for ever
+            positions = torch.arange(self._seen.shape[1])
+            self._seen = positions < torch.tensor(batch.lengths[: batch.num_decodes])[:, None]
+
+
+class CapturesHostSizes(LoopbackPlatform):
+    """Its attention can be captured, it says, and takes lengths from the host."""
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"loopback": _OnTheHost}
+
+
+class _NotCapturable(LoopbackAttention):
+    capturable = False
+
+
+class NothingToCapture(LoopbackPlatform):
+    """Declares graphs, and its attention cannot be captured."""
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"loopback": _NotCapturable}
+
+
+# -- capabilities -----------------------------------------------------------------------------------------
+
+
+class DeclaresTriton(LoopbackPlatform):
+    """Triton does not compile for it."""
+
+    capabilities = dataclasses.replace(LoopbackPlatform.capabilities, supports_triton=True)
+
+
+class NoSuchCompiler(LoopbackPlatform):
+    """Names a compiler that is not there."""
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "no_such_compiler"
+
+
+class DeclaresNccl(LoopbackPlatform):
+    """Declares a library of collectives, and its backend is another."""
+
+    capabilities = dataclasses.replace(LoopbackPlatform.capabilities, supports_pynccl=True)
+
+    def get_torch_distributed_backend_str(self) -> str:
+        return "loopccl"
+
+
 # -- seeds, and what only processes of their own show -----------------------------------------------------
 
 
@@ -376,20 +456,30 @@ FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     DoesNotWait: {"events.synchronize", "events.elapsed", "events.again"},
     ForgetsResidual: {"operators.rms_norm_residual"},
     WritesInput: {"operators.silu_and_mul"},
-    PageZero: {"kv_pools.allocator"},
+    PageZero: {"kv_pools.allocator", "graphs.decode_steps"},
     NextPage: {"kv_pools.clear"},
-    ReadsPadding: {"attention.decode", "attention.chunks", "attention.prompts", "attention.mixed"},
+    ReadsPadding: {
+        *(f"attention.{name}" for name in ("decode", "chunks", "prompts", "mixed")),
+        "graphs.decode_steps",
+    },
     WrongScale: {"attention.decode", "attention.mixed"},
-    ReplaysNothing: {"graphs.replay"},
+    ReplaysNothing: {"graphs.replay", "graphs.decode_steps"},
     ReplayAllocates: {"graphs.memory"},
     CapturesInSecret: {"graphs.capturing"},
-    GraphsDeclaredOnly: {"graphs.replay", "graphs.capturing", "graphs.memory"},
+    GraphsDeclaredOnly: {"graphs.replay", "graphs.capturing", "graphs.memory", "graphs.decode_steps"},
+    CapturesHostSizes: {"graphs.decode_steps"},
+    NothingToCapture: {"graphs.decode_steps"},
+    DeclaresTriton: {"capabilities.triton"},
+    NoSuchCompiler: {"capabilities.piecewise"},
+    DeclaresNccl: {"capabilities.pynccl"},
     ForgetsSeed: {"determinism.seed"},
 }
 #: A pool that is wrong shows in attention too: here the checks of pools alone.
 POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     WrongType: {"kv_pools.shape", "kv_pools.write", "kv_pools.clear", "kv_pools.move"},
     NextSlot: {"kv_pools.write"},
+    ForgetsRotaryKey: {"kv_pools.mla"},
+    KeepsIndexKeys: {"kv_pools.dsa"},
     Copies: {"kv_pools.write", "kv_pools.clear", "kv_pools.move"},
     NoSuchPool: {"identity.classes", "kv_pools.shape", "kv_pools.write", "kv_pools.clear", "kv_pools.move"},
 }

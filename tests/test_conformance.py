@@ -52,8 +52,11 @@ def test_a_good_platform_passes(make: Callable[[], SRTPlatform]) -> None:
     found = results(make(), HERE)
     assert failed(found) == set(), found
     skipped = {name for name, result in found.items() if result.status == "skipped"}
-    graphs = {"operations.streams", "graphs.replay", "graphs.capturing", "graphs.memory"}
-    assert skipped == {"kv_pools.mla", "kv_pools.dsa"} | (graphs if make is CpuPlatform else set())
+    undeclared = {f"capabilities.{name}" for name in ("triton", "fp8", "hicache", "pynccl")}
+    if make is CpuPlatform:
+        undeclared |= {"operations.streams", "capabilities.piecewise"}
+        undeclared |= {f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")}
+    assert skipped == undeclared
 
 
 @pytest.mark.parametrize("make", FAULTS, ids=lambda make: make.__name__)
@@ -105,7 +108,7 @@ def test_the_command_reports_faults_that_processes_show(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "sgl_aspects", "conformance"),
             *("--platform", "broken=tests.broken_platforms:ManyFaults"),
-            *("--only", "identity.family,memory,kv_pools.write,kv_pools.mla,distributed,generation"),
+            *("--only", "identity.family,memory,kv_pools.write,capabilities.fp8,distributed,generation"),
             *("--reference", "float64", "--json", str(files["json"]), "--junit", str(files["junit"])),
         ],
         env={
@@ -128,7 +131,7 @@ def test_the_command_reports_faults_that_processes_show(tmp_path: Path) -> None:
         "memory.releasing": "failed",
         "memory.peak": "failed",
         "kv_pools.write": "failed",
-        "kv_pools.mla": "skipped",
+        "capabilities.fp8": "skipped",
         "distributed.collectives": "failed",
         "generation.greedy": "failed",
     }

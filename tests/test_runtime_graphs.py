@@ -11,6 +11,7 @@ import pytest
 import torch
 from loopback_platform.platform import LoopbackPlatform
 
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.platforms.cuda import CudaPlatform
@@ -82,6 +83,24 @@ def test_graphs_can_be_left_out(
     without, _ = run_in_process(args_for(tmp_path, disable_graphs=True), prompts, NEW_TOKENS)
     assert without == with_graphs
     assert len(replays) == count
+
+
+def test_compiled_pieces_answer_as_transformers(platform: SRTPlatform, tmp_path: Path) -> None:
+    model = make_llama(tmp_path)
+    prompts = prompts_of(model.config.vocab_size)
+    outputs, _ = run_in_process(args_for(tmp_path, compile=True), prompts, NEW_TOKENS)
+    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    runner = ModelRunner(args_for(tmp_path, compile=True, disable_graphs=True))
+    compiled = [module for module in runner.model.modules() if module._compiled_call_impl is not None]
+    assert len(compiled) == model.config.num_hidden_layers
+
+
+def test_a_platform_that_declares_no_pieces_refuses(tmp_path: Path) -> None:
+    set_current_platform(CpuPlatform())
+    make_llama(tmp_path)
+    with pytest.raises(ConfigError, match=r"compile=True.*'cpu'.*piecewise_graph"):
+        ModelRunner(args_for(tmp_path, compile=True))
+    set_current_platform(None)
 
 
 def test_new_weights_are_captured_anew(platform: SRTPlatform, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_new_package_passes_its_own_tests_unchanged(environment: Environment, 
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tests), str(tests)
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b4\d passed", done.stdout), done.stdout
+    assert re.search(r"\b[45]\d passed", done.stdout), done.stdout
 
 
 def test_conformance_of_the_installed_example(environment: Environment, tmp_path: Path) -> None:

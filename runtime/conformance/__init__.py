@@ -9,6 +9,7 @@ on the platform; the command ``sgl-aspects conformance`` prints what it finds.
     memory.py         against real allocations        events.py       against the host's clock
     operators.py      against float64                 kv_pools.py     pages, slots, the allocator
     attention.py      over ragged batches             graphs.py       capture and replay
+    capabilities.py   what is declared
     determinism.py    the same again                  distributed.py  two processes
     generation.py     a whole model, against transformers or reference_model.py
 """

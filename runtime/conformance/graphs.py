@@ -9,6 +9,8 @@ import torch
 
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.runtime.conformance.in_process import generating
+from sgl_aspects.runtime.conformance.tiny_model import write_tiny_model
 
 MIB = 2**20
 
@@ -74,6 +76,35 @@ def memory(bench: Bench) -> str:
     allowed = rounds * MIB // 4  # a quarter of what it would be if each replay kept its output
     require(grown <= allowed, "DeviceGraph.replay", f"no new memory in {rounds} replays", f"{grown} bytes")
     return f"{max(grown, 0) / MIB:.1f} MiB in {rounds} replays"
+
+
+@check(
+    "graphs.decode_steps",
+    write="get_graph_runner_cls",
+    expects="replayed decode steps to give the tokens of eager ones, and again after a new capture",
+)
+def decode_steps(bench: Bench) -> str:
+    if not bench.platform.support_cuda_graph():
+        raise NotApplicableError("not declared")
+    folder = bench.folder / "tiny-llama-graphs"
+    write_tiny_model(folder)
+    with generating(folder, disable_graphs=True) as eager:
+        right = eager.tokens()
+    with generating(folder) as replaying:
+        runner = replaying.scheduler.model_runner
+        for part in (runner.attention_backend, runner.model):
+            name = type(part).__name__
+            require(part.capturable, f"capturable of {name}", "True: graphs are declared", "False")
+        replays = replaying.count_replays()
+        for number in range(2):
+            found = replaying.tokens()
+            method = "get_graph_runner_cls, create_graph, or the attention backend's decoding"
+            require(found == right, method, f"{right}", f"{found}, capture {number + 1}")
+            require(
+                bool(replays), "replay of the graph runner", "to be used for decode steps", "never called"
+            )
+            runner.weights_changed()
+    return f"{len(replays)} replays of batches of {', '.join(map(str, sorted(set(replays))))}"
 
 
 def _growth(bench: Bench, work: Callable[[], None], rounds: int) -> int:

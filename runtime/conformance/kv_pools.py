@@ -1,4 +1,4 @@
-"""Key-value pools and the page allocator: what is written is read, and nothing else changes."""
+"""Key-value pools of each kind, and the page allocator: what is written is read, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,126 @@ from sgl_aspects.platforms import resolve_qualified_name
 from sgl_aspects.runtime.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.runtime.conformance.operators import random_tensor
 
-LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 3, 8, 4, 9
+LAYERS, PAGE_SIZE, PAGES = 2, 4, 9
+SLOTS = (PAGES + 1) * PAGE_SIZE  # the size asked for, and page 0
 _DTYPES = (torch.float32, torch.bfloat16)
+#: What a pool of each kind is made with.
+ROWS: dict[str, dict[str, int]] = {
+    "mha": {"head_num": 3, "head_dim": 8},
+    "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4},
+    "dsa": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "index_head_dim": 6},
+}
+#: What a token has in a pool of each kind: the part, and the shape of it.
+_PARTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "mha": {"key": (3, 8), "value": (3, 8)},
+    "mla": {"key": (1, 16)},
+    "dsa": {"key": (1, 16), "index_key": (6,)},
+}
+#: [layer][part]: what a pool holds, on the host.
+Contents = list[dict[str, torch.Tensor]]
 
 
-def make_pool(bench: Bench, dtype: torch.dtype, *, heads: int = HEADS, head_dim: int = HEAD_DIM) -> Any:
-    """A pool of kind "mha" with PAGES pages that are handed out, and page 0 before them."""
-    pool_class: Any = resolve_qualified_name(bench.platform.get_kv_pool_cls(kind="mha"))
+def make_pool(bench: Bench, dtype: torch.dtype, kind: str = "mha") -> Any:
+    """A pool with PAGES pages that are handed out, and page 0 before them."""
+    pool_class: Any = resolve_qualified_name(bench.platform.get_kv_pool_cls(kind=kind))
     return pool_class(
         size=PAGES * PAGE_SIZE,
         page_size=PAGE_SIZE,
         dtype=dtype,
         layer_num=LAYERS,
         device=bench.device,
-        head_num=heads,
-        head_dim=head_dim,
+        **ROWS[kind],
     )
 
 
-def _buffers(pool: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+def _buffer(pool: Any, part: str, layer: int) -> torch.Tensor:
+    """[slots, …] of one part, a view."""
+    buffer: torch.Tensor = getattr(pool, f"get_{part}_buffer")(layer)
+    return buffer
+
+
+# -- what every kind promises ----------------------------------------------------------------------------
+
+
+def check_shape(bench: Bench, kind: str) -> None:
+    """Buffers of the type asked for, on the device, one row a slot."""
+    for dtype in _DTYPES:
+        pool = make_pool(bench, dtype, kind)
+        require(getattr(pool, "dtype", None) == dtype, "get_kv_pool_cls", f"pool.dtype {dtype}", pool.dtype)
+        for layer in range(LAYERS):
+            parts = dict(_PARTS[kind])
+            if kind != "mha":  # the value is the first part of the compressed row
+                parts["value"] = (1, ROWS[kind]["kv_lora_rank"])
+            for part, shape in parts.items():
+                buffer = _buffer(pool, part, layer)
+                name = f"get_{part}_buffer of the pool"
+                require(buffer.dtype == dtype, name, f"a buffer of {dtype}", buffer.dtype)
+                right = (SLOTS, *shape)
+                found = tuple(buffer.shape)
+                require(found == right, name, f"{right}: size and page 0", found)
+                there = buffer.device.type
+                require(there == bench.device.type, name, f"memory of {bench.device}", there)
+
+
+def check_write(bench: Bench, kind: str) -> str:
+    """Over the edges of pages, out of order, one layer at a time."""
+    slots = torch.tensor([PAGE_SIZE, 4 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 7])
+    there = slots.to(bench.device)
+    for dtype in _DTYPES:
+        pool, expected = _filled(bench, dtype, kind)
+        for layer in range(LAYERS):
+            new = {
+                part: random_tensor(len(slots), *shape, dtype=dtype, seed=200 + 10 * layer + number)
+                for number, (part, shape) in enumerate(_PARTS[kind].items())
+            }
+            for part, rows in new.items():
+                expected[layer][part][slots] = rows
+            given = {part: rows.to(bench.device) for part, rows in new.items()}
+            value = given.get("value")
+            if value is None:
+                value = given["key"][..., : ROWS[kind]["kv_lora_rank"]]
+            pool.set_kv_buffer(layer, there, given["key"], value)
+            if "index_key" in given:
+                pool.set_index_key_buffer(layer, there, given["index_key"])
+        _require_equal(pool, expected, "set_kv_buffer of the pool")
+        if kind != "mha":
+            for layer in range(LAYERS):
+                value = _buffer(pool, "value", layer).cpu()
+                right = expected[layer]["key"][..., : ROWS[kind]["kv_lora_rank"]]
+                method = "get_value_buffer of the pool"
+                require(torch.equal(value, right), method, "the first part of the compressed row", "others")
+    return f"{len(slots)} slots of {SLOTS}"
+
+
+def check_clear(bench: Bench, kind: str) -> str:
+    """Two pages are zeroed."""
+    for dtype in _DTYPES:
+        pool, expected = _filled(bench, dtype, kind)
+        pool.clear([2, 5])
+        for parts in expected:
+            for right in parts.values():
+                for page in (2, 5):
+                    right[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = 0
+        _require_equal(pool, expected, "clear of the pool")
+    return f"2 pages of {PAGES}"
+
+
+def check_move(bench: Bench, kind: str) -> str:
+    """A page is copied to another through the buffers."""
+    source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
+    target = torch.arange(8 * PAGE_SIZE, 9 * PAGE_SIZE)
+    for dtype in _DTYPES:
+        pool, expected = _filled(bench, dtype, kind)
+        for layer in range(LAYERS):
+            for part, right in expected[layer].items():
+                buffer = _buffer(pool, part, layer)
+                buffer[target.to(bench.device)] = buffer[source.to(bench.device)]
+                right[target] = right[source]
+        _require_equal(pool, expected, "the buffers of the pool: views, not copies")
+    return "page 3 to page 8"
+
+
+# -- the checks ------------------------------------------------------------------------------------------
 
 
 @check(
@@ -38,22 +138,8 @@ def _buffers(pool: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     expects="buffers [slots, heads, head_dim] of the type asked for",
 )
 def shape(bench: Bench) -> str:
-    slots = (PAGES + 1) * PAGE_SIZE  # the size asked for, and page 0
-    for dtype in _DTYPES:
-        pool = make_pool(bench, dtype)
-        require(getattr(pool, "dtype", None) == dtype, "get_kv_pool_cls", f"pool.dtype {dtype}", pool.dtype)
-        for layer in range(LAYERS):
-            for buffer in _buffers(pool, layer):
-                require(buffer.dtype == dtype, "get_kv_pool_cls", f"buffers of {dtype}", buffer.dtype)
-                require(
-                    tuple(buffer.shape) == (slots, HEADS, HEAD_DIM),
-                    "get_kv_pool_cls",
-                    f"{(slots, HEADS, HEAD_DIM)}: size and page 0",
-                    tuple(buffer.shape),
-                )
-                found = buffer.device.type
-                require(found == bench.device.type, "get_kv_pool_cls", f"memory of {bench.device}", found)
-    return f"{slots} slots, {LAYERS} layers"
+    check_shape(bench, "mha")
+    return f"{SLOTS} slots, {LAYERS} layers"
 
 
 @check(
@@ -62,30 +148,12 @@ def shape(bench: Bench) -> str:
     expects="each slot to hold what was written, others theirs",
 )
 def write(bench: Bench) -> str:
-    for dtype in _DTYPES:
-        pool, expected = _filled(bench, dtype)
-        # Over the edges of pages, out of order, one layer at a time.
-        slots = torch.tensor([PAGE_SIZE, 4 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 7])
-        for layer in range(LAYERS):
-            key = random_tensor(len(slots), HEADS, HEAD_DIM, dtype=dtype, seed=200 + layer)
-            value = random_tensor(len(slots), HEADS, HEAD_DIM, dtype=dtype, seed=300 + layer)
-            pool.set_kv_buffer(layer, slots.to(bench.device), key.to(bench.device), value.to(bench.device))
-            expected[layer][0][slots], expected[layer][1][slots] = key, value
-        _require_equal(pool, expected, "set_kv_buffer of the pool")
-    return f"{len(slots)} slots of {(PAGES + 1) * PAGE_SIZE}"
+    return check_write(bench, "mha")
 
 
 @check("kv_pools.clear", write="clear of the pool", expects="the pages named to be zero, others unchanged")
 def clear(bench: Bench) -> str:
-    for dtype in _DTYPES:
-        pool, expected = _filled(bench, dtype)
-        pool.clear([2, 5])
-        for pair in expected:
-            for buffer in pair:
-                for page in (2, 5):
-                    buffer[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = 0
-        _require_equal(pool, expected, "clear of the pool")
-    return f"2 pages of {PAGES}"
+    return check_clear(bench, "mha")
 
 
 @check(
@@ -94,16 +162,7 @@ def clear(bench: Bench) -> str:
     expects="a page that is moved through the buffers to arrive",
 )
 def move(bench: Bench) -> str:
-    for dtype in _DTYPES:
-        pool, expected = _filled(bench, dtype)
-        source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
-        target = torch.arange(8 * PAGE_SIZE, 9 * PAGE_SIZE)
-        for layer in range(LAYERS):
-            for buffer, right in zip(_buffers(pool, layer), expected[layer]):
-                buffer[target.to(bench.device)] = buffer[source.to(bench.device)]
-                right[target] = right[source]
-        _require_equal(pool, expected, "get_key_buffer, get_value_buffer of the pool: views, not copies")
-    return "page 3 to page 8"
+    return check_move(bench, "mha")
 
 
 @check("kv_pools.allocator", write="get_paged_allocator_cls", expects="pages from 1, each once, all of them")
@@ -133,45 +192,55 @@ def allocator(bench: Bench) -> str:
 
 
 @check(
-    "kv_pools.mla", write="get_mla_kv_pool_cls", expects="a class for caches of one compressed row a token"
+    "kv_pools.mla",
+    write="get_mla_kv_pool_cls",
+    expects="one compressed row a token: written, read back, cleared, moved",
 )
 def mla(bench: Bench) -> str:
-    return _declared(bench, "mla")
+    return _compressed(bench, "mla")
 
 
-@check("kv_pools.dsa", write="get_nsa_kv_pool_cls", expects="a class for compressed rows with indexer keys")
+@check(
+    "kv_pools.dsa",
+    write="get_nsa_kv_pool_cls",
+    expects="compressed rows with indexer keys: written, read back, cleared, moved",
+)
 def dsa(bench: Bench) -> str:
-    return _declared(bench, "dsa")
+    return _compressed(bench, "dsa")
 
 
-def _declared(bench: Bench, kind: str) -> str:
+def _compressed(bench: Bench, kind: str) -> str:
     try:
-        answer = bench.platform.get_kv_pool_cls(kind=kind)
+        bench.platform.get_kv_pool_cls(kind=kind)
     except NotImplementedError as error:
         raise NotApplicableError("not declared") from error
-    return f"{resolve_qualified_name(answer).__name__} is there; no model of the runtime writes to it yet"
+    check_shape(bench, kind)
+    done = [step(bench, kind) for step in (check_write, check_clear, check_move)]
+    return ", ".join(done)
 
 
-def _filled(bench: Bench, dtype: torch.dtype) -> tuple[Any, list[list[torch.Tensor]]]:
-    """A pool whose every slot has been written, and on the host what it holds: [layer][key, value]."""
-    pool = make_pool(bench, dtype)
-    slots = (PAGES + 1) * PAGE_SIZE
-    expected = []
+def _filled(bench: Bench, dtype: torch.dtype, kind: str) -> tuple[Any, Contents]:
+    """A pool whose every slot has been written, and what it holds."""
+    pool = make_pool(bench, dtype, kind)
+    expected: Contents = []
     for layer in range(LAYERS):
-        pair = [random_tensor(slots, HEADS, HEAD_DIM, dtype=dtype, seed=10 * layer + i) for i in range(2)]
-        for buffer, content in zip(_buffers(pool, layer), pair):
-            buffer.copy_(content.to(bench.device))
-        expected.append(pair)
+        parts = {
+            part: random_tensor(SLOTS, *shape, dtype=dtype, seed=10 * layer + number)
+            for number, (part, shape) in enumerate(_PARTS[kind].items())
+        }
+        for part, content in parts.items():
+            _buffer(pool, part, layer).copy_(content.to(bench.device))
+        expected.append(parts)
     return pool, expected
 
 
-def _require_equal(pool: Any, expected: list[list[torch.Tensor]], method: str) -> None:
-    for layer, pair in enumerate(expected):
-        for name, found, right in zip(("key", "value"), _buffers(pool, layer), pair):
-            wrong = (found.cpu() != right).flatten(1).any(1).nonzero().flatten().tolist()
+def _require_equal(pool: Any, expected: Contents, method: str) -> None:
+    for layer, parts in enumerate(expected):
+        for part, right in parts.items():
+            wrong = (_buffer(pool, part, layer).cpu() != right).flatten(1).any(1).nonzero().flatten().tolist()
             require(
                 not wrong,
                 method,
-                f"the {name}s of layer {layer} as written, bit for bit",
+                f"the {part.replace('_', ' ')}s of layer {layer} as written, bit for bit",
                 f"others in slots {wrong[:8]}{' ...' if len(wrong) > 8 else ''} (page size {PAGE_SIZE})",
             )

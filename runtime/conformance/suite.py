@@ -20,6 +20,7 @@ GROUPS = (
     "kv_pools",
     "attention",
     "graphs",
+    "capabilities",
     "determinism",
     "distributed",
     "generation",

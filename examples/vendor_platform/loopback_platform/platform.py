@@ -10,7 +10,7 @@ from sgl_aspects.platforms import MMPlatform, PlatformCapabilities, SRTPlatform
 
 class LoopbackPlatform(LoopbackDevice, SRTPlatform):
     # Declare only what works: nothing that is not declared is used.
-    capabilities = PlatformCapabilities(graph_capture=True)
+    capabilities = PlatformCapabilities(graph_capture=True, piecewise_graph=True)
 
     def init_backend(self) -> None:
         from loopback_platform.operators import register
@@ -26,6 +26,13 @@ class LoopbackPlatform(LoopbackDevice, SRTPlatform):
     def get_graph_runner_cls(self) -> type | str:
         # The engine's own captures with create_graph(); its attention backend must be capturable.
         return "sgl_aspects.runtime.graph_runner:GraphRunner"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        # torch traces the pieces and runs them as they are. A real device names its own compiler.
+        return "eager"
+
+    def get_piecewise_backend_cls(self) -> type | str:
+        return "sgl_aspects.runtime.piecewise:PiecewiseBackend"
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "loopback_platform.kv_pool:LoopbackTokenPool"

@@ -1,0 +1,34 @@
+"""Piecewise compilation: each layer's work before and after attention becomes one compiled piece.
+
+Attention stays as it is: its backend has kernels of its own, and reads sizes that differ from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_aspects.runtime.models.decoder import DecoderLayer
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.model_runner import ModelRunner
+
+
+class PiecewiseBackend:
+    """What ``SRTPlatform.get_piecewise_backend_cls`` names. A vendor's own has ``compile``."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._runner = model_runner
+
+    def compile(self) -> None:
+        """Each piece is compiled at its first call, by the platform's backend, for any number of tokens."""
+        attention = self._runner.attention_backend
+        for name in ("forward", "forward_sparse"):
+            plain: Callable[..., Any] = torch.compiler.disable(getattr(attention, name))  # type: ignore[no-untyped-call]
+            setattr(attention, name, plain)
+        backend = self._runner.platform.get_compile_backend()
+        for module in self._runner.model.modules():
+            if isinstance(module, DecoderLayer):
+                module.compile(backend=backend, dynamic=True)
