@@ -25,12 +25,14 @@ _DEVICE_METHODS = (
     "set_device",
     "get_device_name",
     "get_device_uuid",
+    "reindex_device_id",
     "get_device_total_memory",
     "get_available_memory",
     "empty_cache",
     "synchronize",
     "get_torch_distributed_backend_str",
     "get_group_coordinator_device",
+    "inference_mode",
     "apply_server_args_defaults",
     "get_default_attention_backend",
     "get_dispatch_key_name",
@@ -46,6 +48,9 @@ _FACTORIES = {
     "get_quantization_config": False,
     "get_communicator_class": True,
     "verify_quantization": False,
+    "supports_speculative_algorithm": False,
+    "get_speculative_worker_cls": True,
+    "get_speculative_graph_runner_cls": True,
 }
 #: SGLang's capability to ours.
 _CAPABILITIES = (
@@ -59,6 +64,9 @@ _CAPABILITIES = (
 _IN_TREE = {
     "get_mha_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
     "get_mla_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool",
+    # Two names of one pool, in this order.
+    "get_nsa_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:NSATokenToKVPool",
+    "get_dsa_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool",
     "get_paged_allocator_cls": "sglang.srt.mem_cache.allocator:PagedTokenToKVPoolAllocator",
 }
 
@@ -87,6 +95,8 @@ def bridged(platform_class: type[SRTPlatform]) -> type:
         "__init__": _init(platform_class),
         "get_current_memory_usage": _get_current_memory_usage,
         "is_pin_memory_available": _is_pin_memory_available,
+        "seed_everything": _seed_everything,
+        "get_cpu_architecture": _get_cpu_architecture,
         "get_device_capability": _get_device_capability,
         "get_torch_profiler_activity": _get_torch_profiler_activity,
         "get_torch_profiler_activity_str": _get_torch_profiler_activity_str,
@@ -102,7 +112,18 @@ def bridged(platform_class: type[SRTPlatform]) -> type:
     # Older names of the same answers; on a newer SGLang nobody asks.
     for name in ("support_cuda_graph", "support_piecewise_cuda_graph", "supports_fp8"):
         members[name] = _forward(name, False)
+    # What only SGLang knows of, where the platform's author wrote it for SGLang.
+    for name in asked_by(base):
+        if name not in members and hasattr(platform_class, name) and not hasattr(SRTPlatform, name):
+            members[name] = _forward(name, False)
     return type(platform_class.__name__, (base,), members)
+
+
+def asked_by(interface: type) -> list[str]:
+    """What SGLang may ask of a platform: the public methods of its interface, but for who the platform is."""
+    names = {name for cls in interface.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}
+    asked = [name for name in names if callable(getattr(interface, name, None))]
+    return sorted(name for name in asked if not name.startswith("is_") or name == "is_pin_memory_available")
 
 
 def _init(platform_class: type[SRTPlatform]) -> Any:
@@ -138,6 +159,17 @@ def _get_device_capability(self: Any, device_id: int = 0) -> Any:
     return None if found is None else DeviceCapability(found.major, found.minor)
 
 
+def _get_cpu_architecture(self: Any) -> Any:
+    from sglang.srt.platforms.device_mixin import CpuArchEnum
+
+    return CpuArchEnum[self.platform.get_cpu_architecture().name]
+
+
+def _seed_everything(self: Any, seed: int | None = None) -> None:
+    if seed is not None:
+        self.platform.seed_everything(seed)
+
+
 def _get_torch_profiler_activity(self: Any) -> Any:
     return self.platform.get_profiler_activities()[-1]
 
@@ -164,11 +196,9 @@ def _pools(platform_class: type[SRTPlatform], base: type) -> dict[str, Any]:
         return {"get_kv_pool_cls": _get_kv_pool_cls}
     members: dict[str, Any] = {}
     for name, in_tree in _IN_TREE.items():
-        members[name] = _forward(name, True) if _is_own(platform_class, name) else _named(in_tree)
-    if _is_own(platform_class, "get_nsa_kv_pool_cls"):
-        members["get_nsa_kv_pool_cls"] = members["get_dsa_kv_pool_cls"] = _forward(
-            "get_nsa_kv_pool_cls", True
-        )
+        ours = "get_nsa_kv_pool_cls" if name == "get_dsa_kv_pool_cls" else name
+        if hasattr(base, name):
+            members[name] = _forward(ours, True) if _is_own(platform_class, ours) else _named(in_tree)
     return members
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 from importlib.metadata import EntryPoint, entry_points
 
-from sgl_aspects import env
+from sgl_aspects import adoption, env
 from sgl_aspects.errors import AspectsError
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookSource, current_source
@@ -34,7 +34,7 @@ def load_plugins() -> None:
     Environment: ``SGLANG_PLUGINS`` (comma-separated names) allows only these, checked before a plugin's
     module is imported; with ``SGLANG_PLATFORM`` set, plugins of distributions that provide another
     platform are skipped unimported. A plugin that fails is logged with its name and distribution, and
-    the rest go on.
+    the rest go on. With SGLang its registry's hooks are adopted (see adoption.py).
 
     :raises SystemExit: a hook that a plugin marked as required cannot be woven.
     """
@@ -43,6 +43,7 @@ def load_plugins() -> None:
         if _loaded:
             return
         _loaded = True
+        adoption.adopt()
         for plugin in _selected():
             _run(plugin)
         try:
@@ -51,6 +52,7 @@ def load_plugins() -> None:
         except AspectsError as error:
             # Not as an error that the engine might catch: it would serve without the hook.
             raise SystemExit(f"sgl-aspects: {error}") from error
+        adoption.reach_children()
         _write_report()
 
 

@@ -1,7 +1,7 @@
 """One report file a process: which hooks it had, and what they did.
 
 With ``SGL_ASPECTS_REPORT=FOLDER`` (`sgl-aspects run --report FOLDER`) each process writes its report when its
-hooks are set up and again when it ends. A process that is killed leaves the first one, marked as such.
+hooks are set up, every two seconds, and when it ends. A process that is killed leaves its latest one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import atexit
 import json
 import os
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +25,7 @@ from sgl_aspects.weaving import report as current_report
 
 VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
+_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,43 @@ class _Writer:
         self._folder = folder
 
     def start(self) -> None:
-        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        self._write(ended=False)
-        atexit.register(self._write, ended=True)
+        self._begin()
+        atexit.register(self._end)
         os.register_at_fork(after_in_child=self._start_again)
 
-    def _start_again(self) -> None:
-        # A forked child of multiprocessing leaves through os._exit: only its finalizers run.
+    def _begin(self) -> None:
         from multiprocessing import util
 
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        util.register_after_fork(self, _Writer._finish_with_multiprocessing)
+        self._has_ended = False
+        self._lock = threading.Lock()
+        self._write(ended=False)
+        # Before other finalizers take their hooks away, and in children of multiprocessing instead of atexit.
+        util.Finalize(None, self._end, exitpriority=0)
+        threading.Thread(
+            target=self._keep, args=(self._lock,), name="sgl-aspects-report", daemon=True
+        ).start()
 
-    def _finish_with_multiprocessing(self) -> None:
+    def _start_again(self) -> None:
         from multiprocessing import util
 
-        util.Finalize(None, self._write, kwargs={"ended": True}, exitpriority=0)
+        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        self._has_ended, self._lock = False, threading.Lock()
+        # A forked child of multiprocessing forgets its parent's finalizers; and threads do not come along.
+        util.register_after_fork(self, _Writer._begin)
+
+    def _keep(self, lock: threading.Lock) -> None:
+        while not self._has_ended:
+            time.sleep(_SECONDS)
+            with lock:
+                if not self._has_ended:
+                    self._write(ended=False)
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._write(ended=True)
 
     def _write(self, *, ended: bool) -> None:
         found = ProcessReport(os.getpid(), " ".join(sys.orig_argv), ended, current_report())

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sgl_aspects import process_reports
 from tests.otlp_receiver import Receiver, Span, http_receiver
 from tests.sglang_models import make_mini
 from tests.sglang_server import Answer, Server, serve
@@ -62,6 +63,30 @@ def activate():
 """
 
 
+# Somebody else's plugin, which knows SGLang's registry only. SGLang itself would never call the first hook.
+NEIGHBOUR = """
+import os
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType, plugin_hook
+
+def note(what):
+    with open(os.environ["HOOKED"], "a") as file:
+        file.write(f"{what}\\n")
+
+def activate():
+    @plugin_hook(
+        "sglang.srt.layers.attention.attention_registry.create_torch_native_backend", type=HookType.AROUND
+    )
+    def backend(original_fn, *args, **kwargs):
+        note("neighbour:create_torch_native_backend")
+        return original_fn(*args, **kwargs)
+
+    def rope(result, *args, **kwargs):
+        note("neighbour:get_rope")
+
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", rope)
+"""
+
+
 @dataclass
 class Run:
     """What a server did with everything attached."""
@@ -73,6 +98,7 @@ class Run:
     hooked: Counter[str]
     traces: dict[str, list[Span]]
     steps: list[Span]
+    reports: Path
 
 
 def trace_id(number: int) -> str:
@@ -91,12 +117,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
-    (folder / "hooks_on_sglang.py").write_text(HOOKS)
-    info = folder / "hooks_on_sglang-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hooks-on-sglang\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nhooks = hooks_on_sglang:activate\n")
+    install(folder, "hooks_on_sglang", HOOKS, "sgl_aspects.plugins")
+    install(folder, "neighbour", NEIGHBOUR, "sglang.srt.plugins")
     return folder
+
+
+def install(folder: Path, name: str, code: str, group: str) -> None:
+    """A distribution with one module, whose ``activate`` is a plugin of this group."""
+    (folder / f"{name}.py").write_text(code)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:activate\n")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +137,8 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("run")
     hooked = folder / "hooked"
     hooked.touch()
-    command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3"]
+    reports = folder / "reports"
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--report", str(reports)]
     with http_receiver() as receiver:
         command += ["--endpoint", receiver.endpoint, "--"]
         environment = {"PYTHONPATH": str(plugin), "HOOKED": str(hooked)}
@@ -141,7 +174,7 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         receiver.wait_for(
             lambda spans: any(span.trace_id == last and span.parent_id == CALLER for span in spans)
         )
-        found = Run(server, receiver, answers, alone, Counter(hooked.read_text().split()), {}, [])
+        found = Run(server, receiver, answers, alone, Counter(hooked.read_text().split()), {}, [], reports)
         for span in receiver.spans:
             found.traces.setdefault(span.trace_id, []).append(span)
         found.steps = receiver.named("scheduler.step")
@@ -300,7 +333,24 @@ def test_hooks_reach_what_was_copied(run: Run) -> None:
         "create_torch_native_backend": 1,
         "get_model_info": 1,
         "get_rope": LAYERS,
+        # Registered with SGLang's own registry by another plugin.
+        "neighbour:create_torch_native_backend": 1,
+        "neighbour:get_rope": LAYERS,
     }
+
+
+def test_reports_of_all_processes_tell_whose_hooks_did_what(run: Run) -> None:
+    processes = list(process_reports.read_all(run.reports))
+    calls: Counter[tuple[str | None, str]] = Counter()
+    for process in processes:
+        for hook in process.report.hooks:
+            calls[hook.source.dist_name if hook.source else None, hook.target.rpartition(".")[2]] += (
+                hook.calls
+            )
+    assert calls["neighbour", "get_rope"] == LAYERS
+    assert calls["neighbour", "create_torch_native_backend"] == 1
+    assert calls["sgl-aspects", "run_batch"] > 0
+    assert calls["sgl-aspects", "handle_batch_token_id_out"] > 0  # SGLang kills its detokenizer
 
 
 def test_greedy_answers_are_the_same_with_nothing_attached(run: Run, model: Path, tmp_path: Path) -> None:
@@ -458,10 +508,31 @@ def test_sglangs_own_plugin_loader_activates_once_and_imports_nothing_of_sglang(
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["hooks after both"] == answer["hooks"]
-    assert answer.pop("hooks") > 0 if asked else answer.pop("hooks") == 0
+    adoption = 2
+    assert answer.pop("hooks") > adoption if asked else answer.pop("hooks") == adoption
     assert answer == {
         "hooks after both": answer["hooks after both"],
         "sglang": [],
         "tracing": asked,
         "torch": False,
     }
+
+
+def test_the_platform_answers_what_the_installed_sglang_asks() -> None:
+    """Anything else of its interface is a factory, where SGLang's own answer stands."""
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    from sgl_aspects.platforms.sglang_bridge import asked_by
+    from sgl_aspects.platforms.sglang_cpu import SGLangCpuPlatform
+
+    left = [name for name in asked_by(SRTPlatform) if name not in vars(SGLangCpuPlatform)]
+    assert [
+        name for name in left if not name.startswith(("get_", "supports_spec", "verify_", "support_mamba"))
+    ] == []
+    assert [name for name in left if "_cls" not in name and "speculative" not in name] == [
+        "get_communicator_class",
+        "get_compile_backend",
+        "get_quantization_config",
+        "support_mamba_cache_extra_buffer",
+        "verify_quantization",
+    ]

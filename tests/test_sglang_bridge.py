@@ -17,6 +17,10 @@ DEVICE_MIXIN = """
     class PlatformEnum(enum.Enum):
         CPU = 1
         OOT = 2
+    class CpuArchEnum(enum.Enum):
+        X86 = 7
+        ARM = 8
+        UNSPECIFIED = 9
     class DeviceCapability(NamedTuple):
         major: int
         minor: int
@@ -28,6 +32,12 @@ OLD = """
     from sglang.srt.platforms.device_mixin import DeviceMixin
     class SRTPlatform(DeviceMixin):
         def get_mha_kv_pool_cls(self):
+            raise NotImplementedError
+        def get_mla_kv_pool_cls(self):
+            raise NotImplementedError
+        def get_dsa_kv_pool_cls(self):
+            raise NotImplementedError
+        def get_paged_allocator_cls(self):
             raise NotImplementedError
         def get_graph_runner_cls(self):
             raise NotImplementedError
@@ -48,7 +58,9 @@ NEW = """
             return None
     """
 IN_TREE = {
-    "mem_cache/memory_pool.py": "class MHATokenToKVPool: ...\nclass MLATokenToKVPool: ...\n",
+    "mem_cache/memory_pool.py": "".join(
+        f"class {kind}TokenToKVPool: ...\n" for kind in ("MHA", "MLA", "DSA")
+    ),
     "mem_cache/allocator.py": "class PagedTokenToKVPoolAllocator: ...\n",
 }
 
@@ -101,6 +113,7 @@ def test_an_older_sglang_gets_its_own_classes_where_the_platform_has_none(engine
     pools = engine.load("sglang.srt.mem_cache.memory_pool")
     assert platform.get_mha_kv_pool_cls() is pools.MHATokenToKVPool
     assert platform.get_mla_kv_pool_cls() is pools.MLATokenToKVPool
+    assert platform.get_dsa_kv_pool_cls() is pools.DSATokenToKVPool
     allocator = engine.load("sglang.srt.mem_cache.allocator").PagedTokenToKVPoolAllocator
     assert platform.get_paged_allocator_cls() is allocator
 
@@ -158,3 +171,43 @@ def test_the_cpu_platform_is_there_by_name(engine: Engine, monkeypatch: pytest.M
     import sys
 
     del sys.modules[module]
+
+
+# The methods of SGLang's interface (0.5.12, 0.5.16, 0.5.20, 0.5.23) that a device has an answer to. What is
+# not here are factories: there SGLang's own answer stands where a platform has none.
+DEVICE = """
+    apply_server_args_defaults empty_cache get_available_memory get_cpu_architecture get_current_memory_usage
+    get_default_attention_backend get_device get_device_capability get_device_name get_device_total_memory
+    get_device_uuid get_dispatch_key_name get_group_coordinator_device get_torch_distributed_backend_str
+    get_torch_profiler_activity get_torch_profiler_activity_str inference_mode init_backend
+    is_pin_memory_available post_load_model reindex_device_id seed_everything set_device support_cuda_graph
+    support_piecewise_cuda_graph supports_fp8 synchronize
+"""
+
+
+@pytest.mark.parametrize("interface", [OLD, NEW], ids=["old", "new"])
+def test_every_question_about_the_device_reaches_our_platform(engine: Engine, interface: str) -> None:
+    bridge_class = type(bridge(engine, interface, CpuPlatform))
+    assert [name for name in DEVICE.split() if name not in vars(bridge_class)] == []
+
+
+def test_answers_are_in_sglangs_own_types(engine: Engine) -> None:
+    platform = bridge(engine, NEW, CpuPlatform)
+    mixin = engine.load("sglang.srt.platforms.device_mixin")
+    assert isinstance(platform.get_cpu_architecture(), mixin.CpuArchEnum)
+    with platform.reindex_device_id(3) as device_id:
+        assert isinstance(device_id, int)
+    platform.seed_everything(None)
+    with platform.inference_mode():
+        pass
+
+
+def test_what_only_sglang_asks_for_goes_over_where_the_author_wrote_it(engine: Engine) -> None:
+    interface = NEW.replace("def get_graph_runner_cls", "def get_secret")
+
+    class Secretive(CpuPlatform):
+        def get_secret(self) -> str:
+            return "42"
+
+    assert bridge(engine, interface, Secretive).get_secret() == "42"
+    assert bridge(engine, interface, CpuPlatform).get_secret() is None

@@ -237,6 +237,17 @@ class HookRegistry:
             weaver.add([advice], strict=required)
 
     @classmethod
+    def adopt(cls, advice: Advice) -> None:
+        """Register a hook that is made already. It takes effect with :meth:`apply_hooks`."""
+        cls._advices.append(advice)
+
+    @classmethod
+    def disown(cls, advice: Advice) -> None:
+        """Take this very hook away."""
+        weaver.remove([advice])
+        cls._advices = [other for other in cls._advices if other is not advice]
+
+    @classmethod
     def apply_hooks(cls) -> None:
         """Weave what is registered; safe to call again. A hook that fails is logged, the others go on.
 
