@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow coverage lint types bench bench-gpu browser clean sglang-env test-sglang
+.PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -14,6 +14,7 @@ help:
 	@echo "make coverage    line and branch coverage of the weaving core, on each Python that it supports"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
+	@echo "make soak    ten minutes of a server under everything at once (MINUTES=60 for an hour)"
 	@echo "make bench-gpu   decode steps on this machine's device, against its memory bandwidth"
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
 	@echo "make clean   remove .venv and build output"
@@ -61,6 +62,11 @@ bench: $(VENV)/.dev
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gpu_decode --write
+
+MINUTES ?= 10
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 # Real SGLang on a plain CPU. Plain `pip install sglang` would bring gigabytes of CUDA: what a CPU needs is
 # listed, the rest is left out.

@@ -5,20 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
 from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
+from sgl_aspects.runtime.server.gate import read_body
 from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
 from sgl_aspects.runtime.server.protocol import FinishReason, SamplingFields, Usage
+from sgl_aspects.runtime.server.settings import ServerSettings
 
-Body = TypeVar("Body", bound=SamplingFields)
+#: Nobody is there to read it: for the counts.
+_GONE = 499
 
 
 @dataclass
@@ -47,7 +50,8 @@ class Endpoint(ABC):
     id_prefix: str
     is_chat: bool
 
-    def __init__(self, calls: Calls, model: str) -> None:
+    def __init__(self, calls: Calls, model: str, settings: ServerSettings) -> None:
+        self.settings = settings
         self.calls = calls
         self.model = model
         self.tokenizer = calls.engine.request_manager.tokenizer
@@ -72,7 +76,9 @@ class Endpoint(ABC):
 
     async def __call__(self, request: Request) -> Response:
         try:
-            body = self.body_class.model_validate_json(await request.body())
+            body = self.body_class.model_validate_json(await read_body(request, self.settings))
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
         except ValidationError as error:
             raise problem_of_body(error) from error
         if body.model != self.model:
@@ -95,7 +101,7 @@ class Endpoint(ABC):
             raise
         if not isinstance(response, EventStream):
             self.calls.end(call)
-        return response or Response(status_code=499)  # nobody is there to read it
+        return response or Response(status_code=_GONE)
 
     async def _whole(self, request: Request, call: Call) -> Response | None:
         answers = [Answer() for _ in call.handles]

@@ -22,7 +22,7 @@ from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.server.calls import Calls
 from sgl_aspects.runtime.server.chat import ChatEndpoint
 from sgl_aspects.runtime.server.completions import CompletionEndpoint
-from sgl_aspects.runtime.server.gate import Gate
+from sgl_aspects.runtime.server.gate import KeyGate
 from sgl_aspects.runtime.server.metrics import MeasureResponses, ServerMetrics
 from sgl_aspects.runtime.server.openapi import openapi_document
 from sgl_aspects.runtime.server.problems import ApiError, answer_http_exception, answer_problem
@@ -39,8 +39,11 @@ class ServerApp:
         self.metrics = ServerMetrics(engine)
         model = str(engine.server_args.served_model_name)
         self._card = ModelCard(id=model, created=int(time.time()), max_model_len=engine.context_length)
-        self._document = json.dumps(openapi_document(__version__, with_key=settings.api_key is not None))
-        chat, completions = ChatEndpoint(self.calls, model), CompletionEndpoint(self.calls, model)
+        self._document = json.dumps(
+            openapi_document(__version__, model, with_key=settings.api_key is not None)
+        )
+        chat = ChatEndpoint(self.calls, model, settings)
+        completions = CompletionEndpoint(self.calls, model, settings)
         routes: dict[str, tuple[Any, str]] = {
             "/v1/chat/completions": (chat.__call__, "POST"),
             "/v1/completions": (completions.__call__, "POST"),
@@ -58,7 +61,7 @@ class ServerApp:
                 HTTPException: answer_http_exception,
             },
         )
-        self.asgi: ASGIApp = MeasureResponses(Gate(app, settings), self.metrics, frozenset(routes))
+        self.asgi: ASGIApp = MeasureResponses(KeyGate(app, settings.api_key), self.metrics, frozenset(routes))
 
     async def list_models(self, request: Request) -> Response:
         return _json(ModelList(data=[self._card]))

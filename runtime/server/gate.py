@@ -1,4 +1,4 @@
-"""Gate: what is looked at before a request reaches its endpoint: the key, the body's size and its time."""
+"""What is looked at before a request's content is: the key, and the body's kind, size and time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import hmac
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sgl_aspects.runtime.server.problems import ApiError
 from sgl_aspects.runtime.server.settings import ServerSettings
@@ -15,68 +16,55 @@ from sgl_aspects.runtime.server.settings import ServerSettings
 OPEN_PATHS = ("/health",)
 
 
-class Gate:
-    """ASGI middleware. The application behind it gets each body whole, as one message."""
+class KeyGate:
+    """ASGI middleware: without the right key nothing is answered but where it is open to anyone."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
-        self._settings = settings
+        self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        try:
-            self._check_key(scope["path"], headers)
-            body = await self._read_body(headers, receive) if scope["method"] == "POST" else b""
-        except ApiError as problem:
-            await problem.response()(scope, receive, send)
-            return
-        if body is None:
-            return  # gone before the request was whole
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        if scope["type"] == "http" and self._key is not None and scope["path"] not in OPEN_PATHS:
+            try:
+                _check_key(self._key, Headers(scope=scope))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-        async def receive_whole() -> Message:
-            return messages.pop() if messages else await receive()
 
-        await self._app(scope, receive_whole, send)
+def _check_key(key: str, headers: Headers) -> None:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        raise ApiError(401, "the API key is missing: send it as Authorization: Bearer KEY")
+    # Takes the same time wherever the first difference is. Headers are bytes, read as Latin-1.
+    if not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+        raise ApiError(401, "the API key is wrong", code="invalid_api_key")
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        key = self._settings.api_key
-        if key is None or path in OPEN_PATHS:
-            return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            raise ApiError(401, "the API key is missing: send it as Authorization: Bearer KEY")
-        # Takes the same time wherever the first difference is.
-        if not hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode()):
-            raise ApiError(401, "the API key is wrong", code="invalid_api_key")
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """None where the client hung up."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, f"content-type={kind[:100]!r}: send application/json")
-        limit = self._settings.max_body_bytes
-        announced = headers.get("content-length", "0")
-        if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
-            raise ApiError(413, f"the body has {announced} bytes; at most {limit} are taken")
-        try:
-            return await asyncio.wait_for(self._collect(receive), self._settings.body_timeout)
-        except asyncio.TimeoutError:
-            seconds = self._settings.body_timeout
-            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """The whole body; ClientDisconnect where the client has hung up before that."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"content-type={kind[:100]!r}: send application/json")
+    limit = settings.max_body_bytes
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
+        raise ApiError(413, f"the body has {announced} bytes; at most {limit} are taken")
+    try:
+        return await asyncio.wait_for(_collect(request, limit), settings.body_timeout)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} s") from None
 
-    async def _collect(self, receive: Receive) -> bytes | None:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self._settings.max_body_bytes:
-                limit = self._settings.max_body_bytes
-                raise ApiError(413, f"the body has more than {limit} bytes, the most that are taken")
-            if not message.get("more_body", False):
-                return bytes(body)
+
+async def _collect(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise ApiError(413, f"the body has more than {limit} bytes, the most that are taken")
+        if not message.get("more_body", False):
+            return bytes(body)

@@ -22,7 +22,7 @@ _PROBLEMS = {
 }
 
 
-def openapi_document(version: str, *, with_key: bool) -> dict[str, Any]:
+def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, Any]:
     requests: list[type[BaseModel]] = [protocol.ChatRequest, protocol.CompletionRequest]
     responses: list[type[BaseModel]] = [
         protocol.ChatResponse,
@@ -37,6 +37,8 @@ def openapi_document(version: str, *, with_key: bool) -> dict[str, Any]:
         [(model, "validation") for model in requests] + [(model, "serialization") for model in responses],
         ref_template="#/components/schemas/{model}",
     )
+    for request in requests:
+        schemas["$defs"][request.__name__]["properties"]["model"]["enum"] = [model]
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -56,7 +58,12 @@ def openapi_document(version: str, *, with_key: bool) -> dict[str, Any]:
             "/v1/models/{model}": {
                 **_get("The model of this name.", "ModelCard", 401, 404, 405),
                 "parameters": [
-                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                    {
+                        "name": "model",
+                        "in": "path",
+                        "required": True,
+                        "schema": {"type": "string", "enum": [model]},
+                    }
                 ],
             },
             "/health": _get("Whether the server can answer.", "Health", 405, 503),

@@ -1,0 +1,239 @@
+"""Hours in minutes: a server under random requests, clients that leave, weight updates and changing hooks.
+
+    python -m benchmarks.soak [--minutes 10]
+
+Fails where a request got no answer or a wrong one, a slot of the key-value cache was not given back, or the
+memory of a process grew. The weights are updated by others that are equal, so that every greedy answer can be
+compared with the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+
+from tests.http_server import Server, serving, wait_for
+from tests.tiny_models import make_llama
+
+CLIENTS = 16
+WARM_UP_SHARE = 0.35
+#: Of the resident memory, between the median of the first and of the last third after the warm-up.
+MOST_GROWTH_BYTES = 12 << 20
+SHARED = "the quick brown fox jumps over the lazy dog " * 12
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+# In every process of the server: a thread that weaves and removes hooks, and in the one that owns the engine
+# another one that updates the weights.
+PLUGIN = """
+import os, threading, time
+import sgl_aspects as aspects
+
+TARGETS = (
+    "sgl_aspects.runtime.scheduler:Scheduler.step",
+    "sgl_aspects.runtime.model_runner:ModelRunner.forward",
+    "sgl_aspects.runtime.request_manager:RequestManager.handle_output",
+    "sgl_aspects.runtime.server.calls:Calls.end",
+)
+
+def passing(original_fn, *args, **kwargs):
+    return original_fn(*args, **kwargs)
+
+def weave_and_remove():
+    while True:
+        handles = [aspects.weave(aspects.around(target)(passing)) for target in TARGETS]
+        time.sleep(0.5)
+        for handle in handles:
+            handle.remove()
+        time.sleep(0.2)
+
+def update_weights(engine):
+    while engine.failure is None:
+        time.sleep(10)
+        engine.update_weights(engine.server_args.model_path)
+        with open(os.environ["SOAK_UPDATES"], "a") as file:
+            file.write("x")
+
+def start_updates(result, engine, *args, **kwargs):
+    threading.Thread(target=update_weights, args=(engine,), daemon=True).start()
+
+def activate():
+    aspects.HookRegistry.register("sgl_aspects.runtime.engine:Engine.__init__", start_updates)
+    threading.Thread(target=weave_and_remove, daemon=True).start()
+"""
+
+
+class Clients:
+    """Random requests, one after the other in each of several tasks; ``seen`` counts how they ended."""
+
+    def __init__(self, server: Server, end: float) -> None:
+        self._client = openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=0, timeout=120)
+        self._end = end
+        self._greedy: dict[str, str] = {}
+        self.seen: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    async def run(self) -> None:
+        async with self._client:
+            await asyncio.gather(*(self._one(random.Random(number)) for number in range(CLIENTS)))
+
+    async def _one(self, draw: random.Random) -> None:
+        kinds = (self._ask_greedy, self._ask_anything, self._leave, self._ask_nonsense, self._ask_json)
+        while time.monotonic() < self._end:
+            kind = draw.choices(kinds, weights=(5, 5, 3, 1, 1))[0]
+            try:
+                await asyncio.wait_for(kind(draw), 150)
+                self.seen[kind.__name__.strip("_")] += 1
+            except Exception as error:  # noqa: BLE001 - told in the end
+                self.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+
+    async def _ask_greedy(self, draw: random.Random) -> None:
+        prompt = SHARED[: draw.choice((40, 200, 500))] + str(draw.randrange(20))
+        answer = await self._client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=30, temperature=0, extra_body={"ignore_eos": True}
+        )
+        text = answer.choices[0].text
+        if self._greedy.setdefault(prompt, text) != text:
+            self.wrong.append(f"another greedy answer: {prompt[-30:]!r}: {self._greedy[prompt]!r}, {text!r}")
+
+    async def _ask_anything(self, draw: random.Random) -> None:
+        more = {"top_k": draw.choice((1, 20)), "min_p": 0.01, "repetition_penalty": draw.choice((1.0, 1.3))}
+        chunks = await self._client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": SHARED[: draw.randrange(1, 500)]}],
+            max_tokens=draw.randrange(1, 200),
+            n=draw.choice((1, 1, 3)),
+            temperature=draw.choice((0.0, 1.0)),
+            logprobs=draw.random() < 0.2,
+            stop=draw.choice((None, ["x", "fox"])),
+            stream=True,
+            extra_body=more,
+        )
+        ended = {choice.index async for chunk in chunks for choice in chunk.choices if choice.finish_reason}
+        if not ended:
+            raise AssertionError("no end")
+
+    async def _leave(self, draw: random.Random) -> None:
+        chunks = await self._client.completions.create(
+            model="tiny",
+            prompt=SHARED[: draw.randrange(1, 500)],
+            max_tokens=1500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(draw.randrange(1, 20)):
+            await anext(chunks)
+        await chunks.close()
+
+    async def _ask_nonsense(self, draw: random.Random) -> None:
+        wrong: Any = draw.choice(({"temperature": -1}, {"max_tokens": 10**6}, {"stop": [""]}, {"n": 0}))
+        try:
+            await self._client.completions.create(model="tiny", prompt="a", **wrong)
+        except openai.BadRequestError:
+            return
+        raise AssertionError(f"{wrong} was answered")
+
+    async def _ask_json(self, draw: random.Random) -> None:
+        answer = await self._client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": SHARED[: draw.randrange(1, 100)]}],
+            max_tokens=200,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+        )
+        if answer.choices[0].finish_reason == "stop":
+            json.loads(answer.choices[0].message.content or "")
+
+
+async def _watch(processes: dict[str, psutil.Process], sizes: dict[str, list[int]], end: float) -> None:
+    while time.monotonic() < end:
+        for name, process in processes.items():
+            sizes[name].append(process.memory_info().rss)
+        await asyncio.sleep(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    minutes = parser.parse_args().minutes
+    with tempfile.TemporaryDirectory() as name:
+        faults = _soak(Path(name), minutes)
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    sys.exit(1 if faults else 0)
+
+
+def _soak(folder: Path, minutes: float) -> list[str]:
+    make_llama(folder / "tiny", max_position_embeddings=2048)
+    (folder / "soak_hooks.py").write_text(PLUGIN)
+    info = folder / "soak_hooks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: soak-hooks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nsoak = soak_hooks:activate\n")
+    updates = folder / "updates"
+    updates.write_text("")
+
+    environment = {
+        "SOAK_UPDATES": str(updates),
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+    # A small cache: requests have to give way to each other now and then.
+    flags = ("--max-total-tokens", "4096", "--max-running-requests", "12")
+    with serving(folder / "tiny", folder / "log", *flags, environment=environment) as server:
+        end = time.monotonic() + 60 * minutes
+        clients = Clients(server, end)
+        processes = {
+            "server": psutil.Process(server.process.pid),
+            "scheduler": psutil.Process(server.scheduler_pid),
+        }
+        sizes: dict[str, list[int]] = {name: [] for name in processes}
+
+        async def both() -> None:
+            await asyncio.gather(clients.run(), _watch(processes, sizes, end))
+
+        asyncio.run(both())
+        faults = clients.wrong[:20]
+        try:
+            wait_for(server.is_quiet, 30)
+        except AssertionError:
+            faults.append(f"slots of the cache are not free in the end: {server.metrics()}")
+        found = server.metrics()
+        received = found["sgl_aspects_requests_received_total"]
+        finished = sum(count for name, count in found.items() if "requests_finished_total" in name)
+        if received != finished:
+            faults.append(f"{received:.0f} requests were received, {finished:.0f} finished")
+        print(f"{minutes:g} minutes, {received:.0f} requests: {dict(clients.seen)}")
+        retracted = found.get("sgl_aspects_scheduler_retractions", 0)
+        print(f"{len(updates.read_text())} weight updates, {retracted:.0f} requests gave way")
+        for name, values in sizes.items():
+            steady = values[int(len(values) * WARM_UP_SHARE) :]
+            third = max(len(steady) // 3, 1)
+            before, after = statistics.median(steady[:third]), statistics.median(steady[-third:])
+            print(
+                f"{name}: {values[0] >> 20} MiB at the start, {before / 2**20:.1f} MiB after the warm-up, "
+                f"{after / 2**20:.1f} MiB in the end, {processes[name].num_fds()} open files, "
+                f"{processes[name].num_threads()} threads"
+            )
+            if after - before > MOST_GROWTH_BYTES:
+                faults.append(f"the memory of the {name} grew by {(after - before) / 2**20:.1f} MiB")
+        if server.stop() != 0:
+            faults.append(f"the server ended with status {server.process.returncode}")
+        text = server.log.read_text()
+        if "Traceback" in text:
+            faults.append(f"a traceback in the log: {text[-3000:]}")
+    return faults
+
+
+if __name__ == "__main__":
+    main()
