@@ -80,4 +80,5 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     whole = sums[:, -1:]
     # Below the whole even where the product rounds up to it: an index past the end would be the answer.
     shares = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    return torch.searchsorted(sums, shares, right=True).squeeze(1)
+    # Where the model gave no numbers (NaN), still a token that exists: others share the batch.
+    return torch.searchsorted(sums, shares, right=True).squeeze(1).clamp_(max=sums.shape[-1] - 1)

@@ -91,8 +91,8 @@ class SamplingParams:
             _refuse("top_k", self.top_k, "a whole number of at least 1, or None for all tokens")
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             _refuse("min_p", self.min_p, "a number from 0 to 1")
-        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= 100:
-            _refuse("repetition_penalty", self.repetition_penalty, "a number above 0 and up to 100")
+        if not _is_number(self.repetition_penalty) or not 0.01 <= self.repetition_penalty <= 100:
+            _refuse("repetition_penalty", self.repetition_penalty, "a number from 0.01 to 100")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             if not _is_number(value) or not -2 <= value <= 2:

@@ -130,6 +130,27 @@ def test_rows_that_ask_for_nothing_are_not_touched() -> None:
     assert adjusted[1, EOS] == float("-inf")
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_logits_that_are_no_numbers_give_a_token_that_exists(fields: dict[str, Any]) -> None:
+    logits = torch.full((1, 30), float("nan"))
+    params = SamplingParams(**{"temperature": 1.0, **fields})
+    assert 0 <= Sampler()(logits, [params], [0.99]).item() < 30
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100])
+def test_the_ends_of_the_penalties_leave_numbers(penalty: float) -> None:
+    params = SamplingParams(
+        temperature=1e-6,
+        repetition_penalty=penalty,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        logit_bias={3: 100},
+    )
+    req = make_req(params, list(range(20)), [3] * 500)
+    adjusted = LogitAdjuster(1, 30, [EOS], CPU)(random_logits(1, 30) * 1000, [req], [True])
+    assert adjusted.isfinite().all()
+
+
 def test_log_probabilities_are_those_of_the_whole_distribution() -> None:
     logits = random_logits(4, 50)
     expected = logits.double().log_softmax(-1)
@@ -243,7 +264,7 @@ def test_no_limit_of_tokens_means_as_many_as_fit(engine: Engine) -> None:
     [
         ({"min_p": 1.5}, r"min_p=1\.5: write a number from 0 to 1"),
         ({"min_p": float("nan")}, "min_p=nan"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0: write a number above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: write a number from 0.01 to 100"),
         ({"frequency_penalty": 2.1}, r"frequency_penalty=2\.1: write a number from -2 to 2"),
         ({"presence_penalty": True}, "presence_penalty=True"),
         ({"logit_bias": {"a": 1}}, "logit_bias=.*token ids and numbers from -100 to 100"),

@@ -94,9 +94,7 @@ def _post(summary: str, request: str, response: str, chunk: str) -> dict[str, An
         "description": "The answer; with stream=true, its chunks as server-sent events.",
         "content": {
             "application/json": {"schema": _ref(response)},
-            "text/event-stream": {
-                "schema": {"type": "string", "description": f"Each event's data is a {chunk}, or [DONE]."}
-            },
+            "text/event-stream": {"schema": _event(chunk)},
         },
     }
     return {
@@ -106,6 +104,12 @@ def _post(summary: str, request: str, response: str, chunk: str) -> dict[str, An
             "responses": {"200": answers, **_problems(*_PROBLEMS)},
         }
     }
+
+
+def _event(chunk: str) -> dict[str, Any]:
+    """One event of a stream."""
+    data = {"type": "string", "description": f"A {chunk} as JSON; [DONE] in the end; or an ErrorResponse."}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _get(summary: str, response: str, *problems: int) -> dict[str, Any]:

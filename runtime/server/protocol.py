@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from sgl_aspects.runtime.sampling_params import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 FinishReason = Literal["stop", "length"]
 MAX_PROMPTS = 128
 _LARGEST = 2**31 - 1
+
+
+def _refuse_true(value: bool) -> bool:
+    if value:
+        raise ValueError("this is not supported")
+    return value
+
+
+#: Accepted where a client sends its default, and refused where it means something.
+AlwaysFalse = Annotated[
+    bool, AfterValidator(_refuse_true), WithJsonSchema({"type": "boolean", "enum": [False]})
+]
 
 
 class _Request(BaseModel):
@@ -74,7 +86,7 @@ class SamplingFields(_Request):
     user: str | None = None
     top_k: int | None = Field(default=None, ge=1, le=_LARGEST)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -93,15 +105,15 @@ class ChatRequest(SamplingFields):
     tools: list[Any] | None = Field(default=None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: AlwaysFalse | None = None
 
 
 class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    echo: AlwaysFalse | None = None
+    best_of: int | None = Field(default=None, ge=1, le=1)
     suffix: None = None
 
 
