@@ -45,6 +45,8 @@ $(VENV)-core-%/.ready: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $@
 
+.SECONDARY: $(PYTHONS:%=$(VENV)-core-%/.ready)
+
 FORCE:
 
 lint: $(VENV)/.dev

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,10 +45,13 @@ def often_switching() -> Iterator[None]:
 
 
 @contextmanager
-def calling(*calls: Callable[[int], list[Any]]) -> Iterator[list[Caller]]:
-    """Threads that call all the time; at the end, that all of their calls went well."""
+def calling(*calls: Callable[[int], list[Any]], pause: float = 0) -> Iterator[list[Caller]]:
+    """Threads that call all the time; at the end, that all of their calls went well.
+
+    :param pause: seconds that each of them leaves to the others after some calls.
+    """
     stop = threading.Event()
-    threads = [Caller(calls[index % len(calls)], index * 10**9, stop) for index in range(THREADS)]
+    threads = [Caller(calls[index % len(calls)], index * 10**9, stop, pause) for index in range(THREADS)]
     for thread in threads:
         thread.start()
     try:
@@ -108,6 +113,7 @@ class Caller(threading.Thread):
     call: Callable[[int], list[Any]]
     start_at: int
     stop: threading.Event
+    pause: float
     faults: list[str] = field(default_factory=list)
     count: int = 0
 
@@ -121,6 +127,8 @@ class Caller(threading.Thread):
         while not self.stop.is_set():
             ticket += 1
             self.count += 1
+            if self.pause and not self.count % 20:
+                time.sleep(self.pause)
             try:
                 answer = self.call(ticket)
             except BaseException as error:  # noqa: BLE001  whatever it is, it is a fault
@@ -197,6 +205,49 @@ def test_calls_of_many_threads_while_functions_are_woven_and_restored() -> None:
             comings.end()
         comings.check()
         assert (module.f, module.C.m, module.g) == originals
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_weaves_and_unweaves_under_eight_threads_leave_nothing_behind() -> None:
+    """No call is lost, doubled or half hooked; at the end the originals are back, and nothing has grown."""
+    finders = list(sys.meta_path)
+    choose = random.Random(7)
+    observed: list[Pair] = []
+    sizes: list[int] = []
+
+    def hooks(target: str) -> list[aspects.Advice]:
+        kind = choose.randrange(3)
+        if kind == 0:
+            observed[:] = [Pair(target)]
+            return [*observed[0].advices]
+        if kind == 1:
+            return [advice(target, HookType.NATIVE, _pass_on)]
+        return [advice(target, HookType.REPLACE, replacement)]
+
+    gc.collect()
+    gc.freeze()  # what the test runner has loaded is not looked through ten thousand times
+    with module_of(SOURCE) as module:
+        originals = (module.f, module.C.__dict__["m"])
+        every = callers(module)
+        # Those without copies: each copy costs a scan of the process, and is what the next test is for.
+        del every["a copy of f"], every["a bound C.m"], every["g"]
+        with calling(*every.values(), pause=0.001):
+            for number in range(10_000):
+                aspects.weave(*hooks(choose.choice(TARGETS[:2]))).remove()
+                assert [fault for pair in observed for fault in pair.faults] == []
+                if number in (1_000, 9_999):
+                    gc.collect()
+                    sizes.append(len(gc.get_objects()))
+        assert (module.f, module.C.__dict__["m"]) == originals
+        assert aspects.report().hooks == ()
+        assert sys.meta_path == finders
+        assert sizes[1] - sizes[0] < 500, sizes
+    gc.unfreeze()
+
+
+def _pass_on(proceed: Any, args: Any, kwargs: Any) -> Any:
+    return proceed(args, kwargs)
 
 
 def test_calls_of_many_threads_while_hooks_of_woven_functions_come_and_go() -> None:
