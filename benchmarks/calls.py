@@ -85,6 +85,7 @@ SUBJECTS: dict[str, Callable[[str, str, int], None] | None] = {
     "closure by hand": peers.closure_hook,
     "wrapt": peers.wrapt_hook,
     "aspectlib": peers.aspectlib_hook,
+    "wrapture": peers.wrapture_hook,
 }
 
 

@@ -108,3 +108,19 @@ def _aspectlib_hook(module: str, target: str, depth: int) -> None:
 
 
 aspectlib_hook: Hook | None = _aspectlib_hook if importlib.util.find_spec("aspectlib") else None
+
+
+_bindings: list[Any] = []
+
+
+def _wrapture_hook(module: str, target: str, depth: int) -> None:
+    wrapture = importlib.import_module("wrapture")
+    owner, name = _owner(module, target)
+    for _ in range(depth):
+        binding = wrapture.binding(owner, name)
+        binding.on_call.decorates(lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+        _bindings.append(binding.apply())
+
+
+# For Python 3.12 and later.
+wrapture_hook: Hook | None = _wrapture_hook if importlib.util.find_spec("wrapture") else None
