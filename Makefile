@@ -60,7 +60,8 @@ browser:
 		{ apt-get update -qq && apt-get install -qq --no-install-recommends chromium; } || true
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks
+	$(PIP) -e ".[bench]"
+	$(BIN)/python -m benchmarks --write
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gpu_decode --write

@@ -797,3 +797,36 @@ def test_a_thread_weaves_what_another_one_is_importing(engine: Engine, tmp_path:
     for number in range(30):
         assert engine.load(f"racing{number}").f() == ["hook"]
     aspects.Handle(tuple(advices)).remove()
+
+
+def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_module(engine: Engine) -> None:
+    """That thread had asked for interest before there was any."""
+    engine.write("late.py", "def f(): return []\ndef call(): return f()\n")
+    found, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """Stands between the search and the module: finders after ours hand on what they find."""
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            if name != "late":
+                return None
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            found.set()
+            assert go_on.wait(DEADLINE)
+            return spec
+
+    finder = Slow()
+    with aspects.woven(mark("something_else:f")):
+        sys.meta_path.insert(1, finder)
+        try:
+            thread = threading.Thread(target=lambda: engine.load("late"))
+            thread.start()
+            assert found.wait(DEADLINE)
+            threading.Timer(0.01, go_on.set).start()
+            with aspects.woven(mark("late:f")) as handle:
+                thread.join(DEADLINE)
+                assert [advice.state for advice in handle.advices] == [State.WOVEN]
+                assert engine.load("late").call() == ["hook"]
+        finally:
+            go_on.set()
+            sys.meta_path.remove(finder)

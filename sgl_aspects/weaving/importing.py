@@ -7,11 +7,13 @@ and can neither be removed nor leave `sys.meta_path` as it was.
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -121,6 +123,38 @@ class _NotifyingLoader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
+
+
+def until_registered(names: Iterable[str]) -> bool:
+    """Let other threads go on that have looked for one of these modules, and have not made it yet.
+
+    Such a thread asked us whether anybody wants the module before somebody did, so that nobody would notice
+    it load; once it stands in `sys.modules`, :func:`when_ready` does. True where one is there now. Bounded:
+    what an import waits for may be us.
+    """
+    found = False
+    deadline = time.monotonic() + _LONGEST_WAIT
+    for name in names:
+        waited = False
+        while name not in sys.modules and _is_sought_elsewhere(name) and time.monotonic() < deadline:
+            waited = True
+            time.sleep(0.0002)
+        found |= waited and name in sys.modules
+    return found
+
+
+_LONGEST_WAIT = 0.1
+# Each module's lock, while somebody imports it (a weak reference to it, or nothing).
+_locks: dict[str, Any] = getattr(importlib._bootstrap, "_module_locks", {})
+
+
+def _is_sought_elsewhere(name: str) -> bool:
+    lock = _locks.get(name, _no_lock)()
+    return getattr(lock, "owner", None) not in (None, threading.get_ident())
+
+
+def _no_lock() -> None:
+    return None
 
 
 def is_ready(module: Any) -> bool:

@@ -18,7 +18,7 @@ from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving import missing
 from sgl_aspects.weaving.fabric import Fabric, Outcome, Point
 from sgl_aspects.weaving.hooks import Advice, HookType, State
-from sgl_aspects.weaving.importing import ModuleWatcher, is_ready, when_ready
+from sgl_aspects.weaving.importing import ModuleWatcher, is_ready, until_registered, when_ready
 from sgl_aspects.weaving.interest import Interest
 from sgl_aspects.weaving.lazy import LazyAttributes
 from sgl_aspects.weaving.places import find, is_module, namespace
@@ -58,6 +58,14 @@ class Weaver:
         :raises HookError: a hook cannot work on what its target names.
         :raises MissingTargetError: a required hook's module is loaded and has no such attribute.
         """
+        advices = list(advices)
+        self._add(advices, strict)
+        wanted = [advice for advice in advices if advice.state is State.PENDING]
+        if wanted and until_registered(name for one in wanted for name in _module_names(one)):
+            with self._lock:
+                self._weave(self._in_loaded_modules(wanted), strict=False)
+
+    def _add(self, advices: list[Advice], strict: bool) -> None:
         with self._lock:
             new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
             if not new:
@@ -286,6 +294,11 @@ class Weaver:
     def _is_lost(self, advice: Advice) -> bool:
         """Nothing that loads later can make ``advice`` work."""
         return advice.state in (State.MISSING, State.FAILED)
+
+
+def _module_names(advice: Advice) -> Iterator[str]:
+    for alternate in advice.target.alternates:
+        yield from alternate.module_names()
 
 
 def _loaded(target: Target) -> Iterator[tuple[str, Any]]:
