@@ -140,7 +140,7 @@ def forward_spans(file: Path) -> Iterator[dict[str, Any]]:
 
 def compare(folder: Path, counts: dict[str, int]) -> list[str]:
     """One line a way of running, in the order of ``counts``: both medians, and the passes' ratios."""
-    spans = list(forward_spans(folder / "traces.jsonl"))
+    spans = list(forward_spans(folder / "traces.jsonl"))[-sum(counts.values()) :]
     lines = [
         "| forward passes | as labelled | spans, ms | profiler, ms | ratio: median (lowest to highest) |",
         "| --- | --- | --- | --- | --- |",
@@ -149,7 +149,7 @@ def compare(folder: Path, counts: dict[str, int]) -> list[str]:
         mine, spans = spans[:count], spans[count:]
         theirs = durations(folder / f"{name}.json")
         ours = [float(each["sgl_aspects.forward.device_time"]) for each in mine]
-        for mode in ("extend", "decode"):
+        for mode in sorted({each["sgl_aspects.forward.mode"] for each in mine}):
             chosen = [number for number, each in enumerate(mine) if each["sgl_aspects.forward.mode"] == mode]
             if len(theirs) != count or not chosen:
                 lines.append(f"| {name}, {mode} | {len(mine)} spans, {len(theirs)} marks | | | |")

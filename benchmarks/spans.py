@@ -119,7 +119,8 @@ def table() -> str:
             lines.append(f"| {name} | not measured: {result.missing} | | | |")
             continue
         cells = [
-            f"{result.median(what) / 1e3:.2f} µs (1/{base.median(what) / result.median(what):.1f})"
+            f"{result.median(what) / 1e3:.2f} µs"
+            + (f" (1/{base.median(what) / result.median(what):.1f})" if base.rounds else "")
             for what in (THREAD, PROCESS)
         ]
         collector = "" if result.collector is None else f"{result.collector / 1e3:.1f} µs"

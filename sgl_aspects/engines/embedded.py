@@ -52,6 +52,7 @@ EMBEDDED = Catalog(
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch")),
         "graph_capture": Role((f"{_GRAPHS}.capture",), ("graph_runner:self",)),
         "graph_replay": Role((f"{_GRAPHS}.replay",), ("graph_runner:self", "batch")),
+        "graph_launch": Role(("sgl_aspects.platforms.graphs:DeviceGraph+.replay",), ("graph:self",)),
         "sample": Role((f"{_RUNNER}.sample",), ("model_runner:self", "logits", "batch")),
     },
     attributes={

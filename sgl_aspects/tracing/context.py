@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 # version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -112,6 +112,7 @@ class OpenSpan(NamedTuple):
 
 
 _open_span: ContextVar[OpenSpan | None] = ContextVar("sgl_aspects_open_span", default=None)
+_get, _set, _modules, _new = _open_span.get, _open_span.set, sys.modules, tuple.__new__
 
 #: What is open, what was open around it, and OpenTelemetry's context there: for ``close_span``.
 Opened: TypeAlias = "tuple[OpenSpan, OpenSpan | None, Any]"
@@ -123,13 +124,13 @@ def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, spa
     In a process that uses OpenTelemetry it is OpenTelemetry's current span, too: other people's spans nest
     in it, and clients send its ``traceparent``. ``span``: OpenTelemetry's own object for it, if there is one.
     """
-    opened = OpenSpan(root_id, span_id, trace)
-    outer = _open_span.get()
-    _open_span.set(opened)
-    otel = _otel or _find_opentelemetry()
-    if otel is None:
+    # Several times a step: what can be had without a call of a Python function is.
+    opened = _new(OpenSpan, (root_id, span_id, trace))
+    outer = _get()
+    _set(opened)
+    if _otel is None and ("opentelemetry.trace" not in _modules or _find_opentelemetry() is None):
         return opened, outer, None
-    make_span, key, make_context, get_current, attach = otel
+    make_span, key, make_context, get_current, attach = cast(_OpenTelemetry, _otel)
     before = get_current()
     # What set_span_in_context does, in a third of the time.
     attach(make_context({**before, key: make_span(opened) if span is None else span}))
@@ -143,16 +144,16 @@ def close_span(opened: Opened) -> None:
     open there, so that nothing is changed. (OpenTelemetry's tokens would be refused there.)
     """
     span, outer, before = opened
-    if _open_span.get() is not span:
+    if _get() is not span:
         return
-    _open_span.set(outer)
+    _set(outer)
     if before is not None and _otel is not None:
         _otel.attach(before)
 
 
 def innermost() -> OpenSpan | None:
     """The span of ours that is open here."""
-    return _open_span.get()
+    return _get()
 
 
 class _OpenTelemetry(NamedTuple):

@@ -51,6 +51,7 @@ class ForwardAspect:
         self._state = state
         self._pending: collections.deque[_Pending] = collections.deque()
         self._spare: list[tuple[Any, ...]] = []
+        self._at_hand: tuple[Any, ...] | None = None  # the events of the pass that runs
         self._has_events = True
         self._device_name: str | None = None
         # How the forward pass at hand runs; None where the engine's catalog knows no graphs.
@@ -67,6 +68,7 @@ class ForwardAspect:
             Observation("forward", self._enter, self._exit),
             Observation("step", _nothing_enter, self._step_exit),
             Observation("graph_replay", self._replay_enter, nothing),
+            Observation("graph_launch", self._launch_enter, nothing),
         ]
 
     def flush(self) -> None:
@@ -78,13 +80,14 @@ class ForwardAspect:
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         if state.level < 3 or not state.step_id:
+            self._at_hand = None
             return None  # not asked for, or a warm-up outside any step
         self._graph = self._eager
         batch = self._batch(args, kwargs)
         platform = self._platform(self._runner(args, kwargs))
         if self._device_name is None and platform is not None:
             self._device_name = getattr(platform, "device_name", None)
-        events = self._events(platform)
+        events = self._at_hand = self._events(platform)
         start_ns = time_ns()
         if events is not None:
             events[0].record()
@@ -99,6 +102,7 @@ class ForwardAspect:
         state = self._state
         if events is not None:
             events[1].record()
+            self._at_hand = None
         end_ns = time_ns()
         close_span(opened)
         values = [*self._batch_values(batch), self._graph]
@@ -113,6 +117,11 @@ class ForwardAspect:
 
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._graph = "replayed"
+
+    def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # While the host prepared the replay the device had nothing to do.
+        if self._at_hand is not None:
+            self._at_hand[0].record()
 
     def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if self._pending:

@@ -1,0 +1,76 @@
+"""Forward spans and the device's clock: what is timed of an eager pass, and of one that is replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import sgl_aspects as aspects
+from sgl_aspects.engines import EMBEDDED
+from sgl_aspects.platforms import DeviceGraph
+from sgl_aspects.tracing.aspects.forward import ForwardAspect
+from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.records import SpanEnd
+from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.run_reader import RunReader
+
+
+class Clock:
+    """A device whose time passes when it is told so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def create_event(self) -> Any:
+        event = SimpleNamespace(at=-1.0)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.query = lambda: event.at >= 0
+        event.elapsed_ms = lambda end: (end.at - event.at) * 1e3
+        return event
+
+
+class Graph(DeviceGraph):
+    """Takes two seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def capture(self, work: Any) -> Any:
+        return work()
+
+    def replay(self) -> None:
+        self.clock.now += 2.0
+
+
+def test_what_the_host_prepares_for_a_replay_is_no_device_time(tmp_path: Path) -> None:
+    recorder, clock = RingRecorder(str(tmp_path)), Clock()
+    state = SchedulerState(recorder)
+    state.level, state.step_id = 3, recorder.new_id()
+    found = {each.role: each for each in ForwardAspect(recorder, EMBEDDED, state).observations()}
+    launch = aspects.Advice(
+        aspects.Target.parse(EMBEDDED.roles["graph_launch"].targets),
+        aspects.HookType.OBSERVE,
+        found["graph_launch"],
+    )
+    runner = SimpleNamespace(platform=clock)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(value="decode"), batch_size=1, num_tokens=1)
+    with aspects.woven(launch):
+        for is_replayed in (False, True):
+            token = found["forward"].enter((runner, batch), {})
+            clock.now += 1.0  # launching one by one, or preparing a replay
+            if is_replayed:
+                found["graph_replay"].enter((None, batch), {})
+                Graph(clock).replay()
+            found["forward"].exit(token, None, None)
+        Graph(clock).replay()  # somebody's, outside any pass
+    reader = RunReader(str(tmp_path))
+    spans = [record for _, record in reader.poll() if isinstance(record, SpanEnd)]
+    values = [dict(zip(span.type.attributes, span.values)) for span in spans]
+    assert [each["sgl_aspects.forward.graph"] for each in values] == ["eager", "replayed"]
+    assert [each["sgl_aspects.forward.device_time"] for each in values] == [1.0, 2.0]
+    recorder.close()
+    reader.close()
