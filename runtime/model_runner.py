@@ -15,6 +15,7 @@ from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.batch import Batch
 from sgl_aspects.runtime.communicator import make_communicator
+from sgl_aspects.runtime.dispatch import follow_requests
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
@@ -87,6 +88,7 @@ class ModelRunner:
 
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()
+        follow_requests()
         with self.device, self.platform.inference_mode():
             model = model_class(self.config.architecture)(
                 self.config, self.dtype, self.context_length, self.communicator

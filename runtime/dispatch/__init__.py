@@ -25,6 +25,7 @@ from sgl_aspects.runtime.dispatch.manager import OpManager
 from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
 from sgl_aspects.runtime.dispatch.process import (
     call_op,
+    follow_requests,
     get_manager,
     policy_context,
     reset_manager,
@@ -48,6 +49,7 @@ __all__ = [
     "call_op",
     "chunk_gated_delta_rule",
     "embedding",
+    "follow_requests",
     "fused_moe",
     "fused_recurrent_gated_delta_rule",
     "gelu_and_mul",

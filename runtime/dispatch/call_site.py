@@ -39,10 +39,12 @@ class CallSite:
         self.key_index = key_index
         self.run: Callable[..., Any] = self.resolve_and_call
         self._calls: dict[tuple[SelectionPolicy, Key], Callable[..., Any]] = {}
+        self._guarded = False
 
     def reset(self) -> None:
         """Choose anew at the next call; at once where no tensor has a say in it."""
         self._calls = {}
+        self._guarded = False
         self.run = self.resolve_and_call
         self.manager.install_early(self)
 
@@ -84,7 +86,9 @@ class CallSite:
             manager.log_selection(self.op_name, key, selection)
             call = manager.watched(self, selection, self.bound(selection.impl))
             self._calls[policy, key] = call
-            manager.install(self, epoch, call, guarded=selection.depends_on_tensors)
+            # Once tensors have a say here they keep it: another type's choice must not replace the guard.
+            self._guarded = self._guarded or selection.depends_on_tensors
+            manager.install(self, epoch, call, guarded=self._guarded)
         return call
 
     def guard(self, policy: SelectionPolicy) -> Callable[..., Any]:

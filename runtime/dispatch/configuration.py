@@ -221,12 +221,12 @@ def _check_choice(value: Value, name: str, choices: list[str], what: str) -> Non
 # -- sources ------------------------------------------------------------------------------------------------
 
 
-def load_settings(registry: OpRegistry) -> Settings:
-    """From the environment and the files it names.
+def load_settings(registry: OpRegistry, said: Mapping[str, str] | None = None) -> Settings:
+    """From the environment and the files it names; ``said`` (by `--set`) comes before all of them.
 
     :raises ConfigError: names the file or variable, the key, the value and the choices.
     """
-    sources = [from_variables()]
+    sources = [from_words(said or {}), from_variables()]
     path = env.text(CONFIG_VARIABLE)
     files = []
     if path is not None:
@@ -237,6 +237,14 @@ def load_settings(registry: OpRegistry) -> Settings:
         sources.append(read_file(platform_file))
         files.append(str(platform_file))
     return merged(sources, registry, tuple(files))
+
+
+def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
+    """:raises ConfigError: an unknown key."""
+    for key in said:
+        if key not in KEYS:
+            raise ConfigError(f"--set: unknown key {key!r}; choose from {', '.join(KEYS)}")
+    return {key: Value(value, f"--set {key}") for key, value in said.items()}
 
 
 def from_variables() -> dict[str, Value]:

@@ -45,9 +45,13 @@ class _Unbound:
     def _bind(self) -> Any:
         from sgl_aspects.runtime.dispatch.process import get_manager
 
-        site = get_manager().function_site(self.op_name)
-        globals()[f"_site_{self.op_name}"] = site
-        return site
+        return get_manager().function_site(self.op_name)
+
+
+def bind(manager: Any) -> None:
+    """Give every function its site: compiled code then meets no first call."""
+    for spec in OPERATORS:
+        globals()[f"_site_{spec.name}"] = manager.function_site(spec.name)
 
 
 def unbind() -> None:

@@ -7,6 +7,7 @@ other users are not read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -20,7 +21,9 @@ from sgl_aspects import env
 from sgl_aspects.errors import AspectsError, ConfigError
 
 if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.configuration import Settings
     from sgl_aspects.runtime.dispatch.manager import OpManager
+    from sgl_aspects.runtime.dispatch.registry import OpRegistry
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
@@ -40,6 +43,12 @@ def default_folder() -> Path:
     parent = next((path for path in parents if path.is_dir() and os.access(path, os.W_OK)), parents[-1])
     user = os.getuid() if hasattr(os, "getuid") else 0
     return parent / f"sgl-aspects-operators-{user}"
+
+
+def folder_of_environment() -> Path:
+    """The folder that SGL_ASPECTS_OP_CONTROL names, or the default one."""
+    named = env.text(CONTROL_VARIABLE)
+    return default_folder() if named in (None, OFF) else Path(str(named))
 
 
 def follow_default(manager: OpManager) -> None:
@@ -115,31 +124,32 @@ def obey(request: dict[str, Any], manager: OpManager) -> None:
 
     :raises ConfigError: as for a file, naming the request.
     """
-    from sgl_aspects.runtime.dispatch.configuration import KEYS, Value, merged
     from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
     from sgl_aspects.runtime.dispatch.watching import Watch
 
-    said = {key: Value(value, f"--set {key}") for key, value in (request.get("set") or {}).items()}
-    for key in said:
-        if key not in KEYS:
-            raise ConfigError(f"--set: unknown key {key!r}; choose from {', '.join(KEYS)}")
-    watched = {key: Value(request[key], f"--{key}") for key in ("shadow", "summaries") if request.get(key)}
-    if request.get("rate") is not None:
-        watched["shadow_rate"] = Value(request["rate"], "--rate")
-    settings = merged([{**said, **watched}], manager.registry)
-    if said:
-        import dataclasses
-
-        current = manager.configured
-        changes = {name: getattr(settings.configured.policy, name) for name in settings.configured.origins}
-        policies = type(current.policy).__dataclass_fields__
-        changes = {name: value for name, value in changes.items() if name in policies}
-        origins = {**current.origins, **settings.configured.origins}
-        policy = dataclasses.replace(current.policy, **changes)
-        manager.set_policy(ConfiguredPolicy(policy, origins))
+    settings = check_request(request, manager.registry)
+    if request.get("set"):
+        current, said = manager.configured, settings.configured
+        fields = [name for name in said.origins if name in type(said.policy).__dataclass_fields__]
+        policy = dataclasses.replace(current.policy, **{name: getattr(said.policy, name) for name in fields})
+        manager.set_policy(ConfiguredPolicy(policy, {**current.origins, **said.origins}))
     if "shadow" in request or "summaries" in request:
         watch = Watch(dict(settings.shadow), settings.shadow_rate, settings.summaries)
         manager.set_watch(watch if settings.shadow or settings.summaries else None)
+
+
+def check_request(request: dict[str, Any], registry: OpRegistry) -> Settings:
+    """What a request asks for.
+
+    :raises ConfigError: an unknown key, or a value that is not allowed.
+    """
+    from sgl_aspects.runtime.dispatch.configuration import Value, from_words, merged
+
+    said = from_words(request.get("set") or {})
+    watched = {key: Value(request[key], f"--{key}") for key in ("shadow", "summaries") if request.get(key)}
+    if request.get("rate") is not None:
+        watched["shadow_rate"] = Value(request["rate"], "--rate")
+    return merged([{**said, **watched}], registry)
 
 
 def state(manager: OpManager) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class OpManager:
     ) -> Selection:
         """:raises OperatorError: nothing may serve."""
         policy = policy or self.policy
-        known, kind = self._selections, None if layer is None else (type(layer), layer.takes_functions)
+        known, kind = self._selections, _kind_of(layer)
         question = (policy, op_name, kind, dtype, device, current_platform.get_dispatch_key_name())
         if question not in known:
             known[question] = self._select(policy, op_name, dtype, device, layer)
@@ -288,6 +288,13 @@ class OpManager:
     def renew_locks(self) -> None:
         self._lock = threading.RLock()
         self.registry.renew_lock()
+
+
+def _kind_of(layer: Any) -> Any:
+    """Layers of one kind are served alike."""
+    if layer is None:
+        return None
+    return (layer if isinstance(layer, type) else type(layer), layer.takes_functions)
 
 
 def _usual_keys() -> list[Key]:

@@ -29,14 +29,21 @@ def get_manager() -> OpManager:
         return manager
     with _lock:
         if _manager is None:
-            registry = OpRegistry()
-            define_operators(registry)
-            register_backends(registry)
+            registry = new_registry()
             settings = load_settings(registry)
             manager = OpManager(registry, settings.configured)
             settings.start_watching(manager)
             _manager = manager
+            functions.bind(manager)
         return _manager
+
+
+def new_registry() -> OpRegistry:
+    """Every operator, and every implementation that this installation knows."""
+    registry = OpRegistry()
+    define_operators(registry)
+    register_backends(registry)
+    return registry
 
 
 def process_manager() -> OpManager | None:
@@ -52,6 +59,13 @@ def reset_manager() -> None:
             _manager.set_watch(None)
         _manager = None
         functions.unbind()
+
+
+def follow_requests() -> None:
+    """Let `sgl-aspects ops` show and change this process, as far as SGL_ASPECTS_OP_CONTROL says."""
+    from sgl_aspects.runtime.dispatch import live
+
+    live.follow_default(get_manager())
 
 
 def call_op(op_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,24 @@ from sgl_aspects.runtime.ops.norm import GemmaRMSNorm, RMSNorm
 from sgl_aspects.runtime.ops.parallel import ColumnParallelLinear, MergedLinear, RowParallelLinear
 from sgl_aspects.runtime.ops.rotary import Angles, RotaryEmbedding
 
+
+def layer_class(op_name: str) -> type[Operator] | None:
+    """The layer of the runtime that runs this operator; None: no layer does."""
+    return next((cls for cls in _LAYERS if cls.op_name == op_name), None)
+
+
+_LAYERS: tuple[type[Operator], ...] = (
+    Embedding,
+    FusedExperts,
+    GeluAndMul,
+    GemmaRMSNorm,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+    TopKExperts,
+)
+
 __all__ = [
     "Angles",
     "Attention",
@@ -26,4 +44,5 @@ __all__ = [
     "RowParallelLinear",
     "SiluAndMul",
     "TopKExperts",
+    "layer_class",
 ]

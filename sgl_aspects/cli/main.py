@@ -46,6 +46,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "conformance", "Check that a platform does what its methods promise.", "sgl_aspects.cli.conformance"
     ),
+    Command("ops", "Show which implementation serves each operator, and why.", "sgl_aspects.cli.ops"),
     Command("new-platform", "Write a package for a device of yours.", "sgl_aspects.cli.new_platform"),
     Command(
         "version", "Show the versions of sgl-aspects and of what it stands on.", "sgl_aspects.cli.version"

@@ -1,0 +1,265 @@
+"""``sgl-aspects ops``: what each operator resolves to and why; shadow calls and other policies, also live."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.errors import ConfigError, OperatorError
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.manager import OpManager
+    from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_WAIT_SECONDS = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="these; left out: every operator")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="for tensors of this type")
+    parser.add_argument(
+        "--check", metavar="FILE", type=Path, help="check a YAML configuration, and nothing else"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="as SGL_ASPECTS_OP_KEY=VALUE would: shows what would come of it, or does it in live processes",
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+    live = parser.add_argument_group("live processes of the engine")
+    live.add_argument("--live", action="store_true", help="show them, and let --set change them")
+    live.add_argument("--control", metavar="FOLDER", type=Path, help="those that follow this folder")
+    live.add_argument("--pid", type=int, help="only this process")
+    live.add_argument(
+        "--shadow",
+        metavar="OPERATOR=TOKEN",
+        action="append",
+        default=[],
+        help="compare the operator ('*': each) with a second implementation, layer by layer; 'off' ends it",
+    )
+    live.add_argument("--rate", type=float, metavar="SHARE", help="of the calls that are compared (0.01)")
+    live.add_argument("--summaries", metavar="OPERATORS", help="sum up their tensors, layer by layer")
+    live.add_argument(
+        "--wait", type=float, default=_WAIT_SECONDS, metavar="SECONDS", help="for live processes to answer"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 1 where a layer differs or a live process refused what was asked."""
+    if arguments.check is not None:
+        return _check(arguments.check)
+    if arguments.live or arguments.control or arguments.pid or arguments.shadow or arguments.summaries:
+        return _live(arguments)
+    return _show(arguments)
+
+
+# -- here -------------------------------------------------------------------------------------------------
+
+
+def _check(file: Path) -> int:
+    """Everything in the file, as an engine would read it here."""
+    from sgl_aspects.runtime.dispatch.configuration import merged, read_file
+    from sgl_aspects.runtime.dispatch.process import new_registry
+
+    settings = merged([read_file(file)], new_registry(), (str(file),))
+    print(f"{file}: well. {settings.configured.policy.describe()}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from sgl_aspects.platforms import current_platform
+    from sgl_aspects.runtime.dispatch.configuration import load_settings
+    from sgl_aspects.runtime.dispatch.manager import OpManager
+    from sgl_aspects.runtime.dispatch.process import new_registry
+
+    said = _said(arguments.set)
+    registry = new_registry()
+    settings = load_settings(registry, said)
+    manager = OpManager(registry, settings.configured)
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    device = current_platform.get_device(0)
+    names = arguments.operators or registry.op_names()
+    rows = [_resolved(manager, name, dtype, device) for name in names]
+    if arguments.json:
+        report = {
+            "platform": current_platform.device_name,
+            "dtype": arguments.dtype,
+            "files": list(settings.files),
+            "policy": _policy(settings.configured),
+            "operators": rows,
+        }
+        print(json.dumps(report, indent=2))
+        return 0
+    print(f"platform {current_platform.device_name}, {arguments.dtype} on {device}")
+    for key, entry in _policy(settings.configured).items():
+        print(f"  {key} = {entry['value']}   ({entry['from']})")
+    print()
+    for row in rows:
+        print(f"{row['operator']} → {row['implementation'] or 'nothing may serve it: ' + str(row['error'])}")
+        for other in row["considered"]:
+            print(f"    {other['implementation']}: {other['reason'] or 'chosen'}")
+    return 0
+
+
+def _said(pairs: list[str]) -> dict[str, str]:
+    """``--set`` as keys and values."""
+    said = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair!r}: write KEY=VALUE")
+        said[key.strip()] = value.strip()
+    return said
+
+
+def _policy(configured: ConfiguredPolicy) -> dict[str, dict[str, str]]:
+    """Each key that somebody said something about, and prefer in any case."""
+    policy = configured.policy
+    values = {
+        "prefer": policy.prefer.text,
+        "per_op_order": "; ".join(f"{op}={'|'.join(t.text for t in ts)}" for op, ts in policy.per_op_order),
+        "strict": str(policy.strict).lower(),
+    }
+    for key in ("deny_vendors", "allow_vendors", "op_whitelist", "op_blacklist"):
+        values[key] = ", ".join(sorted(getattr(policy, key) or ()))
+    return {
+        key: {"value": value, "from": configured.origin(key)}
+        for key, value in values.items()
+        if key in configured.origins or key == "prefer"
+    }
+
+
+def _resolved(manager: OpManager, name: str, dtype: Any, device: Any) -> dict[str, Any]:
+    from sgl_aspects.runtime.ops import layer_class
+
+    layer = layer_class(name)
+    try:
+        selection = manager.select(name, dtype, device, layer=layer)
+    except OperatorError as error:
+        manager.registry.spec(
+            name
+        )  # an unknown one is the user's mistake, not an operator that nobody serves
+        return {"operator": name, "implementation": None, "error": str(error), "considered": []}
+    return {
+        "operator": name,
+        "implementation": selection.impl.impl_id,
+        "error": None,
+        "considered": [
+            {"implementation": each.impl.impl_id, "kind": each.impl.kind.value, "reason": each.reason}
+            for each in selection.considered
+        ],
+    }
+
+
+# -- in live processes -------------------------------------------------------------------------------------
+
+
+def _live(arguments: argparse.Namespace) -> int:
+    from sgl_aspects.runtime.dispatch import live
+    from sgl_aspects.runtime.dispatch.process import new_registry
+
+    folder = arguments.control or live.folder_of_environment()
+    request: dict[str, Any] = {}
+    if arguments.set:
+        request["set"] = _said(arguments.set)
+    if arguments.shadow or arguments.summaries:
+        request["shadow"] = ";".join(word for word in arguments.shadow if word != "off")
+        request["summaries"] = arguments.summaries or ""
+        request["rate"] = arguments.rate
+    if arguments.pid:
+        request["pid"] = arguments.pid
+    states = _chosen(live.states(folder), arguments.pid)
+    if not states:
+        raise ConfigError(
+            f"no live process follows {folder}: start an engine, or set SGL_ASPECTS_OP_SHADOW and "
+            f"SGL_ASPECTS_OP_SHADOW_RATE before one starts (SGL_ASPECTS_OP_CONTROL names another folder)"
+        )
+    if len(request) > bool(arguments.pid):
+        live.check_request(request, new_registry())
+        serial = live.ask(folder, **request)
+        deadline = time.monotonic() + arguments.wait
+        while time.monotonic() < deadline:
+            states = _chosen(live.states(folder), arguments.pid)
+            if all(state.get("done") == serial for state in states):
+                break
+            time.sleep(0.1)
+        late = [str(state["pid"]) for state in states if state.get("done") != serial]
+        if late:
+            raise ConfigError(f"process {', '.join(late)} did not answer within {arguments.wait:g} s")
+    if arguments.json:
+        print(json.dumps(_finite(states), indent=2))
+    else:
+        for state in states:
+            print("\n".join(_state_lines(state)))
+    wrong = [state for state in states if state["error"] or _first(state)]
+    return 1 if wrong else 0
+
+
+def _chosen(states: list[dict[str, Any]], pid: int | None) -> list[dict[str, Any]]:
+    return [state for state in states if pid is None or state["pid"] == pid]
+
+
+def _first(state: dict[str, Any]) -> Any:
+    return (state["watch"] or {}).get("first_difference")
+
+
+def _state_lines(state: dict[str, Any]) -> list[str]:
+    lines = [f"process {state['pid']}: {state['policy']}"]
+    if state["error"]:
+        lines.append(f"  refused: {state['error']}")
+    lines += [f"  {op} → {impl}   ({tensors})" for op, tensors, impl in state["resolved"]]
+    lines += [f"  {op}: {impl} failed {count} times" for op, impl, count in state["failures"]]
+    watch = state["watch"]
+    if watch is None:
+        return lines
+    shadow = ", ".join(f"{op}={token}" for op, token in watch["shadow"].items())
+    compared = sum(layer["compared"] for layer in watch["layers"])
+    lines.append(f"  shadow {shadow or 'of nothing'} at {watch['rate']:g} of the calls: {compared} compared")
+    first = watch["first_difference"]
+    if first:
+        lines.append(f"  the first layer that differs: {first['layer']} ({first['op']})")
+    for layer in watch["layers"]:
+        if layer["differed"] or layer["error"]:
+            lines.append(f"    {_comparison(layer)}")
+    for layer, ops in watch["summaries"].items():
+        for op, tensors in ops.items():
+            lines.append(f"  {layer or '(no layer)'} {op}")
+            lines += [f"    {_summary(tensor)}" for tensor in tensors]
+    return lines
+
+
+def _comparison(layer: dict[str, Any]) -> str:
+    said = f"{layer['layer'] or '(no layer)'} {layer['op']}: {layer['impl']} against {layer['shadow']}"
+    if layer["error"]:
+        return f"{said}: the shadow failed: {layer['error']}"
+    return (
+        f"{said}: {layer['differed']} of {layer['compared']} calls differ, by up to {layer['worst']:.3g} of "
+        f"the largest value ({layer['tolerance']:.3g} is rounding)"
+    )
+
+
+def _summary(tensor: dict[str, Any]) -> str:
+    shape = "×".join(map(str, tensor["shape"]))
+    odd = f", {tensor['nan_count']} NaN, {tensor['inf_count']} infinite"
+    return (
+        f"{tensor['name']:<9} {tensor['dtype']} {shape}: {tensor['min']:.4g} to {tensor['max']:.4g}, mean "
+        f"{tensor['mean']:.4g}{odd}"
+    )
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,127 @@
+"""Stand-ins with the peers' known faults, one each: what a test must fail on.
+
+Small, and written from descriptions of what goes wrong; none is anybody's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Impl = tuple[str, Callable[..., Any]]
+
+
+class CallOp:
+    """A dispatcher that looks everything up at each call: a lock, a cache by policy, what was called."""
+
+    def __init__(self, impls: list[Impl], *, strict: bool = False) -> None:
+        import threading
+
+        self.impls = list(impls)
+        self.strict = strict
+        self.policy: tuple[Any, ...] = ("default",)
+        self.epoch = 0
+        self.failed: set[str] = set()
+        self.called: dict[str, str] = {}
+        self.cache: dict[Any, Impl] = {}
+        self.lock = threading.RLock()
+
+    def candidates(self) -> list[Impl]:
+        return [impl for impl in self.impls if impl[0] not in self.failed]
+
+    def resolve(self) -> Impl:
+        fingerprint = ";".join(map(str, self.policy))
+        key = ("op", fingerprint, self.epoch)
+        with self.lock:
+            if key not in self.cache:
+                self.cache[key] = self.candidates()[0]
+            return self.cache[key]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        impl_id, function = self.resolve()
+        with self.lock:
+            if self.called.get("op") != impl_id:
+                self.called["op"] = impl_id
+        return function(*args, **kwargs)
+
+
+class StrictIsLenient(CallOp):
+    """`strict` switches the fallback on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for _, function in self.candidates():
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError:
+                if not self.strict:
+                    raise
+        raise RuntimeError("nothing left")
+
+
+class FirstCallOnly(CallOp):
+    """Falls back at the first call; afterwards it calls what it has in its cache."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "op" in self.called:
+            return dict(self.impls)[self.called["op"]](*args, **kwargs)
+        for impl_id, function in self.candidates():
+            try:
+                result = function(*args, **kwargs)
+            except RuntimeError:
+                continue
+            self.called["op"] = impl_id
+            return result
+        raise RuntimeError("nothing left")
+
+
+class FallsBackAlways(CallOp):
+    """Falls back whatever the failed one has written to."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for _, function in self.candidates():
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError:
+                continue
+        raise RuntimeError("nothing left")
+
+
+class FailsForEverybody(FallsBackAlways):
+    """What failed once is never tried again, under no policy."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for impl_id, function in self.candidates():
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError:
+                self.failed.add(impl_id)
+        raise RuntimeError("nothing left")
+
+
+class ChecksNothing(CallOp):
+    """Types and architectures are declared and never looked at."""
+
+    def __init__(self, impls: list[Impl], supported: dict[str, frozenset[torch.dtype]]) -> None:
+        super().__init__(impls)
+        self.supported = supported
+
+
+class IgnoresMistakes:
+    """A configuration reader that drops what it does not know."""
+
+    def __init__(self, path: str | None, tokens: list[str]) -> None:
+        import os
+
+        self.settings: dict[str, Any] = {}
+        if path is not None and os.path.exists(path):
+            self.settings["path"] = path
+        self.order = [token for token in tokens if token in ("default", "vendor", "reference")]
+
+
+class RegistersAgainAfterFork(CallOp):
+    """In a forked child the built-in implementations are registered once more."""
+
+    def after_fork(self) -> None:
+        self.impls += self.impls
