@@ -22,6 +22,9 @@ PLATFORMS_GROUP = "sgl_aspects.platforms"
 TRACING = EntryPoint("tracing", "sgl_aspects.tracing.plugin:activate", PLUGINS_GROUP)
 """Our own plugin: it asks its own variables whether it is wanted, and needs no installed metadata."""
 
+ATTACHING = EntryPoint("attach", "sgl_aspects.attach.plugin:activate", PLUGINS_GROUP)
+"""Likewise, for operators and communication."""
+
 _lock = threading.RLock()
 _loaded = False
 
@@ -93,7 +96,7 @@ if hasattr(os, "register_at_fork"):
 def _selected() -> list[EntryPoint]:
     allowed = env.names("SGLANG_PLUGINS")
     excluded = _distributions_of_other_platforms()
-    selected: list[EntryPoint] = [TRACING]
+    selected: list[EntryPoint] = [TRACING, ATTACHING]
     for plugin in entry_points(group=PLUGINS_GROUP):
         distribution = plugin.dist.name if plugin.dist else None
         if allowed and plugin.name not in allowed:
@@ -116,7 +119,9 @@ def _distributions_of_other_platforms() -> set[str]:
 
 
 def _run(plugin: EntryPoint) -> None:
-    distribution = "sgl-aspects" if plugin is TRACING else plugin.dist.name if plugin.dist else None
+    distribution = (
+        "sgl-aspects" if plugin in (TRACING, ATTACHING) else plugin.dist.name if plugin.dist else None
+    )
     source = HookSource(plugin.name, distribution)
     token = current_source.set(source)
     try:

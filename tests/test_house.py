@@ -29,6 +29,7 @@ ALLOWED = {
     "runtime": {"errors", "env", "platforms", "runtime", "plugins", "__version__"},
     "engines": {"errors", "engines"},
     "bootstrap": {"plugins"},
+    "attach": {"errors", "env", "weaving", "engines", "platforms", "runtime", "attach"},
     "tracing": {"errors", "env", "weaving", "engines", "tracing", "plugins", "__version__"},
     "view": {"errors", "env", "tracing", "view", "__version__"},
 }

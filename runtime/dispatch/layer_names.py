@@ -52,6 +52,7 @@ class LayerNames:
         stack = self._stack()
         if not stack and module not in self._names:
             for place, (path, part) in enumerate(module.named_modules()):
+                path = path.removeprefix("_orig_mod").lstrip(".")  # what torch.compile puts around a model
                 self._names[part] = (place, path or type(module).__name__)
         stack.append(module)
 

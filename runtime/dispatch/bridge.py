@@ -1,0 +1,163 @@
+"""From an engine's layer to the operator: the call as SGLang's and vLLM's fused layers are called.
+
+Each takes the layer and its call's arguments. NotImplemented: the call asks for something that the operator
+does not do, and whoever bridges runs the layer's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_aspects.runtime.dispatch import functions
+
+
+def silu_and_mul(layer: Any, x: torch.Tensor) -> Any:
+    return functions.silu_and_mul(x)
+
+
+def gelu_and_mul(layer: Any, x: torch.Tensor) -> Any:
+    return functions.gelu_and_mul(x, layer.approximate)
+
+
+def rms_norm(
+    layer: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """(normalized, sum) with a residual; ``post_residual_addition`` is added to it first."""
+    if any(value is not None for value in others.values()) or not _is_plain_norm(layer):
+        return NotImplemented
+    return functions.rms_norm(
+        x, layer.weight, layer.variance_epsilon, _added(residual, post_residual_addition)
+    )
+
+
+def gemma_rms_norm(
+    layer: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+) -> Any:
+    residual = _added(residual, post_residual_addition)
+    return functions.gemma_rms_norm(x, layer.weight, layer.variance_epsilon, residual)
+
+
+def rotary_embedding(
+    layer: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    fused_set_kv_buffer_arg: Any = None,
+    **others: Any,
+) -> Any:
+    """query and key [tokens, heads * head_size] or with the heads apart; returned in their own shape."""
+    if fused_set_kv_buffer_arg is not None or others or positions.ndim != 1 or key is None:
+        return NotImplemented
+    if offsets is not None:
+        positions = positions + offsets
+    cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
+    turned = functions.rotary_embedding(
+        query.view(len(positions), -1, layer.head_size),
+        key.view(len(positions), -1, layer.head_size),
+        cos,
+        sin,
+        positions,
+        not layer.is_neox_style,
+    )
+    return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
+
+
+def mrotary_embedding(
+    layer: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    fused_set_kv_buffer_arg: Any = None,
+    **others: Any,
+) -> Any:
+    """positions [tokens], or [axes, tokens] with the layer's ``mrope_section``."""
+    if positions.ndim == 1:
+        return rotary_embedding(
+            layer, positions, query, key, fused_set_kv_buffer_arg=fused_set_kv_buffer_arg, **others
+        )
+    odd = fused_set_kv_buffer_arg is not None or others or getattr(layer, "mrope_interleaved_glm", False)
+    if odd or not layer.mrope_section or not layer.is_neox_style:
+        return NotImplemented
+    tokens = positions.shape[-1]
+    cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
+    turned = functions.mrotary_embedding(
+        query.view(tokens, -1, layer.head_size),
+        key.view(tokens, -1, layer.head_size),
+        cos,
+        sin,
+        positions,
+        tuple(layer.mrope_section),
+        bool(getattr(layer, "mrope_interleaved", False)),
+    )
+    return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
+
+
+def topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    correction_bias: torch.Tensor | None = None,
+    scoring_func: str = "softmax",
+    **others: Any,
+) -> Any:
+    """Not a layer but a function, as SGLang's ``fused_topk``; ids in int32, as it has them."""
+    if correction_bias is not None or scoring_func not in ("softmax", "sigmoid") or any(others.values()):
+        return NotImplemented
+    weights, ids = functions.topk(gating_output, topk, renormalize, scoring_func)
+    return weights, ids.to(torch.int32)
+
+
+def fused_moe(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> Any:
+    """As SGLang's ``moe_forward_native``: stacked weights in ``w13_weight`` and ``w2_weight``."""
+    config = moe_runner_config
+    plain = config.activation in ("silu", "gelu") and not config.apply_router_weight_on_input
+    odd = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "routed_scaling_factor")
+    if not plain or any(getattr(config, name, None) not in (None, 1.0) for name in odd):
+        return NotImplemented
+    if getattr(layer, "w13_weight_bias", None) is not None:
+        return NotImplemented
+    weights, ids, *_ = topk_output
+    return functions.fused_moe(x, layer.w13_weight, layer.w2_weight, weights, ids.long(), config.activation)
+
+
+BRIDGES: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        silu_and_mul,
+        gelu_and_mul,
+        rms_norm,
+        gemma_rms_norm,
+        rotary_embedding,
+        mrotary_embedding,
+        topk,
+        fused_moe,
+    )
+}
+
+
+def _added(residual: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    return residual if residual is None or more is None else residual + more
+
+
+def _is_plain_norm(layer: Any) -> bool:
+    """Not over a part of the row, not padded, not with another type than its input's."""
+    odd = (
+        "variance_size_override",
+        "override_orig_dtype",
+        "fp32_residual",
+        "cast_x_before_out_mul",
+        "x_pad_to_multiple",
+    )
+    return getattr(layer, "has_weight", True) and not any(getattr(layer, name, None) for name in odd)

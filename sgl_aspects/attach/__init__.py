@@ -1,0 +1,1 @@
+"""What puts the runtime's parts into other engines: operators and communication, into SGLang."""

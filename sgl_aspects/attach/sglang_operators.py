@@ -1,0 +1,154 @@
+"""Dispatch for SGLang's fused operators: our implementations where the policy says so, its own elsewhere.
+
+On a platform that is out of SGLang's tree the forwards are registered with SGLang, as it provides for; on
+its own platforms a hook on what resolves a layer's forward returns ours. Either way once per layer: then it
+is a plain call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import wrapt
+
+from sgl_aspects.engines.sglang_operators import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
+from sgl_aspects.errors import AspectsError
+from sgl_aspects.weaving.faces import HookRegistry
+from sgl_aspects.weaving.hooks import HookType
+
+_attached = False
+
+
+def attach() -> None:
+    """Once in each process; nothing of SGLang is imported by it."""
+    global _attached
+    if _attached:
+        return
+    _attached = True
+    for module in {target.partition(":")[0] for targets in LAYERS.values() for target in targets}:
+        wrapt.register_post_import_hook(_layers_loaded, module)
+    for target in RESOLVERS:
+        HookRegistry.register(target, _resolved, HookType.AFTER)
+    for op_name, targets in FUNCTIONS.items():
+        for target in targets:
+            HookRegistry.register(target, _function_hook(op_name), HookType.AROUND)
+
+
+def _layers_loaded(module: Any) -> None:
+    """A module with fused layers was imported: from here on the configuration must be right."""
+    try:
+        manager = _manager()
+    except AspectsError as error:
+        raise SystemExit(f"sgl-aspects: operators cannot be attached: {error}") from error
+    key = _out_of_tree_key()
+    base = _loaded(REGISTRATIONS)
+    if key is None or base is None:
+        return
+    for op_name, targets in LAYERS.items():
+        for target in targets:
+            layer_class = _loaded((target,))
+            if layer_class is not None and manager.policy.is_dispatched(op_name):
+                base.register_oot_forward(layer_class, _registered_forward(op_name), key)
+
+
+def _registered_forward(op_name: str) -> Callable[..., Any]:
+    """What SGLang binds to the layer."""
+    from sgl_aspects.runtime.dispatch.bridge import BRIDGES
+
+    bridge = BRIDGES[op_name]
+
+    def forward_dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outcome = bridge(self, *args, **kwargs)
+        return self.forward_native(*args, **kwargs) if outcome is NotImplemented else outcome
+
+    return forward_dispatched
+
+
+def _resolved(result: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    """AFTER hook on the resolver: ours before what SGLang chose, which does what ours does not."""
+    op_name = _op_of(type(self))
+    if op_name is None or getattr(result, "__name__", "") == "forward_dispatched":
+        return None
+    if not _manager().policy.is_dispatched(op_name):
+        return None
+    from sgl_aspects.runtime.dispatch.bridge import BRIDGES
+
+    bridge = BRIDGES[op_name]
+
+    def forward_dispatched(*args: Any, **kwargs: Any) -> Any:
+        outcome = bridge(self, *args, **kwargs)
+        return result(*args, **kwargs) if outcome is NotImplemented else outcome
+
+    return forward_dispatched
+
+
+def _function_hook(op_name: str) -> Callable[..., Any]:
+    def dispatched(original_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from sgl_aspects.runtime.dispatch.bridge import BRIDGES
+
+        if not _manager().policy.is_dispatched(op_name):
+            return original_fn(*args, **kwargs)
+        outcome = BRIDGES[op_name](*args, **kwargs)
+        return original_fn(*args, **kwargs) if outcome is NotImplemented else outcome
+
+    return dispatched
+
+
+def _op_of(layer_class: type) -> str | None:
+    """Exactly these classes: a subclass may compute something else."""
+    return _op_names().get(f"{layer_class.__module__}:{layer_class.__qualname__}")
+
+
+def _op_names() -> Mapping[str, str]:
+    return {target: op_name for op_name, targets in LAYERS.items() for target in targets}
+
+
+def _loaded(targets: tuple[str, ...]) -> Any:
+    """The first of the targets that is there, without importing anything."""
+    for target in targets:
+        module_name, _, name = target.partition(":")
+        found = getattr(sys.modules.get(module_name), name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _out_of_tree_key() -> str | None:
+    """SGLang's dispatch key for the platform; None on its own platforms."""
+    platforms = sys.modules.get("sglang.srt.platforms")
+    platform = getattr(platforms, "current_platform", None)
+    return (
+        str(platform.get_dispatch_key_name()) if platform is not None and platform.is_out_of_tree() else None
+    )
+
+
+def _manager() -> Any:
+    """The process's manager, on the platform that SGLang has chosen."""
+    from sgl_aspects.runtime import dispatch
+    from sgl_aspects.runtime.dispatch.process import process_manager
+
+    manager = process_manager()
+    if manager is None:
+        _adopt_platform()
+        manager = dispatch.get_manager()
+        dispatch.follow_requests()
+    return manager
+
+
+def _adopt_platform() -> None:
+    """SGLang's platform, where one class of ours is behind it; its device's built-in elsewhere."""
+    from sgl_aspects.platforms import SRTPlatform, resolve_qualified_name, set_current_platform
+    from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
+
+    theirs = getattr(sys.modules.get("sglang.srt.platforms"), "current_platform", None)
+    ours = getattr(theirs, "platform", None)
+    if isinstance(ours, SRTPlatform):
+        set_current_platform(ours)
+        return
+    device = getattr(theirs, "device_type", None)
+    for row in BUILTIN_PLATFORMS:
+        if row.name == device:
+            set_current_platform(resolve_qualified_name(row.class_name)())
+            return

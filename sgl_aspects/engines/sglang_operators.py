@@ -1,0 +1,43 @@
+"""SGLang's fused operators: where they are, by version, and where SGLang decides which forward they run."""
+
+from __future__ import annotations
+
+#: Operator → the layers that compute it, alternates of different versions together.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "silu_and_mul": ("sglang.srt.layers.activation:SiluAndMul",),
+    "gelu_and_mul": ("sglang.srt.layers.activation:GeluAndMul",),
+    "rms_norm": ("sglang.srt.layers.layernorm:RMSNorm",),
+    "gemma_rms_norm": ("sglang.srt.layers.layernorm:GemmaRMSNorm",),
+    "rotary_embedding": (
+        "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding",  # from 0.5.10
+        "sglang.srt.layers.rotary_embedding:RotaryEmbedding",
+    ),
+    "mrotary_embedding": (
+        "sglang.srt.layers.rotary_embedding.mrope:MRotaryEmbedding",
+        "sglang.srt.layers.rotary_embedding:MRotaryEmbedding",
+    ),
+}
+
+#: Operator → functions that compute it.
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "topk": (
+        "sglang.srt.layers.moe.topk:fused_topk_torch_native",
+        "sglang.srt.layers.moe.topk:fused_topk",
+    ),
+    "fused_moe": ("sglang.srt.layers.moe.fused_moe_native:moe_forward_native",),
+}
+
+#: Classes with ``register_oot_forward(op_cls, fn, platform_key)``: for platforms that are out of SGLang's
+#: tree.
+REGISTRATIONS = (
+    "sglang.kernels.fused_op:BaseFusedOp",  # 0.5.16 and later
+    "sglang.srt.layers.utils.multi_platform:MultiPlatformOp",  # 0.5.10 to 0.5.12
+)
+
+#: What returns the forward that a layer runs, on every platform.
+RESOLVERS = (
+    "sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method",  # 0.5.16 and later
+    "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.dispatch_forward",  # 0.5.10 to 0.5.12
+    "sglang.srt.layers.utils:MultiPlatformOp.dispatch_forward",
+    "sglang.srt.custom_op:CustomOp.dispatch_forward",  # up to 0.5.6
+)
