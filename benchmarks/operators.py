@@ -101,6 +101,18 @@ def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> di
     }[op]()
 
 
+def own_kernels() -> dict[str, Callable[..., Any]]:
+    """What the runtime's layers run on this platform, as functions."""
+    if current_platform.get_dispatch_key_name() != "cuda":
+        return {}
+    from sgl_aspects.runtime.ops import triton_kernels
+
+    def rms_norm(x: Any, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
+        return triton_kernels.rms_norm(x, weight, eps, residual)
+
+    return {"silu_and_mul": triton_kernels.silu_and_mul, "rms_norm": rms_norm}
+
+
 def copied(given: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
     def copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -138,7 +150,7 @@ def microseconds(function: Callable[..., Any], given: dict[str, Any]) -> float:
     return statistics.median(times)
 
 
-def measure(seconds: float) -> list[dict[str, Any]]:
+def measure(seconds: float, only: list[str] | None = None) -> list[dict[str, Any]]:
     """Rows as they come, also on standard output; ends early rather than late."""
     manager = get_manager()
     device = current_platform.get_device(0)
@@ -146,7 +158,7 @@ def measure(seconds: float) -> list[dict[str, Any]]:
     rows = []
     deadline = time.monotonic() + seconds
     for op in manager.registry.op_names():
-        if op == "embedding":
+        if op == "embedding" or (only and op not in only):
             continue
         reference = manager.registry.spec(op).reference
         subjects: dict[str, Callable[..., Any]] = {"reference": reference}
@@ -154,6 +166,9 @@ def measure(seconds: float) -> list[dict[str, Any]]:
             reason = manager.availability.reason_against(impl)
             if impl.kind is not ImplKind.REFERENCE and reason is None:
                 subjects["default" if impl.kind is ImplKind.DEFAULT else f"vendor:{impl.vendor}"] = impl.fn
+        own = own_kernels().get(op)
+        if own is not None:
+            subjects["runtime's Triton"] = own
         if op in COMPILED:
             subjects["compiled"] = torch.compile(reference, dynamic=False, fullgraph=True)
         for tokens in TOKENS:
@@ -188,10 +203,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=__doc__)
     parser.add_argument("--write", type=Path, help="write the table to this file")
+    parser.add_argument("--only", nargs="*", help="these operators")
     parser.add_argument("--seconds", type=float, default=240.0)
     arguments = parser.parse_args()
     with torch.inference_mode():
-        rows = measure(arguments.seconds)
+        rows = measure(arguments.seconds, arguments.only)
     text = table(rows)
     sys.stdout.write(text + "\n")
     if arguments.write:

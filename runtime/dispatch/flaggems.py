@@ -126,6 +126,7 @@ def chunk_gated_delta_rule(
     if initial_state is None:
         shape = (key.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
         initial_state = value.new_zeros(shape, dtype=torch.float32)
+    _give_triton_an_allocator(value.device)
     _, output, _, state, *_ = _gems().chunk_gated_delta_rule_fwd(
         query.contiguous(),
         key.contiguous(),
@@ -150,6 +151,11 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm: bool = False,
 ) -> torch.Tensor:
     batch, tokens = key.shape[:2]
+    # One row of all sequences, and where each begins: the kernel wants to be told even where all are alike.
+    begins = torch.arange(0, batch * tokens + 1, tokens, device=key.device, dtype=torch.int32)
+    query, key, value, g, beta = (
+        x.reshape(1, batch * tokens, *x.shape[2:]) for x in (query, key, value, g, beta)
+    )
     # The kernel stores the state after each token, wherever these say: always into the sequence's own.
     own = (
         torch.arange(batch, device=key.device, dtype=torch.int32)[:, None].expand(batch, tokens).contiguous()
@@ -163,11 +169,23 @@ def fused_recurrent_gated_delta_rule(
         key.shape[-1] ** -0.5 if scale is None else scale,
         state,
         inplace_final_state=True,
+        cu_seqlens=begins,
         ssm_state_indices=own,
         use_qk_l2norm_in_kernel=use_qk_l2norm,
     )
     result: torch.Tensor = output
-    return result.view(value.shape) if result.shape != value.shape else result
+    return result.reshape(batch, tokens, *value.shape[2:])
+
+
+def _give_triton_an_allocator(device: torch.device) -> None:
+    """Kernels with tensor descriptors ask Triton for memory, and Triton asks whoever was set to give it."""
+    triton: Any = importlib.import_module("triton")
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    if hasattr(triton, "set_allocator"):  # Triton 3.3 and later
+        triton.set_allocator(allocate)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
