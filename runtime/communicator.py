@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform, resolve_qualified_name
 
@@ -28,9 +35,68 @@ class Communicator:
         """What rank ``source`` has, in place."""
         return x
 
+    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """This rank's share, along ``dim``, of the sum over all ranks."""
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Give ``x`` to the rank ``to``, which receives it."""
+        raise ConfigError(f"send to rank {to}: this rank is alone")
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
+        """The tensor that rank ``source`` sends, which has this shape and type."""
+        raise ConfigError(f"recv from rank {source}: this rank is alone")
+
     def gather_objects(self, value: Any) -> list[Any]:
         """What each rank gave, by rank; small things that pickle."""
         return [value]
+
+    # -- several tensors by name, with other values between them: values pickle, tensors go as they are ----
+
+    def broadcast_tensor_dict(self, values: dict[str, Any] | None, source: int = 0) -> dict[str, Any]:
+        """What rank ``source`` gives, on each rank; the others give None."""
+        if self.world_size == 1:
+            return dict(values or {})
+        found = self.gather_objects(
+            _described(values) if self.rank == source and values is not None else None
+        )
+        described = found[source]
+        if described is None:
+            raise ConfigError(f"broadcast_tensor_dict: rank {source} gave no values")
+        return {
+            name: self.broadcast(self._place(kept, values, name), source)
+            if isinstance(kept, _Tensor)
+            else kept
+            for name, kept in described.items()
+        }
+
+    def send_tensor_dict(self, values: dict[str, Any], to: int) -> None:
+        """Give values by name to the rank ``to``, which calls :meth:`recv_tensor_dict`."""
+        described = pickle.dumps(_described(values))
+        self.send(torch.tensor([len(described)], device=self._device), to)
+        self.send(torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self._device), to)
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                self.send(value.contiguous(), to)
+
+    def recv_tensor_dict(self, source: int) -> dict[str, Any]:
+        """What rank ``source`` sends by :meth:`send_tensor_dict`."""
+        size = int(self.recv((1,), torch.int64, source))
+        described = pickle.loads(self.recv((size,), torch.uint8, source).cpu().numpy().tobytes())
+        return {
+            name: self.recv(kept.shape, kept.dtype, source) if isinstance(kept, _Tensor) else kept
+            for name, kept in described.items()
+        }
+
+    @property
+    def _device(self) -> torch.device:
+        return current_platform.get_group_coordinator_device(self.rank)
+
+    def _place(self, kept: _Tensor, values: dict[str, Any] | None, name: str) -> torch.Tensor:
+        if values is not None:
+            given: torch.Tensor = values[name]
+            return given.contiguous()
+        return torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
 
     def close(self) -> None:
         """Leave the group."""
@@ -50,42 +116,111 @@ class TorchCommunicator(Communicator):
     def __init__(self, rank: int, world_size: int, init_method: str) -> None:
         import torch.distributed as dist
 
-        self.rank = rank
-        self.world_size = world_size
-        self._dist = dist
+        self._join(rank, list(range(world_size)), None)
         dist.init_process_group(
-            current_platform.get_torch_distributed_backend_str(),
+            self.backend(),
             init_method=init_method,
             rank=rank,
             world_size=world_size,
         )
 
+    @classmethod
+    def backend(cls) -> str:
+        """The name for ``init_process_group``."""
+        return current_platform.get_torch_distributed_backend_str()
+
+    @classmethod
+    def of_group(cls, group: Any, ranks: Sequence[int], rank: int) -> TorchCommunicator:
+        """In a group that an engine has made already: ``ranks`` of the world, this one the ``rank``-th."""
+        made = cls.__new__(cls)
+        made._join(rank, list(ranks), group)
+        return made
+
+    def _join(self, rank: int, ranks: list[int], group: Any) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self.rank = rank
+        self.world_size = len(ranks)
+        self._ranks = ranks
+        self._group = group
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._dist.all_reduce(x)
+        self._dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        self._dist.all_gather(parts, x.contiguous())
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        self._dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
 
+    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        self.share(x.shape[dim], f"dimension {dim}")
+        parts = [part.contiguous() for part in x.chunk(self.world_size, dim=dim)]
+        output = torch.empty_like(parts[0])
+        self._dist.reduce_scatter(output, parts, group=self._group)
+        return output
+
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        self._dist.broadcast(x, src=source)
+        self._dist.broadcast(x, src=self._ranks[source], group=self._group)
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._dist.send(x.contiguous(), dst=self._ranks[to], group=self._group)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
+        x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self._dist.recv(x, src=self._ranks[source], group=self._group)
         return x
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        self._dist.all_gather_object(values, value)
+        self._dist.all_gather_object(values, value, group=self._group)
         return values
 
     def close(self) -> None:
         self._dist.destroy_process_group()
 
 
+class FlagCXCommunicator(TorchCommunicator):
+    """FlagCX, by the backend that its plugin for torch registers. ``FLAGCX_PATH`` is where it was built."""
+
+    @classmethod
+    def backend(cls) -> str:
+        """:raises ConfigError: the plugin is not at the path, nor installed."""
+        plugin = Path(env.text("FLAGCX_PATH") or "") / "plugin" / "torch"
+        if plugin.is_dir() and str(plugin) not in sys.path:
+            sys.path.append(str(plugin))
+        try:
+            importlib.import_module("flagcx")
+        except ImportError as error:
+            raise ConfigError(
+                f"FLAGCX_PATH={env.text('FLAGCX_PATH')!r}: its plugin for torch cannot be imported "
+                f"({error}): build it in plugin/torch, or unset the variable"
+            ) from error
+        return "flagcx"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What a rank must know of a tensor before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _Tensor(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+
+
 def make_communicator(rank: int, world_size: int, init_method: str) -> Communicator:
-    """The platform's own class where it has one; nothing to meet for one rank alone."""
+    """The platform's own class; else FlagCX where FLAGCX_PATH is set. One rank alone meets nobody."""
     if world_size == 1:
         return Communicator()
-    chosen: Any = current_platform.get_communicator_class() or TorchCommunicator
+    usual = TorchCommunicator if env.text("FLAGCX_PATH") is None else FlagCXCommunicator
+    chosen: Any = current_platform.get_communicator_class() or usual
     communicator: Communicator = resolve_qualified_name(chosen)(rank, world_size, init_method)
     return communicator

@@ -185,7 +185,12 @@ def test_functions_and_layers_follow_a_changed_policy_at_once_wherever_they_are_
     manager = dispatch.get_manager()
     manager.registry.register(
         OpImpl(
-            "silu_and_mul", "vendor.a", ImplKind.VENDOR, marked, vendor="a", supported_dtypes={torch.float32}
+            "silu_and_mul",
+            "vendor.a",
+            ImplKind.VENDOR,
+            marked,
+            vendor="a",
+            supported_dtypes=frozenset({torch.float32}),
         )
     )
     held, layer, resolved = (
@@ -562,7 +567,8 @@ def test_compiled_code_goes_through_dispatch_in_one_graph_and_follows_the_policy
 
     def work(x: torch.Tensor) -> torch.Tensor:
         normed, _ = norm(x, x)
-        return layer(normed) + dispatch.silu_and_mul(normed)
+        output: torch.Tensor = layer(normed) + dispatch.silu_and_mul(normed)
+        return output
 
     if called_before:
         work(X)

@@ -51,6 +51,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    layers: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))

@@ -110,10 +110,16 @@ def topk(
     renormalize: bool,
     correction_bias: torch.Tensor | None = None,
     scoring_func: str = "softmax",
+    *more: Any,
     **others: Any,
 ) -> Any:
     """Not a layer but a function, as SGLang's ``fused_topk``; ids in int32, as it has them."""
-    if correction_bias is not None or scoring_func not in ("softmax", "sigmoid") or any(others.values()):
+    if (
+        correction_bias is not None
+        or scoring_func not in ("softmax", "sigmoid")
+        or any(more)
+        or any(others.values())
+    ):
         return NotImplemented
     weights, ids = functions.topk(gating_output, topk, renormalize, scoring_func)
     return weights, ids.to(torch.int32)

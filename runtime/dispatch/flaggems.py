@@ -201,19 +201,24 @@ _SERVED: dict[Callable[..., Any], frozenset[torch.dtype]] = {
     rotary_embedding: _FLOATS,
     topk: _FLOATS,
     fused_moe: _FLOATS,
+}
+#: Tuned for minutes at their first call, and compared on too few devices: used where a person asks for them.
+_ON_REQUEST: dict[Callable[..., Any], frozenset[torch.dtype]] = {
     chunk_gated_delta_rule: _HALVES,
     fused_recurrent_gated_delta_rule: _FLOATS,
 }
+_LAST = 10
 
 
 def register(registry: OpRegistry) -> None:
-    for function, dtypes in _SERVED.items():
+    for function, dtypes in (*_SERVED.items(), *_ON_REQUEST.items()):
         registry.register(
             OpImpl(
                 function.__name__,
                 f"default.flaggems.{function.__name__}",
                 ImplKind.DEFAULT,
                 function,
+                priority=_LAST if function in _ON_REQUEST else None,
                 supported_dtypes=dtypes,
                 device_types=DEVICE_TYPES,
                 is_available=available,

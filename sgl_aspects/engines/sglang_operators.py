@@ -41,3 +41,6 @@ RESOLVERS = (
     "sglang.srt.layers.utils:MultiPlatformOp.dispatch_forward",
     "sglang.srt.custom_op:CustomOp.dispatch_forward",  # up to 0.5.6
 )
+
+#: What SGLang's ranks talk through.
+GROUP_COORDINATOR = "sglang.srt.distributed.parallel_state:GroupCoordinator"
