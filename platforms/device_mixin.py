@@ -146,6 +146,13 @@ class DeviceMixin:
 
     # -- running -------------------------------------------------------------------------------------
 
+    def is_asynchronous(self) -> bool:
+        """True where work is queued and the host goes on: an engine then schedules the next step meanwhile.
+
+        Needs ``create_event``, whose events are waited for.
+        """
+        return False
+
     def synchronize(self) -> None:
         """Wait until the current device has done all work given to it."""
         self._not_implemented("synchronize")

@@ -113,6 +113,9 @@ class TorchDeviceMixin(DeviceMixin):
     def is_pin_memory_available(self) -> bool:
         return True
 
+    def is_asynchronous(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         self.torch_module.synchronize()
 

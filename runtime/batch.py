@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sgl_aspects.runtime.grammar import Grammar
     from sgl_aspects.runtime.kv_cache.prefix_cache import Node
     from sgl_aspects.runtime.logprobs import TokenLogprobs
+    from sgl_aspects.runtime.sampled_tokens import SampledTokens
 
 
 class ForwardMode(enum.Enum):
@@ -111,6 +112,8 @@ class Batch:
     step_id: int
     #: How many of the requests, all at the front, feed one token and get their next.
     num_decodes: int
+    #: Where the batch before is still on the device: the tokens that these requests get from it.
+    follows: SampledTokens | None = None
 
     @property
     def batch_size(self) -> int:
@@ -130,8 +133,14 @@ class Batch:
 
 @dataclass
 class BatchResult:
-    """The next token of each request of a batch; None for those whose prompt is not done."""
+    """What a batch gives each of its requests. The device may still be at work on it."""
 
-    next_token_ids: list[int | None]
+    tokens: SampledTokens
+    #: Of :meth:`Batch.samples`, when the batch began.
+    samples: list[bool]
     #: Empty where nobody asked.
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def next_token_ids(self) -> list[int | None]:
+        """Waits for the device. None for requests whose prompt is not done."""
+        return [token if samples else None for token, samples in zip(self.tokens.tolist(), self.samples)]

@@ -125,14 +125,17 @@ class GraphRunner:
         self._host_inputs.reverse()
         host = self._host_inputs[0]
         padding = [0] * (size - count)
+        ahead = 0 if batch.follows is None else 1  # the token of the step before is not counted yet
         host[:, :size] = torch.tensor(
             [
                 [req.last_token for req in batch.reqs] + padding,
-                [req.computed_tokens for req in batch.reqs] + padding,
+                [req.computed_tokens + ahead for req in batch.reqs] + padding,
                 [req.row for req in batch.reqs] + [self._runner.page_table.padding_row] * len(padding),
             ]
         )
         self._inputs.copy_(host, non_blocking=True)
+        if batch.follows is not None:
+            self._inputs[0, :count].copy_(batch.follows.on_device)
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[:count]

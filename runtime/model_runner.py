@@ -25,6 +25,7 @@ from sgl_aspects.runtime.logprobs import TokenLogprobs, token_logprobs
 from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Operator
 from sgl_aspects.runtime.rank_links import RankLinks
+from sgl_aspects.runtime.sampled_tokens import SampledTokens
 from sgl_aspects.runtime.sampler import Sampler
 from sgl_aspects.runtime.server_args import ServerArgs
 
@@ -192,7 +193,16 @@ class ModelRunner:
         logits: torch.Tensor = self.model(batch)
         return logits
 
-    def sample(self, logits: torch.Tensor, batch: Batch) -> list[int]:
+    def can_follow(self, batch: Batch) -> bool:
+        """Whether a step can begin before the tokens of ``batch``, the step before it, are known here."""
+        return (
+            self.platform.is_asynchronous()
+            and not self.server_args.disable_overlap
+            and self.graph_runner is not None
+            and self.graph_runner.can_run(batch)
+        )
+
+    def sample(self, logits: torch.Tensor, batch: Batch) -> SampledTokens:
         """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing.
 
         Rank 0 chooses, and the others hear of it.
@@ -202,8 +212,7 @@ class ModelRunner:
                 tokens = torch.empty(len(batch.reqs), dtype=torch.int64, device=self.device)
             else:
                 tokens = self._choose_tokens(logits, batch)
-            chosen: list[int] = self.communicator.broadcast(tokens).tolist()
-            return chosen
+            return SampledTokens(self.communicator.broadcast(tokens), self.platform)
 
     def _choose_tokens(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         params = [req.sampling_params for req in batch.reqs]

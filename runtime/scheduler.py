@@ -9,6 +9,7 @@ one request alone always fits; so each gets its turn, and nobody overtakes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -61,6 +62,8 @@ class Scheduler:
         self.step_id = 0
         self.num_retractions = 0
         self.shutting_down = False
+        #: The batch whose tokens nobody has looked at yet.
+        self.in_flight: tuple[Batch, BatchResult] | None = None
         #: Asked for, and waiting for the requests that have begun with the old weights.
         self.weight_updates: deque[UpdateWeightsRequest] = deque()
         self._arrivals = itertools.count()
@@ -69,7 +72,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.in_flight)
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:
@@ -200,6 +203,7 @@ class Scheduler:
 
     def update_weights(self, message: UpdateWeightsRequest) -> None:
         """Load them now, forget what was computed with the old ones, and tell who asked."""
+        self.collect()
         reply = Reply(message.number)
         try:
             self.model_runner.update_weights(message.model_path)
@@ -211,16 +215,71 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One iteration; called only when there is work."""
+        """One iteration; called only when there is work.
+
+        Where the device works while the host goes on, a decode step is left in flight, and the next one is
+        scheduled and handed over before its tokens are looked at:
+
+            host    schedule 1 │ schedule 2 │ results of 1 │ schedule 3 │ results of 2 │ ...
+            device             │ forward 1            │ forward 2               │ forward 3
+        """
         batch = self.schedule()
         if batch is None:
             return
         result = self.run_batch(batch)
+        self.collect()
+        self.in_flight = batch, result
+        if not self._may_be_followed(batch):
+            self.collect()
+
+    def collect(self) -> None:
+        """Wait for the batch in flight, and give its requests what they got."""
+        if self.in_flight is None:
+            return
+        batch, result = self.in_flight
+        self.in_flight = None
+        # Who has ended since, by an abort or an end token, was computed once too often.
+        alive = [req for req in batch.reqs if req.finish_reason is None]
         self.process_batch_result(batch, result)
-        self.stream_output(batch.reqs)
+        self.stream_output(alive)
+
+    def _may_be_followed(self, batch: Batch) -> bool:
+        """Whether the next step needs nothing of this one but tokens, which it finds on the device."""
+        return self.model_runner.can_follow(batch) and not any(
+            req.sampling_params.adjusts_logits
+            or req.sampling_params.logprobs is not None
+            or req.grammar is not None
+            for req in batch.reqs
+        )
+
+    def _following(self) -> Batch | None:
+        """The step after the one in flight, for the same requests; None where anything else comes first."""
+        if self.in_flight is None or self.weight_updates:
+            return None
+        batch, result = self.in_flight
+        if len(self.running) != batch.batch_size:
+            return None
+        req = self._next_waiting()
+        if req is not None and (
+            batch.batch_size < self.server_args.max_running_requests
+            or req.priority > self._last_running().priority
+        ):
+            return None
+        for req in batch.reqs:
+            # One that ends with the token in flight makes room for others.
+            if req.finish_reason is not None or len(req.output_ids) + 1 >= req.max_new_tokens:
+                return None
+            if not self.kv_cache.extend(req, req.total_tokens + 1):
+                return None
+        self.step_id += 1
+        return dataclasses.replace(batch, step_id=self.step_id, follows=result.tokens)
 
     def schedule(self) -> Batch | None:
         """The next batch; None where there is nothing to compute."""
+        following = self._following()
+        if following is not None:
+            return following
+        self.collect()
         self.make_room()
         self.admit_requests()
         decodes = [req for req in self.running if req.is_prefill_done]
@@ -295,18 +354,20 @@ class Scheduler:
         return max(self.running, key=lambda req: req.precedence)
 
     def run_batch(self, batch: Batch) -> BatchResult:
+        """Hand the batch over to the device."""
         logits = self.model_runner.forward(batch)
         tokens = self.model_runner.sample(logits, batch)
         logprobs = []
         if any(req.sampling_params.logprobs is not None for req in batch.reqs):
-            logprobs = self.model_runner.logprobs(logits, tokens, batch)
-        return BatchResult(
-            [token if samples else None for token, samples in zip(tokens, batch.samples())], logprobs
-        )
+            logprobs = self.model_runner.logprobs(logits, tokens.tolist(), batch)
+        return BatchResult(tokens, batch.samples(), logprobs)
 
     def process_batch_result(self, batch: Batch, result: BatchResult) -> None:
         """Add the new tokens to their requests, and end those that are done."""
-        for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, result.next_token_ids)):
+        tokens = result.next_token_ids()
+        for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, tokens)):
+            if req.finish_reason is not None:
+                continue
             req.computed_tokens += count
             if token is None:
                 continue

@@ -50,6 +50,8 @@ class ServerArgs:
     tp_size: int = 1
     #: True: no graphs, also where the platform has them. They cost seconds at the start, and some memory.
     disable_graphs: bool = False
+    #: True: a step is scheduled when the one before it is done, also where the device could work meanwhile.
+    disable_overlap: bool = False
     #: True: layers are compiled in pieces, where the platform can. The first steps take much longer.
     compile: bool = False
     #: Seconds to wait for the scheduler process to load the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.platforms.cuda import CudaPlatform
-from sgl_aspects.runtime import ServerArgs
+from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.graph_runner import GraphRunner, capture_sizes
+from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.model_runner import ModelRunner
+from sgl_aspects.runtime.scheduler import Scheduler
 from tests.test_runtime_equality import prompts_of, run_in_process
 from tests.tiny_models import VARIANTS, greedy, make_llama
 
@@ -101,6 +104,133 @@ def test_a_platform_that_declares_no_pieces_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"compile=True.*'cpu'.*piecewise_graph"):
         ModelRunner(args_for(tmp_path, compile=True))
     set_current_platform(None)
+
+
+# -- a step ahead ---------------------------------------------------------------------------------------
+
+
+class Driven:
+    """A scheduler in this process, and what its owner would hear."""
+
+    def __init__(self, folder: Path, **fields: Any) -> None:
+        self.ours, theirs = multiprocessing.Pipe()
+        self.scheduler = Scheduler(args_for(folder, **fields), theirs)
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.ahead = 0
+        following = self.scheduler._following
+
+        def counted() -> Any:
+            batch = following()
+            self.ahead += batch is not None
+            return batch
+
+        self.scheduler._following = counted  # type: ignore[method-assign]
+
+    def add(self, rid: str, prompt: list[int], **params: Any) -> None:
+        settings = {"max_new_tokens": 24, "ignore_eos": True, **params}
+        self.scheduler.add_request(TokenizedRequest(rid, prompt, SamplingParams(**settings)))
+
+    def step(self, count: int = 10_000) -> None:
+        while count and self.scheduler.has_work:
+            count -= 1
+            self.scheduler.step()
+            while self.ours.poll(0):
+                for output in self.ours.recv():
+                    assert output.rid not in self.reasons, "told after its end"
+                    self.outputs.setdefault(output.rid, []).extend(output.token_ids)
+                    if output.finish_reason is not None:
+                        self.reasons[output.rid] = output.finish_reason
+
+    def assert_nothing_is_held(self) -> None:
+        stats = self.scheduler.stats()
+        assert stats["kv_available_tokens"] == stats["kv_total_tokens"]
+        assert not self.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}, {"ignore_eos": False}]
+)
+def test_steps_ahead_change_no_token(sampling: dict[str, Any], platform: SRTPlatform, tmp_path: Path) -> None:
+    prompts = prompts_of(make_llama(tmp_path).config.vocab_size)
+    found = []
+    for disable in (False, True):
+        driven = Driven(tmp_path, disable_overlap=disable)
+        for number, prompt in enumerate(prompts):
+            driven.add(str(number), prompt, **sampling)
+            driven.step(3)
+        driven.step()
+        driven.assert_nothing_is_held()
+        assert (driven.ahead > 10) is not disable
+        found.append((driven.outputs, driven.reasons))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == len(prompts)
+
+
+def test_an_end_token_is_the_end_though_a_step_more_is_under_way(
+    platform: SRTPlatform, tmp_path: Path
+) -> None:
+    model = make_llama(tmp_path)
+    prompts = prompts_of(model.config.vocab_size)
+    plain = greedy(model, prompts, 24, ignore_eos=True)
+    driven = Driven(tmp_path)
+    stops = [tokens[9] for tokens in plain]  # each ends at its tenth token, or where that one comes before
+    for number, (prompt, stop) in enumerate(zip(prompts[:6], stops)):
+        driven.add(str(number), prompt, stop_token_ids=[stop])
+    driven.step()
+    driven.assert_nothing_is_held()
+    assert driven.ahead
+    for number, stop in enumerate(stops[:6]):
+        tokens = plain[number]
+        assert driven.outputs[str(number)] == tokens[: tokens.index(stop) + 1]
+        assert driven.reasons[str(number)] == "stop"
+
+
+def test_an_abort_while_a_step_is_in_flight(platform: SRTPlatform, tmp_path: Path) -> None:
+    model = make_llama(tmp_path)
+    prompts = prompts_of(model.config.vocab_size)[:3]
+    driven = Driven(tmp_path)
+    for number, prompt in enumerate(prompts):
+        driven.add(str(number), prompt)
+    driven.step(6)
+    assert driven.scheduler.in_flight is not None
+    driven.scheduler.abort_request("1")
+    driven.step()
+    driven.assert_nothing_is_held()
+    plain = greedy(model, prompts, 24, ignore_eos=True)
+    assert driven.outputs["0"] == plain[0]
+    assert driven.outputs["2"] == plain[2]
+    assert driven.reasons == {"0": "length", "1": "abort", "2": "length"}
+    assert driven.outputs["1"] == plain[1][: len(driven.outputs["1"])]
+
+
+def test_requests_that_need_their_tokens_first_are_not_run_ahead(
+    platform: SRTPlatform, tmp_path: Path
+) -> None:
+    prompt = prompts_of(make_llama(tmp_path).config.vocab_size)[3]
+    driven = Driven(tmp_path)
+    driven.add("0", prompt, repetition_penalty=1.3)
+    driven.step()
+    driven.add("1", prompt, logprobs=2)
+    driven.step()
+    assert driven.ahead == 0
+
+
+def test_a_small_cache_is_no_obstacle(platform: SRTPlatform, tmp_path: Path) -> None:
+    model = make_llama(tmp_path)
+    prompts = prompts_of(model.config.vocab_size)
+    driven = Driven(tmp_path, max_total_tokens=160, page_size=4, decode_reserve=4)
+    for number, prompt in enumerate(prompts):
+        driven.add(str(number), prompt)
+    driven.step()
+    driven.assert_nothing_is_held()
+    assert driven.scheduler.num_retractions
+    assert driven.ahead
+    plain = greedy(model, prompts, 24, ignore_eos=True)
+    assert [driven.outputs[str(number)] for number in range(len(prompts))] == plain
+
+
+# -- when it is captured, and whether -------------------------------------------------------------------
 
 
 def test_new_weights_are_captured_anew(platform: SRTPlatform, tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ class LoopbackDevice(DeviceMixin):
 
     # -- running --------------------------------------------------------------------------------------
 
+    def is_asynchronous(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         current_stream().synchronize()
 
