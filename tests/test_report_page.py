@@ -265,4 +265,7 @@ def test_next_to_nothing_was_recorded(browser: Browser, tmp_path: Path, number_o
     page.goto(f"file://{file}")
     page.get_by_text("No request was recorded").wait_for()
     page.get_by_text("No scheduler step was recorded").wait_for()
+    if number_of_spans:
+        page.locator(".others .list-rows [role=row]").click()
+        page.locator(".detail h2", has_text="mine").wait_for()
     assert complaints == []

@@ -1,7 +1,8 @@
 """Spans as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: one timeline of all processes.
 
-A process of the engine is a process there. What can overlap must not share a track: the scheduler's steps
-have one, and each request has its own.
+A process of the engine is a process there, and each request is a track in every process that it came
+through, joined by arrows (flows). The scheduler's steps have a track, two where they overlap. Device time is
+a track of its own; batch, queue and KV cache are counters.
 """
 
 from __future__ import annotations
@@ -14,10 +15,34 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext
 
-_STEP_TRACK = 1
-# Requests that are not open at the same time could share a track; so many tracks are told apart.
-_TRACKS = 1 << 20
+from sgl_aspects.tracing.context import root_of_trace_id
+
+_STEP = "scheduler.step"
+_OF_REQUESTS = ("tokenize", "queue", "prefill", "decode", "detokenize")
+# What a process that records such spans is.
+_PROCESSES = {
+    "tokenize": "requests",
+    "detokenize": "requests",
+    "queue": "scheduler",
+    "prefill": "scheduler",
+    "decode": "scheduler",
+    _STEP: "scheduler",
+    "load_model": "scheduler",
+    "init_kv_cache": "scheduler",
+    "capture_graphs": "scheduler",
+}
+_COUNTERS = {
+    "batch": {"requests": "sgl_aspects.batch.size"},
+    "queue": {"waiting": "sgl_aspects.queue.waiting", "running": "sgl_aspects.queue.running"},
+    "KV cache": {"usage": "sgl_aspects.kv.usage"},
+}
+# Tracks of a process: steps and other work from 1 on, devices from 100 on, requests from 1000 on.
+_WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
+# So many requests that may still send spans keep their tracks.
+_MOST_TRACKS = 1 << 16
+_FLOW_IDS = (1 << 63) - 1
 
 
 class ChromeTraceExporter(SpanExporter):
@@ -31,11 +56,11 @@ class ChromeTraceExporter(SpanExporter):
         self._file = Path(path).open("w" if is_new else "a", encoding="utf-8")  # noqa: SIM115 (open as long as it)
         if is_new:
             self._file.write("[")
-        self._named: set[tuple[int, int]] = set()
+        self._timeline = Timeline()
         self._separator = "\n" if is_new else ",\n"
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        for event in events_of(spans, self._named):
+        for event in self._timeline.events_of(spans):
             self._file.write(self._separator + json.dumps(event, separators=(",", ":")))
             self._separator = ",\n"
         self._file.flush()
@@ -49,36 +74,161 @@ class ChromeTraceExporter(SpanExporter):
         return True
 
 
-def events_of(spans: Iterable[ReadableSpan], named: set[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """A complete event ("X", microseconds) for each span; names of its process and track come first.
+class Timeline:
+    """Turns spans into events, as they come: by their end, as a collector has them, or by their start.
 
-    ``named`` remembers which were told.
+    Every span is a complete event ("X", microseconds); names of its process and track come first.
     """
-    for span in spans:
-        context = span.get_span_context()
-        if context is None or span.start_time is None or span.end_time is None:
-            continue
-        attributes = dict(span.attributes or {})
-        process_id = int(str(span.resource.attributes.get("process.pid", 0)))
-        is_request = "sgl_aspects.step.id" not in attributes and _is_of_request(span)
-        track = 2 + context.trace_id % _TRACKS if is_request else _STEP_TRACK
-        yield from _names(
-            process_id, track, f"request {context.trace_id:032x}" if is_request else "steps", named
+
+    def __init__(self) -> None:
+        self._named: set[tuple[int, int]] = set()
+        self._requests: dict[tuple[int, int], int] = {}  # track of (trace, request's span)
+        self._lanes: dict[int, list[_Lane]] = {}  # by process
+        self._devices: dict[tuple[int, str], tuple[int, int]] = {}  # track and end of the last, by device
+        self._next_track = _REQUEST_TRACKS
+
+    def events_of(self, spans: Iterable[ReadableSpan]) -> Iterator[dict[str, Any]]:
+        """The events of these spans; what they need of earlier ones is remembered."""
+        for span in spans:
+            context = span.get_span_context()
+            if context is None or span.start_time is None or span.end_time is None:
+                continue
+            process_id = int(str(span.resource.attributes.get("process.pid", 0)))
+            attributes = dict(span.attributes or {})
+            if span.name in _OF_REQUESTS or not root_of_trace_id(context.trace_id):
+                yield from self._request_events(span, context, attributes, process_id)
+            else:
+                yield from self._work_events(span, context, attributes, process_id)
+
+    def _request_events(
+        self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
+    ) -> Iterator[dict[str, Any]]:
+        # A request's span has the request's id; spans below name it as their parent.
+        is_root = "gen_ai.request.id" in attributes or span.parent is None
+        span_id = context.span_id if is_root or span.parent is None else span.parent.span_id
+        key = context.trace_id, span_id
+        if key not in self._requests:
+            self._requests[key] = self._next_track
+            self._next_track += 1
+            while len(self._requests) > _MOST_TRACKS:
+                del self._requests[next(iter(self._requests))]
+        track = self._requests[key]
+        yield from self._names(
+            process_id, track, f"request {span_id:016x}", _PROCESSES.get(span.name, "requests")
         )
-        args: dict[str, Any] = {key: _in_json(value) for key, value in attributes.items()}
-        args["trace_id"], args["span_id"] = f"{context.trace_id:032x}", f"{context.span_id:016x}"
+        event = _complete(span, context, attributes, process_id, track, "request")
+        # The first span of a flow sends the arrow, the others hand it on in the order of time.
+        yield (
+            event
+            | {"bind_id": hex(span_id & _FLOW_IDS), "flow_out": True}
+            | ({} if is_root else {"flow_in": True})
+        )
+
+    def _work_events(
+        self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
+    ) -> Iterator[dict[str, Any]]:
+        lane, track = self._lane(span, context, process_id)
+        kind = _PROCESSES.get(span.name, "process")
+        yield from self._names(process_id, track, "steps" if track == _WORK_TRACKS else f"steps {lane}", kind)
+        event = _complete(span, context, attributes, process_id, track, "scheduler")
         if span.links:
-            args["links"] = [f"{link.context.trace_id:032x}" for link in span.links]
+            event["args"]["links"] = [f"{link.context.trace_id:032x}" for link in span.links]
+        yield event
+        if span.name == _STEP:
+            yield from _counters(attributes, process_id, event["ts"])
+        seconds: Any = attributes.get("sgl_aspects.forward.device_time")
+        if _is_number(seconds) and seconds >= 0:
+            yield from self._device_events(span, attributes, process_id, seconds)
+
+    def _lane(self, span: ReadableSpan, context: SpanContext, process_id: int) -> tuple[int, int]:
+        """A track on which the span's trace does not overlap another: steps may, and functions of threads."""
+        lanes = self._lanes.setdefault(process_id, [])
+        start, end = span.start_time or 0, span.end_time or 0
+        found = next((lane for lane in lanes if lane.trace_id == context.trace_id), None)
+        if found is None:
+            found = next((lane for lane in lanes if lane.has_ended and lane.end <= start), None)
+        if found is None:
+            if len(lanes) < _DEVICE_TRACKS - _WORK_TRACKS:
+                lanes.append(_Lane())
+            found = lanes[-1]
+        if found.trace_id != context.trace_id:
+            found.trace_id, found.has_ended = context.trace_id, False
+        found.end = max(found.end, end)
+        found.has_ended = found.has_ended or span.parent is None
+        number = lanes.index(found)
+        return number + 1, _WORK_TRACKS + number
+
+    def _device_events(
+        self, span: ReadableSpan, attributes: dict[str, Any], process_id: int, seconds: float
+    ) -> Iterator[dict[str, Any]]:
+        """When the device began is not known: not before the pass was launched, nor before its last work."""
+        name = str(attributes.get("sgl_aspects.device.name", "device"))
+        track, last_end = self._devices.get((process_id, name), (_DEVICE_TRACKS + len(self._devices), 0))
+        start = max(span.start_time or 0, last_end)
+        end = start + round(seconds * 1e9)
+        self._devices[process_id, name] = track, end
+        yield from self._names(process_id, track, f"device {name}", "scheduler")
         yield {
-            "name": span.name,
-            "cat": "request" if is_request else "scheduler",
+            "name": str(attributes.get("sgl_aspects.forward.mode", "forward")),
+            "cat": "device",
             "ph": "X",
-            "ts": span.start_time / 1e3,
-            "dur": (span.end_time - span.start_time) / 1e3,
+            "ts": start / 1e3,
+            "dur": end / 1e3 - start / 1e3,
             "pid": process_id,
             "tid": track,
-            "args": args,
+            "args": {"batch": _in_json(attributes.get("sgl_aspects.batch.size"))},
         }
+
+    def _names(self, process_id: int, track: int, name: str, process: str) -> Iterator[dict[str, Any]]:
+        for key, kind, text in (
+            ((process_id, 0), "process_name", f"{process} {process_id}"),
+            ((process_id, track), "thread_name", name),
+        ):
+            if key not in self._named:
+                self._named.add(key)
+                yield _metadata(kind, process_id, key[1], {"name": text})
+                if key[1]:
+                    yield _metadata("thread_sort_index", process_id, key[1], {"sort_index": key[1]})
+
+
+class _Lane:
+    """A track for traces that follow one another."""
+
+    def __init__(self) -> None:
+        self.trace_id = 0
+        self.end = 0
+        self.has_ended = True
+
+
+def _metadata(kind: str, process_id: int, track: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process_id, "tid": track, "args": args}
+
+
+def _complete(
+    span: ReadableSpan,
+    context: SpanContext,
+    attributes: dict[str, Any],
+    process_id: int,
+    track: int,
+    category: str,
+) -> dict[str, Any]:
+    start, end = (span.start_time or 0) / 1e3, (span.end_time or 0) / 1e3
+    args: dict[str, Any] = {key: _in_json(value) for key, value in attributes.items()}
+    args["trace_id"], args["span_id"] = f"{context.trace_id:032x}", f"{context.span_id:016x}"
+    return {
+        "name": span.name,
+        "cat": category,
+        "ph": "X",
+        "ts": start,
+        "dur": end - start,  # of the rounded times: what is inside another stays inside
+        "pid": process_id,
+        "tid": track,
+        "args": args,
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _in_json(value: Any) -> Any:
@@ -88,18 +238,9 @@ def _in_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_STEP_NAMES = ("scheduler.step", "schedule", "run_batch", "sample", "process_result", "forward")
-
-
-def _is_of_request(span: ReadableSpan) -> bool:
-    return span.name not in _STEP_NAMES
-
-
-def _names(process_id: int, track: int, name: str, named: set[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    for key, kind, text in (
-        ((process_id, 0), "process_name", f"process {process_id}"),
-        ((process_id, track), "thread_name", name),
-    ):
-        if key not in named:
-            named.add(key)
-            yield {"name": kind, "ph": "M", "pid": process_id, "tid": key[1], "args": {"name": text}}
+def _counters(attributes: dict[str, Any], process_id: int, ts: float) -> Iterator[dict[str, Any]]:
+    for name, series in _COUNTERS.items():
+        found = {label: attributes.get(key) for label, key in series.items()}
+        values = {label: value for label, value in found.items() if _is_number(value)}
+        if values:
+            yield {"name": name, "cat": "scheduler", "ph": "C", "ts": ts, "pid": process_id, "args": values}

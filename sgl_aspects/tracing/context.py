@@ -94,9 +94,19 @@ def of_request(
     return found if asks_parent else found._replace(sampled=is_wanted(found.trace_id, sample))
 
 
+_SPREAD = 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835
+_GATHER = pow(_SPREAD, -1, 1 << 128)
+
+
 def trace_id_of_root(span_id: int) -> int:
     """The trace of a root that no request brought along: every process can tell it from the span's id."""
-    return (span_id * 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) % (1 << 128) or 1
+    return (span_id * _SPREAD) % (1 << 128) or 1
+
+
+def root_of_trace_id(trace_id: int) -> int:
+    """The root whose trace :func:`trace_id_of_root` named so; 0 where the id came from elsewhere."""
+    root = (trace_id * _GATHER) % (1 << 128)
+    return root if root < 1 << 64 else 0
 
 
 class OpenSpan(NamedTuple):

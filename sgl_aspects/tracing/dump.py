@@ -49,9 +49,9 @@ def write(spans: Sequence[ReadableSpan], form: str) -> str:
 
         return json.dumps(to_json(spans)) + "\n"
     if form == "perfetto":
-        from sgl_aspects.tracing.chrome_trace import events_of
+        from sgl_aspects.tracing.chrome_trace import Timeline
 
-        return json.dumps({"traceEvents": list(events_of(spans, set()))}) + "\n"
+        return json.dumps({"traceEvents": list(Timeline().events_of(spans))}) + "\n"
     return "".join(_lines(spans))
 
 

@@ -29,6 +29,7 @@ SCRIPTS = (
     "overview.js",
     "requests.js",
     "steps.js",
+    "others.js",
     "main.js",
 )
 

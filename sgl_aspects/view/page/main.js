@@ -11,6 +11,7 @@ function build(run) {
   };
   const list = requestList(run, openRequest);
   const engine = new Engine(run, openStep);
+  const others = otherList(run, (other) => go("trace", other));
   const detail = el("aside", { class: "card detail", "aria-label": "Details" });
   const chips = el("p", { class: "chips", "aria-live": "polite" });
   let lastRequest = null;
@@ -29,18 +30,21 @@ function build(run) {
   }
 
   function show() {
-    const [, kind, index] = /^#(request|step)=(\d+)$/.exec(location.hash) ?? [];
+    const [, kind, index] = /^#(request|step|trace)=(\d+)$/.exec(location.hash) ?? [];
     const item = run.byIndex.get(Number(index)) ?? null;
     const isRequest = kind === "request" && item instanceof Request;
+    const isOther = kind === "trace" && item instanceof Other;
     const isStep = kind === "step" && item instanceof Step;
     if (!isStep) lastRequest = isRequest ? item : null;
     if (isRequest) detail.replaceChildren(requestPanel(item, { openStep, close }));
     else if (isStep) detail.replaceChildren(stepPanel(item, { openRequest, openStep, close, from: lastRequest }));
+    else if (isOther) detail.replaceChildren(otherPanel(item, { close }));
     else detail.replaceChildren(hint(run));
     list.choose(lastRequest);
     engine.list.choose(isStep ? item : null);
-    engine.mark(isRequest || isStep ? item.start : null, item?.end);
-    if (isRequest || isStep) {
+    others.choose(isOther ? item : null);
+    engine.mark(item ? item.start : null, item?.end);
+    if (isRequest || isStep || isOther) {
       detail.querySelector("h2").focus({ preventScroll: true });
       detail.scrollTop = 0;
       const box = detail.getBoundingClientRect();
@@ -72,6 +76,9 @@ function build(run) {
         detail,
       ),
       engine.element,
+      run.others.length
+        ? el("section", { class: "card", "aria-labelledby": "others-title" }, el("div", { class: "section-head" }, el("h2", { id: "others-title" }, "Other traces")), others.element)
+        : "",
     ),
     el("footer", { class: "muted" }, `sgl-aspects ${run.version}. Plots: uPlot, MIT licence.`),
   );

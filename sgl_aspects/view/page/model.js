@@ -35,6 +35,10 @@ class Run {
     this.requests = data.requests.map((index) => new Request(this, index));
     for (const request of this.requests) this.byIndex.set(request.index, request);
     this._linkSteps();
+    this.others = [];
+    for (let i = 0; i < this.size; i++)
+      if (this.parent[i] < 0 && !this.byIndex.has(i)) this.others.push(new Other(this, i));
+    for (const other of this.others) this.byIndex.set(other.index, other);
     this.end = 0;
     for (let i = 0; i < this.size; i++) this.end = Math.max(this.end, this.start[i] + this.duration[i]);
     this._typical();
@@ -169,6 +173,19 @@ class Request {
       if (!found || excess > found.excess) found = { phase, excess, time: this.phases[phase] };
     }
     return { ...found, usual: this.run.typical.phase[found.phase] ?? 0 };
+  }
+}
+
+/** A root that is neither a request nor a step: a function that was traced by name, the loading of a model. */
+class Other {
+  constructor(run, index) {
+    this.run = run;
+    this.index = index;
+    this.name = run.name(index);
+    this.start = run.start[index];
+    this.duration = run.duration[index];
+    this.end = this.start + this.duration;
+    this.isError = run.hasError.has(index);
   }
 }
 
