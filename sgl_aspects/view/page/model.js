@@ -97,6 +97,7 @@ class Run {
     this.typical = { phase: {}, step: new Map(), tokens: median(this.requests.map((r) => r.outputTokens ?? 0)) };
     for (const phase of PHASES) this.typical.phase[phase] = median(this.requests.map((r) => r.phases[phase]));
     this.typical.duration = median(this.requests.map((r) => r.duration));
+    this.typical.toFirst = median(this.requests.filter((r) => r.toFirst !== null).map((r) => r.toFirst));
     this.typical.perToken = median(this.requests.filter((r) => r.perToken !== null).map((r) => r.perToken));
     const durations = new Map();
     for (const step of this.steps) {

@@ -67,6 +67,13 @@ function verdict(request) {
   const share = total ? time / total : 0;
   if (run.requests.length < 3 || excess < 0.1 * run.typical.duration || total < 1.1 * run.typical.duration) {
     const main = largestPhase(request);
+    const late = request.toFirst === null ? 0 : request.toFirst / Math.max(run.typical.toFirst, 1);
+    if (late > 1.5 && run.requests.length > 2)
+      return [
+        el("strong", {}, `Its first token is late, ${times(late)} the median: `),
+        `${duration(request.toFirst)}, with ${duration(request.phases.queue)} in the queue and `,
+        `${duration(request.phases.prefill + request.phases.between)} for the prefill. Its duration is usual.`,
+      ];
     return [
       `Nothing stands out: ${times(total / Math.max(run.typical.duration, 1))} the median duration, `,
       `${percent(request.phases[main] / Math.max(total, 1))} of it in ${labelOf(main)}.`,
