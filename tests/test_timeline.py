@@ -133,9 +133,9 @@ def test_steps_that_overlap_have_tracks_of_their_own(by_start: bool) -> None:
         trace = trace_id_of_root(root)
         spans.append(span(trace, root, start, start + 15, name="scheduler.step"))
         spans.append(span(trace, root + 1, start, start + 5, parent=root, name="schedule"))
-    spans.sort(
-        key=lambda s: (s.start_time, -(s.end_time or 0)) if by_start else (s.end_time, -(s.start_time or 0))
-    )  # type: ignore[operator,return-value]
+    spans.sort(key=lambda span: (span.start_time or 0, span.parent is not None))
+    if not by_start:  # as a collector has them: those below a step come before it
+        spans.sort(key=lambda span: (span.end_time or 0, span.parent is None))
     events = list(Timeline().events_of(spans))
     check_format(events)
     assert len({event["tid"] for event in events if event["ph"] == "X"}) <= 3
