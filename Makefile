@@ -54,10 +54,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The report page is tested in Chromium. Where it cannot be installed, those tests are skipped and say so.
+# The report page is tested in Chromium, the dashboard with Prometheus. Where they cannot be installed, those
+# tests are skipped and say so.
 browser:
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
-		{ apt-get update -qq && apt-get install -qq --no-install-recommends chromium; } || true
+	@{ command -v chromium google-chrome && command -v prometheus; } >/dev/null || \
+		{ apt-get update -qq && apt-get install -qq --no-install-recommends chromium prometheus; } || true
 
 bench: $(VENV)/.dev
 	$(PIP) -e ".[bench]"

@@ -213,13 +213,14 @@ class LiveRun:
 
     def _step(self, name: str, record: SpanEnd, seconds: float) -> None:
         values = _values(record)
-        mode = str(values.get("sgl_aspects.forward.mode"))
-        phase = PHASES.get(mode, "other")
-        tokens = int(_number(values.get("sgl_aspects.batch.tokens")))
+        mode = values.get("sgl_aspects.forward.mode")
         second = self._second(record.end_ns)
-        second.steps.setdefault(phase, []).append(seconds)
-        second.step_tokens[phase] = second.step_tokens.get(phase, 0) + tokens
-        second.fed_tokens += tokens
+        if mode is not None:  # else a scheduler says that it is idle
+            phase = PHASES.get(str(mode), "other")
+            tokens = int(_number(values.get("sgl_aspects.batch.tokens")))
+            second.steps.setdefault(phase, []).append(seconds)
+            second.step_tokens[phase] = second.step_tokens.get(phase, 0) + tokens
+            second.fed_tokens += tokens
         self.gauges[name] = second.gauges[name] = Gauges(
             int(_number(values.get("sgl_aspects.batch.size"))),
             int(_number(values.get("sgl_aspects.queue.waiting"))),
