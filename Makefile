@@ -57,7 +57,7 @@ lint: $(VENV)/.dev
 # The report page is tested in Chromium, the dashboard with Prometheus. Where they cannot be installed, those
 # tests are skipped and say so.
 browser:
-	@{ command -v chromium google-chrome && command -v prometheus; } >/dev/null || \
+	@{ { command -v chromium || command -v google-chrome; } && command -v prometheus; } >/dev/null || \
 		{ apt-get update -qq && apt-get install -qq --no-install-recommends chromium prometheus; } || true
 
 bench: $(VENV)/.dev
