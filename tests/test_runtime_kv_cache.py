@@ -183,14 +183,14 @@ def test_a_prompt_finds_what_an_earlier_one_left(page_size: int, expected: int) 
 
 
 def test_what_was_used_longest_ago_is_evicted_first() -> None:
-    cache = make_cache(30, 1)
+    cache = make_cache(32, 4)
     for start in (0, 100, 200):
-        run_through(cache, list(range(start, start + 10)))
-    assert run_through(cache, list(range(10))) == 9  # uses the first again, and needs a page of the second
-    assert cache.prefix_cache.num_pages == 29
-    run_through(cache, list(range(300, 309)))
-    found = {start: cache.prefix_cache.match(list(range(start, start + 10))) for start in (0, 100, 200)}
-    assert [len(cache.prefix_cache.pages_of(node)) for node in found.values()] == [10, 0, 10]
+        run_through(cache, list(range(start, start + 9)))  # two whole pages each, and two are free
+    assert run_through(cache, list(range(9))) == 8  # uses the first again
+    assert cache.prefix_cache.num_pages == 6
+    run_through(cache, list(range(300, 317)))  # five pages: three have to be evicted
+    found = {start: cache.prefix_cache.match(list(range(start, start + 8))) for start in (0, 100, 200)}
+    assert [len(cache.prefix_cache.pages_of(node)) for node in found.values()] == [2, 0, 1]
 
 
 def test_what_a_request_holds_is_not_evicted() -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime import scheduler as scheduler_module
-from sgl_aspects.runtime.batch import Batch, Req
+from sgl_aspects.runtime.batch import Batch, ForwardMode, Req
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PageTable
 from sgl_aspects.runtime.messages import (
@@ -38,11 +38,21 @@ def next_token(tokens: list[int], weights: str) -> int:
     return hashlib.blake2b(f"{weights}{tokens}".encode(), digest_size=1).digest()[0] % VOCAB
 
 
+def known(batch: Batch, i: int) -> tuple[list[int], int]:
+    """The tokens of a request and how many are computed, with the step before that is still in flight."""
+    req = batch.reqs[i]
+    tokens = req.tokens_between(0, req.total_tokens)
+    if batch.follows is None:
+        return tokens, req.computed_tokens
+    return [*tokens, batch.follows.tolist()[i]], req.computed_tokens + 1
+
+
 class FakeRunner:
     """Computes into slots what was computed with which weights, and minds what it reads."""
 
     def __init__(self, args: ServerArgs, ranks: object = None) -> None:
         self.weights = "first"
+        self.runs_ahead = False
         self.config = SimpleNamespace(eos_token_ids=())
         self.communicator = Communicator()
         size, page_size = args.max_total_tokens or 0, args.page_size
@@ -55,18 +65,18 @@ class FakeRunner:
     def forward(self, batch: Batch) -> None:
         page_size = self.kv_cache.page_size
         written: set[int] = set()
-        for req, count in zip(batch.reqs[: batch.num_decodes], batch.num_new_tokens):
-            assert count == 1
-            assert req.output_ids
-            assert req.computed_tokens == req.total_tokens - 1, "a captured step feeds the last token"
-        for req, count in zip(batch.reqs, batch.num_new_tokens):
-            tokens = req.tokens_between(0, req.total_tokens)
+        for i, (req, count) in enumerate(zip(batch.reqs, batch.num_new_tokens)):
+            tokens, computed = known(batch, i)
+            if i < batch.num_decodes:
+                assert count == 1
+                assert req.output_ids
+                assert computed == len(tokens) - 1, "a captured step feeds the last token"
             row = self.kv_cache.page_table.table[req.row].tolist()
-            for at in range(req.computed_tokens + count):
+            for at in range(computed + count):
                 slot = row[at // page_size] * page_size + at % page_size
                 assert slot >= page_size
                 content = (self.weights, *tokens[: at + 1])
-                if at < req.computed_tokens:
+                if at < computed:
                     assert self.memory.slots[slot] == content
                     assert slot not in written, "read in a step that another request writes"
                 else:
@@ -74,8 +84,12 @@ class FakeRunner:
                     written.add(slot)
                     self.memory.slots[slot] = content  # type: ignore[assignment]
 
-    def sample(self, logits: None, batch: Batch) -> list[int]:
-        return [next_token(req.tokens_between(0, req.total_tokens), self.weights) for req in batch.reqs]
+    def sample(self, logits: None, batch: Batch) -> Any:
+        sampled = [next_token(known(batch, i)[0], self.weights) for i in range(batch.batch_size)]
+        return SimpleNamespace(tolist=lambda: sampled)
+
+    def can_follow(self, batch: Batch) -> bool:
+        return self.runs_ahead and batch.forward_mode is ForwardMode.DECODE
 
     def update_weights(self, path: str) -> None:
         if path == "bad":
@@ -157,6 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.sampled_from([1, 2, 5]),
         queued=st.sampled_from([None, 2]),
         prefix_cache=st.booleans(),
+        runs_ahead=st.booleans(),
     )
     def begin(
         self,
@@ -167,6 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows: int,
         queued: int | None,
         prefix_cache: bool,
+        runs_ahead: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduler_module, "ModelRunner", FakeRunner)
@@ -180,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_queued_requests=queued,
             prefix_cache=prefix_cache,
         )
+        self.caller.scheduler.model_runner.runs_ahead = runs_ahead  # type: ignore[attr-defined]
         self.weights = ["first"]
         self.aborted: set[str] = set()
 
