@@ -98,7 +98,7 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing the engine and the exporters into $(VENV) (about 1 GB, mostly PyTorch) ..."
-	$(PIP) -e ".[runtime,otlp]"
+	$(PIP) -e ".[serve,otlp,view]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
