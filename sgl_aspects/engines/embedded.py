@@ -20,6 +20,22 @@ def _kv_usage(scheduler: Any) -> float | None:
     return 1.0 - cache.available_size() / total if total else None
 
 
+def _messages(request: Any) -> list[tuple[str, str]] | None:
+    """The prompt by roles; None where it comes as token ids."""
+    if isinstance(request.prompt, str):
+        return [("user", request.prompt)]
+    if not request.is_chat:
+        return None
+    return [(str(message.get("role")), _text(message.get("content"))) for message in request.prompt]
+
+
+def _text(content: Any) -> str:
+    """A message's content is a text, or a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
 EMBEDDED = Catalog(
     engine="embedded",
     provider_name="sgl_aspects",
@@ -59,6 +75,7 @@ EMBEDDED = Catalog(
         "request.rid": "rid",
         "request.headers": "headers",
         "request.group": "group",
+        "request.messages": _messages,
         "request.operation": lambda request: "chat" if request.is_chat else "text_completion",
         "request.stream": "stream",
         "request.max_tokens": "sampling_params.max_new_tokens",
@@ -76,6 +93,7 @@ EMBEDDED = Catalog(
         "state.prompt_tokens": "prompt_tokens",
         "state.cached_tokens": "cached_tokens",
         "state.output_tokens": lambda state: len(state.output_ids),
+        "state.text": "text",
         "state.first_token_time_ns": "first_token_time_ns",
         "message.rid": "rid",
         "req.rid": "rid",

@@ -144,6 +144,20 @@ def _kv_usage(scheduler: Any) -> float | None:
     return 1.0 - free / total if total else None
 
 
+def _messages(request: Any) -> list[tuple[str, str]] | None:
+    """The prompt as the model gets it, or each of a batch; None where it comes as token ids."""
+    text = getattr(request, "text", None)
+    texts = text if isinstance(text, list) else [text]
+    return [("user", one) for one in texts if isinstance(one, str)] or None
+
+
+def _piece(place: tuple[Any, int]) -> str | None:
+    """What a message to the tokenizer manager adds to one request's answer."""
+    batch, index = place
+    texts = getattr(batch, "output_strs", None)
+    return texts[index] if texts and isinstance(texts[index], str) else None
+
+
 SGLANG = Catalog(
     engine="sglang",
     provider_name="sglang",
@@ -280,6 +294,8 @@ SGLANG = Catalog(
         # Asked for each request with each token: what is not needed each time is read apart.
         "outputs.each": lambda outputs: zip(outputs.rids, outputs.finished_reasons),
         "outputs.counts": _counts,
+        "outputs.text": _piece,
+        "request.messages": _messages,
         "reason.text": _reason_text,
         "message.has_content": _has_content,
         "message.rid": "rid",

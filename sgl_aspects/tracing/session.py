@@ -51,7 +51,7 @@ class TraceSession:
 
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
-            self._attach(AspectOptions(settings.sampler.asks_parent))
+            self._attach(AspectOptions(settings.sampler.asks_parent, content=settings.content))
             return
         if settings.level == 0:
             self.recorder = RingRecorder(self.run_folder, level=0)
@@ -82,7 +82,7 @@ class TraceSession:
             self._set_environment(
                 {_LEVEL: str(settings.level), _RUN: self.run_folder, _METRICS: str(int(has_metrics))}
             )
-        self._attach(AspectOptions(settings.sampler.asks_parent, has_metrics))
+        self._attach(AspectOptions(settings.sampler.asks_parent, has_metrics, settings.content))
 
     @property
     def collector_process_id(self) -> int | None:

@@ -9,6 +9,9 @@
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
 ``SGL_ASPECTS_TRACE_KEEP_FAILED``       requests that failed are kept whatever the sampling says (on)
 ``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took so many seconds or more (unset: none)
+``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which
+                                        ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for
+``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    so many characters of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
 ``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto; or none
@@ -36,6 +39,7 @@ from dataclasses import dataclass, replace
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.content import ContentCapture
 from sgl_aspects.tracing.sampling import PARENT_DECIDES, Sampler, sampler_from_environment
 
 EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
@@ -69,6 +73,7 @@ class TraceSettings:
     sampler: Sampler = PARENT_DECIDES
     keep_failed: bool = True
     keep_slower_than: float | None = None
+    content: ContentCapture | None = None
     endpoint: str | None = None
     file: str | None = None
     perfetto_file: str = "trace.json"
@@ -102,6 +107,7 @@ class TraceSettings:
             sampler=sampler_from_environment(),
             keep_failed=env.flag("SGL_ASPECTS_TRACE_KEEP_FAILED", True),
             keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
+            content=ContentCapture.from_environment(),
             endpoint=endpoint,
             file=file,
             perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sgl_aspects.tracing.content import ContentCapture
+
 
 class AspectOptions(NamedTuple):
     """``asks_parent``: the caller of a request decides whether its trace is wanted, not the sampling alone.
 
-    ``measures``: steps that are not traced leave figures for the metrics.
+    ``measures``: steps that are not traced leave figures for the metrics. ``content``: None where prompts and
+    answers are not to be recorded.
     """
 
     asks_parent: bool = True
     measures: bool = False
+    content: ContentCapture | None = None
 
 
 DEFAULTS = AspectOptions()

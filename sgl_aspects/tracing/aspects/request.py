@@ -10,6 +10,7 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
+from sgl_aspects.tracing.content import INPUT, OUTPUT
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
 
@@ -29,6 +30,7 @@ REQUEST = SpanType(
         "gen_ai.usage.cache_read.input_tokens": int,
         "gen_ai.latency.time_to_first_token": float,
         "gen_ai.latency.e2e": float,
+        OUTPUT: str,
     },
 )
 
@@ -68,6 +70,7 @@ class RequestAspect:
     def __init__(self, recorder: Recorder, catalog: Catalog, options: AspectOptions = DEFAULTS) -> None:
         self._recorder = recorder
         self._options = options
+        self._content = options.content
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
         self._write_detokenize = recorder.spans(DETOKENIZE)
@@ -89,6 +92,8 @@ class RequestAspect:
             (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
         ]
         self._group = reader("request.group")
+        self._messages = reader("request.messages")
+        self._text = reader("state.text")
         self._rid = reader("state.rid")
         self._engine_model = reader("manager.model")
         self._prompt_tokens = reader("state.prompt_tokens")
@@ -124,6 +129,10 @@ class RequestAspect:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
+        if self._content is not None:
+            prompt = self._content.input(self._messages(request))
+            if prompt is not None:
+                attributes[INPUT] = prompt
         # Several requests of one call are one trace, even where the call brought none along.
         first = self._live.get(self._group(request) or "")
         origin = (
@@ -225,5 +234,6 @@ class RequestAspect:
             self._cached_tokens(state),
             to_first,
             (end_ns - live.start_ns) / 1e9,
+            None if self._content is None else self._content.output(self._text(state), reason),
         ]
         self._write_request(root, root, 0, live.start_ns, end_ns, values, problem)

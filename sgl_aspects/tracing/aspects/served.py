@@ -20,6 +20,7 @@ from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
+from sgl_aspects.tracing.content import INPUT, LONGEST
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
@@ -34,6 +35,7 @@ class _Answer:
     start_ns: int
     serving: _Serving
     origin: TraceContext
+    text: str = ""
     first_ns: int = 0
     #: The message with its latest output, and where in it that is.
     latest: tuple[Any, int] | None = None
@@ -87,6 +89,9 @@ class ServedRequestAspect:
     def __init__(self, recorder: Recorder, catalog: Catalog, options: AspectOptions = DEFAULTS) -> None:
         self._recorder = recorder
         self._options = options
+        self._content = options.content
+        self._messages = catalog.reader("request.messages")
+        self._piece = catalog.reader("outputs.text")
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
         self._provider = catalog.provider_name
@@ -184,6 +189,10 @@ class ServedRequestAspect:
         model = str(self._model(serving.manager) or "unknown")
         serving.name = f"{operation} {model}"
         attributes = self._request_attributes(request, operation, model, rids[0])
+        if self._content is not None:
+            prompt = self._content.input(self._messages(request))
+            if prompt is not None:
+                attributes[INPUT] = prompt
         root = serving.root = self._begin(serving, rids[0], start_ns, serving.origin, attributes)
         if error is not None:
             self._record(root, error_type(error))
@@ -276,6 +285,7 @@ class ServedRequestAspect:
             cached,
             to_first,
             (end_ns - answer.start_ns) / 1e9,
+            None if self._content is None else self._content.output(answer.text, answer.reason or problem),
         ]
         span_id = answer.span_id
         self._write_request(span_id, span_id, 0, answer.start_ns, end_ns, values, problem)
@@ -330,6 +340,8 @@ class ServedRequestAspect:
             if answer is None:
                 continue
             answer.latest = (outputs, index)
+            if self._content is not None and len(answer.text) < LONGEST:
+                answer.text += self._piece(answer.latest) or ""
             if not answer.first_ns:
                 answer.first_ns = time_ns()
             if reason is not None:
