@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang
+.PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
+	test-integration
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -17,6 +18,7 @@ help:
 	@echo "make soak    ten minutes of a server under everything at once (MINUTES=60 for an hour)"
 	@echo "make bench-gpu   decode steps on this machine's device, against its memory bandwidth"
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
+	@echo "make test-integration   spans in Phoenix, metrics in Prometheus (.integration-venv, 0.9 GB)"
 	@echo "make clean   remove .venv and build output"
 
 demo: $(VENV)/.demo
@@ -90,8 +92,24 @@ $(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang
 	$(SGLANG_PIP) --no-deps -e .
 	@touch $@
 
+# Real backends, in an environment of their own: Phoenix from the package index, Prometheus from PATH or else
+# unpacked from Debian's package, which needs no root.
+BACKENDS := .integration-venv
+
+test-integration: $(VENV)/.dev $(BACKENDS)/.ready
+	PATH="$(CURDIR)/$(BACKENDS)/bin:$$PATH" $(BIN)/python -m pytest -m integration tests/test_integration_backends.py
+
+$(BACKENDS)/.ready: tests/backend-requirements.txt
+	@echo "installing Phoenix and Prometheus into $(BACKENDS) (about 0.9 GB, two minutes) ..."
+	$(PYTHON) -m venv $(BACKENDS)
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/backend-requirements.txt
+	@command -v prometheus >/dev/null || { cd $(BACKENDS) && apt-get download -qq prometheus 2>/dev/null \
+		&& dpkg -x prometheus_*.deb debian && ln -sf ../debian/usr/bin/prometheus bin/prometheus; } \
+		|| { echo "no prometheus on PATH, and no Debian package to be had: install one of them"; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

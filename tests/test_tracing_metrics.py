@@ -192,11 +192,11 @@ def test_steps_become_gauges_and_a_histogram(receiver: Receiver) -> None:
 
 def test_the_gauges_follow_a_real_engine(tmp_path: Path, port: int) -> None:
     model = tmp_path / "tiny"
-    make_llama(model, max_position_embeddings=1024)
-    long = SamplingParams(max_new_tokens=900, ignore_eos=True)
+    make_llama(model, max_position_embeddings=32768)
+    long = SamplingParams(max_new_tokens=15000, ignore_eos=True)
     with (
         attach(level=1, file=str(tmp_path / "traces.jsonl"), prometheus=port) as session,
-        Engine(model_path=model, max_total_tokens=1024, max_running_requests=1) as engine,
+        Engine(model_path=model, max_total_tokens=20000, max_running_requests=1) as engine,
     ):
         stream = engine.stream("long", long)
         next(stream)
