@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.aspects.options import AspectOptions
 from sgl_aspects.tracing.context import Opened, open_span
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
@@ -165,3 +166,31 @@ def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memor
 def test_health_checks_are_not_seen(scheduler: Any, recorder: Memory) -> None:
     request(scheduler, "HEALTH_CHECK_1")
     assert recorder.begun == []
+
+
+def test_steps_that_are_not_traced_leave_figures_and_an_idle_scheduler_too(engine: Engine) -> None:
+    engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
+    recorder = Memory(level=1)
+    undo = weave_aspects(recorder, AspectOptions(measures=True))  # type: ignore[arg-type]
+    scheduler = engine.load("sglang.srt.managers.scheduler").Scheduler()
+    req = request(scheduler, "one")
+    scheduler.running_batch = SimpleNamespace(reqs=[req])
+    first, second = batch("EXTEND", req), batch("DECODE", req)
+    for one in (first, second):
+        scheduler.process_batch_result(one, launch(scheduler, one))
+    scheduler.found = None
+    for _ in range(1000):
+        scheduler.get_next_batch_to_run()
+    steps = recorder.named("scheduler.step")
+    assert [step.span_id for step in steps] == [0, 0, 0]
+    # mode, batch size, tokens; waiting, running: of the two steps, and then of the idle scheduler.
+    figures = [tuple(step.values[1:6]) for step in steps]
+    assert [each[0] for each in figures] == ["extend", "decode", None]
+    assert [each[1] for each in figures] == [1, 1, 0]
+    assert [each[4] for each in figures] == [1, 1, 0]
+    assert not [begun for begun in recorder.begun if begun.type.name == "scheduler.step"]
+    recorder.level = 0  # off is off
+    scheduler.process_batch_result(second, launch(scheduler, second))
+    assert len(recorder.named("scheduler.step")) == 3
+    for step in reversed(undo):
+        step()
