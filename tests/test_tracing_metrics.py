@@ -23,6 +23,7 @@ from sgl_aspects.tracing.aspects.request import REQUEST
 from sgl_aspects.tracing.aspects.step import STEP
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
+from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.otlp_receiver import Point, Receiver, grpc_receiver, http_receiver
 from tests.test_tracing_collector import run_scheduler, wait_until
@@ -354,3 +355,27 @@ def steps_in(folder: str) -> int:
         ring.close()
     shutil.rmtree(folder)
     return count
+
+
+@pytest.mark.parametrize("port", [0, 70000, -1])
+def test_a_port_that_is_none_is_an_error(port: int) -> None:
+    with pytest.raises(ConfigError, match="from 1 to 65535"):
+        attach(exporters=["console"], prometheus=port)
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--prometheus", str(port), "--", "true"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode != 0
+    assert "from 1 to 65535" in ran.stderr
+
+
+def test_metrics_without_traces(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_TRACE", "1")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "prometheus")
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", str(port))
+    session = attach_from_environment()
+    assert session is not None
+    record_request(session)
+    wait_until(lambda: shown(port, "gen_ai_server_request_duration_seconds_count") == 1)
+    summary = session.close()
+    assert summary.problem == ""
+    assert summary.exported == {}

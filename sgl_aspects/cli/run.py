@@ -58,7 +58,7 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
         chosen.append("otlp-json-file")
     if chosen:
         environment["OTEL_TRACES_EXPORTER"] = ",".join(chosen)
-    if arguments.prometheus:
+    if arguments.prometheus is not None:
         environment["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(arguments.prometheus)
         named = environment.get("OTEL_METRICS_EXPORTER")
         environment["OTEL_METRICS_EXPORTER"] = ",".join(filter(None, [named, "prometheus"]))

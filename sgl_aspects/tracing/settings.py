@@ -139,6 +139,8 @@ class TraceSettings:
             exporters = _chosen_by(endpoint, file)
         chosen = self.exporters if exporters is None else tuple(exporters)
         metric_exporters = _metric_exporters(chosen)
+        if prometheus is not None and not 1 <= prometheus <= 65535:
+            raise ConfigError(f"prometheus={prometheus}: name a port from 1 to 65535")
         if prometheus is not None and "prometheus" not in metric_exporters:
             metric_exporters = (*metric_exporters, "prometheus")
         return replace(
