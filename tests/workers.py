@@ -142,14 +142,24 @@ class FailingPlatform(CpuPlatform):
         return super().inference_mode()
 
 
-def record_until_killed(folder: str, count: int) -> None:
-    """Records spans 1, 2, 3 … and writes each one's number to ``count`` once it is finished."""
+#: Span ids of the writer number n begin with n times this.
+SPANS_OF_ONE = 1 << 32
+
+
+def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
+    """Records spans 1, 2, 3 … and writes each one's number to ``count`` once it is finished.
+
+    ``roots``: of the writer with this number, each in a trace of its own, slowly enough to be exported.
+    """
+    import time
+
     from sgl_aspects.tracing.records import SpanBegin, SpanType
     from sgl_aspects.tracing.ring import RingRecorder
 
     recorder = RingRecorder(folder)
     small = SpanType("small", {"number": int, "half": float, "mode": str})
     large = SpanType("large", {"number": int, "half": float, "mode": str, "list": list})
+    writers = {type: recorder.spans(type) for type in (small, large)}
     recorder.open()
     os.set_blocking(count, False)
     number = 0
@@ -157,21 +167,27 @@ def record_until_killed(folder: str, count: int) -> None:
         number += 1
         values: list[Any] = [number, number / 2, "decode"]
         type = small if number % 3 else large
-        recorder.write(SpanBegin(type, number, 1, 1, 5))
-        recorder.spans(type)(number, 1, 1, 5, 5 + number, values if number % 3 else [*values, [number]])
+        span_id = number + roots * SPANS_OF_ONE
+        root_id, parent_id = (span_id, 0) if roots else (1, 1)
+        recorder.write(SpanBegin(type, span_id, root_id, parent_id, 5))
+        values = values if number % 3 else [*values, [number]]
+        writers[type](span_id, root_id, parent_id, 5, 5 + number, values)
         if number <= 4000:  # what a pipe holds
             os.write(count, number.to_bytes(8, "little"))
+        if roots and number % 20 == 0:
+            time.sleep(0.001)
 
 
-def record_spans(folder: str, first: int, count: int) -> None:
-    """Records spans with the ids after ``first``."""
+def record_spans(folder: str, first: int, count: int, roots: bool = False) -> None:
+    """Records spans with the ids after ``first``; ``roots``: each in a trace of its own."""
     from sgl_aspects.tracing.records import SpanType
     from sgl_aspects.tracing.ring import RingRecorder
 
     recorder = RingRecorder(folder)
     write = recorder.spans(SpanType("plain", {"number": int}))
-    for number in range(count):
-        write(first + number + 1, 1, 1, 1, 2, [number])
+    for number in range(first + 1, first + count + 1):
+        root_id, parent_id = (number, 0) if roots else (1, 1)
+        write(number, root_id, parent_id, 1, 2, [number])
     recorder.close()
 
 
