@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from sgl_aspects.tracing import attach
+from sgl_aspects.tracing import attach, dump
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
+from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.ring_reader import RingReader
 from sgl_aspects.tracing.run_reader import RunReader
 from tests import workers
 from tests.otlp_receiver import spans_of
-from tests.test_tracing_collector import begin, read_file, run_scheduler
+from tests.test_tracing_collector import begin, read_file, run_scheduler, wait_until
 from tests.test_tracing_control import command
 
 spawn = multiprocessing.get_context("spawn")
@@ -96,3 +101,83 @@ def test_a_timeline_that_was_cut_short_misses_its_bracket_only(tmp_path: Path) -
     again = ChromeTraceExporter(str(tmp_path / "trace.json"))
     again.shutdown()
     assert json.loads((tmp_path / "trace.json").read_text()) == []
+
+
+def test_a_process_that_writes_while_it_is_looked_at(tmp_path: Path) -> None:
+    """The ring goes round several times: what is shown is whole, in order, and of the last records."""
+    writer = spawn.Process(target=workers.record_for_ever, args=(str(tmp_path),))
+    writer.start()
+    wait_until(lambda: bool(list(tmp_path.glob("*.ring"))))
+    (path,) = tmp_path.glob("*.ring")
+    try:
+        for _ in range(3):
+            wait_until(lambda: _newest(path) > 40_000, 60)
+            ring = RingReader(path, read_only=True)
+            spans = dump.spans_of([ring], 1e12)
+            ring.close()
+            assert ring.damaged == 0
+            assert len(spans) > 1000
+            for span in spans:
+                assert span.context is not None
+                number = span.context.span_id
+                assert span.attributes == {"number": number, "text": f"text-{number % 7}"}
+            for form in dump.FORMATS:
+                assert dump.write(spans[:50], form)
+        wait_until(lambda: _newest(path) > 100_000, 60)
+    finally:
+        writer.kill()
+        writer.join()
+    ring = RingReader(path, read_only=True)
+    shown = [span.context.span_id for span in dump.spans_of([ring], 1e12) if span.context]
+    ring.close()
+    assert sorted(shown) == list(range(max(shown) - len(shown) + 1, max(shown) + 1))
+    assert len(shown) > 20_000
+    assert max(shown) > 100_000
+
+
+def _newest(path: Path) -> int:
+    ring = RingReader(path, read_only=True)
+    ring.skip_to_newest()
+    ring.close()
+    return ring.taken
+
+
+def test_a_damaged_ring_beside_a_good_one(killed: Path, tmp_path: Path) -> None:
+    for path in killed.glob("*.ring"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "1-00000000.ring").write_bytes(b"SGLARING" + os.urandom(5000))
+    (tmp_path / "2-00000000.ring").touch()
+    done = command("dump", "--run", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 6
+
+
+def test_a_file_that_cannot_be_written(killed: Path, tmp_path: Path) -> None:
+    done = command("dump", "--run", str(killed), "--output", str(tmp_path / "no" / "such"))
+    assert done.returncode != 0
+    assert "No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_caller_s_ring_is_read_first(tmp_path: Path) -> None:
+    """Whatever the files' names: else thousands of records would wait for what their requests are."""
+    caller = RingRecorder(str(tmp_path))
+    caller.write(RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    caller.write(RequestSent(7))
+    caller.spans(SpanType("request"))(7, 7, 0, 5, 9_000_000)
+    (first,) = tmp_path.glob("*.ring")
+    scheduler = RingRecorder(str(tmp_path))
+    scheduler.write(RequestSeen(8, "r", 6))
+    write = scheduler.spans(SpanType("decode"))
+    for number in range(25_000):
+        write(100 + number, 8, 8, 6, 7)
+    (second,) = set(tmp_path.glob("*.ring")) - {first}
+    second.rename(tmp_path / "0-00000000.ring")
+    rings = [RingReader(path, read_only=True) for path in sorted(tmp_path.glob("*.ring"))]
+    spans = dump.spans_of(rings, 1e12)
+    assert {span.context.trace_id for span in spans if span.context} == {0xABC}
+    assert len(spans) == 25_001
+    for ring in rings:
+        ring.close()
+    caller.close()
+    scheduler.close()

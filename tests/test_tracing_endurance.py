@@ -113,7 +113,7 @@ def test_a_million_spans_are_accounted_for(tmp_path: Path, kind: str) -> None:
     summary = session.summary
     assert summary is not None
     assert max(ids.values()) == 1
-    assert len(ids) == summary.exported["otlp-json-file"] > 50_000
+    assert len(ids) == summary.exported["otlp-json-file"] > 32_000
     assert len(ids) + summary.dropped == total
     assert (summary.damaged, summary.unjoined, summary.not_delivered) == (0, 0, {"otlp-json-file": 0})
 

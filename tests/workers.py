@@ -191,6 +191,26 @@ def record_spans(folder: str, first: int, count: int, roots: bool = False) -> No
     recorder.close()
 
 
+def record_for_ever(folder: str) -> None:
+    """Records spans 1, 2, 3 … as if a collector had taken all of them at once, until it is killed."""
+    import time
+
+    from sgl_aspects.tracing import ring_format
+    from sgl_aspects.tracing.records import SpanType
+    from sgl_aspects.tracing.ring import RingRecorder
+
+    recorder = RingRecorder(folder)
+    write = recorder.spans(SpanType("plain", {"number": int, "text": str}))
+    recorder.open()
+    number = 0
+    while True:
+        number += 1
+        write(number, number, 0, number, number + 1, [number, f"text-{number % 7}"])
+        if number % 1000 == 0:
+            recorder._words[ring_format.WORD_TAKEN] = number
+            time.sleep(0.002)
+
+
 def record_by_level(folder: str, ends: bool = False) -> None:
     """Makes a ring of level 3 in ``folder``, and waits to be killed unless it ``ends``."""
     import time

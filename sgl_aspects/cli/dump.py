@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from sgl_aspects.cli.ctl import add_run_choice
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.control import rings
 
 _FORMATS = ("text", "otlp-json", "perfetto")
@@ -29,5 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         sys.stdout.write(text)
     else:
-        arguments.output.write_text(text, encoding="utf-8")
+        try:
+            arguments.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {arguments.output}: {error.strerror}; name another file") from error
     return 0

@@ -18,6 +18,8 @@ from sgl_aspects.tracing.ring_decoder import DamagedError, Decoder
 
 # So many slots are read at once.
 _CHUNK = 512
+# So many where it is written to at the same time: 16 MB, a whole ring as it comes.
+_SNAPSHOT = 1 << 16
 # A slot that a living process took and never filled (its thread was interrupted there) is then passed over.
 _PATIENCE_SECONDS = 5.0
 _WORDS = layout.HEADER_BYTES // 8
@@ -119,20 +121,26 @@ class RingReader:
 
     def history(self) -> Iterator[Record]:
         """What is still in the ring of the records up to ``taken``, oldest first; ``taken`` stays."""
-        oldest = max(1, self.taken - self.slots + 1)
-        for number in range(oldest, self.taken + 1):
-            offset = layout.SLOTS_OFFSET + (number & (self.slots - 1)) * layout.SLOT_BYTES
-            data = self._read(offset, layout.SLOT_BYTES)
-            # Read again: its process may be writing over it.
-            if layout.MARK.unpack_from(data, layout.MARK_OFFSET)[0] != number or data != self._read(
-                offset, layout.SLOT_BYTES
-            ):
-                continue
-            damaged = self.damaged
-            record = self._decode(data, 0)
-            self.damaged = damaged
-            if record is not None:
-                yield record
+        number = max(1, self.taken - self.slots + 1)
+        size = layout.SLOT_BYTES
+        while number <= self.taken:
+            first = number & (self.slots - 1)
+            count = min(_SNAPSHOT, self.slots - first, self.taken - number + 1)
+            # Twice, and quickly: its process may be writing over it.
+            data, again = (self._read(layout.SLOTS_OFFSET + first * size, count * size) for _ in range(2))
+            for index, mark in enumerate(_marks(data)):
+                position = index * size
+                if (
+                    mark != number + index
+                    or data[position : position + size] != again[position : position + size]
+                ):
+                    continue
+                damaged = self.damaged
+                record = self._decode(data, position)
+                self.damaged = damaged
+                if record is not None:
+                    yield record
+            number += count
 
     def skip_to_newest(self) -> None:
         """Takes everything as read, so that ``history`` gives all that the ring holds."""
