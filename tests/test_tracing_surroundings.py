@@ -1,0 +1,169 @@
+"""A recorder among other runs, full disks, folders that cannot be written, and processes that fork."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.tracing import attach, run_folder
+from sgl_aspects.tracing.records import SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.run_reader import RunReader
+from tests import workers
+from tests.otlp_receiver import spans_of
+from tests.test_tracing_collector import begin, is_running, read_file, wait_until
+from tests.test_tracing_control import command
+from tests.test_tracing_ring import PLAIN, read_all
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+
+
+def test_two_engines_on_one_machine_do_not_mix(tmp_path: Path) -> None:
+    """The same request ids at the same time; each ends with its own run, and leaves the other alone."""
+    owners = []
+    for name in ("one", "other"):
+        ready, theirs = spawn.Pipe()
+        owner = spawn.Process(target=workers.own_a_run, args=(theirs, str(tmp_path / name)))
+        owner.start()
+        folder, collector = ready.recv()
+        scheduler = spawn.Process(target=workers.record_like_a_scheduler, args=(folder, [], "end"))
+        scheduler.start()
+        owners.append((owner, scheduler, folder, collector))
+    assert len({folder for _, _, folder, _ in owners}) == 2
+    for owner, scheduler, folder, collector in owners:
+        scheduler.join()
+        owner.kill()
+        owner.join()
+        wait_until(lambda: not is_running(collector) and not os.path.exists(folder), 20)  # noqa: B023
+        assert sum(is_running(each[3]) for each in owners) <= 1
+    for (owner, scheduler, _, _), name in zip(owners, ("one", "other")):
+        spans = [span for message in read_file(tmp_path / name) for span in spans_of(message)]
+        assert {span.resource["process.pid"] for span in spans} == {owner.pid, scheduler.pid}
+        assert sorted(span.name for span in spans) == ["chat m", "scheduler.step", "scheduler.step"]
+        owner.close()
+        scheduler.close()
+
+
+def test_control_of_a_run_whose_processes_are_gone(tmp_path: Path) -> None:
+    writer = spawn.Process(target=workers.record_by_level, args=(str(tmp_path), True))
+    writer.start()
+    writer.join()
+    for arguments in (["--level", "1"], ["--off"], []):
+        done = command("ctl", "--run", str(tmp_path), *arguments)
+        assert "Traceback" not in done.stderr
+        assert "ended" in done.stdout + done.stderr
+    done = command("ctl", "--pid", str(writer.pid), "--level", "1")
+    assert done.returncode != 0
+    assert "no traced run" in done.stderr
+    writer.close()
+
+
+def test_a_disk_that_is_full_costs_spans_and_nothing_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with attach(file="/dev/full") as session:
+        begin(session, "r1")()
+        begin(session, "r2")()
+    summary = session.summary
+    assert summary is not None
+    assert not summary.problem
+    assert summary.spans_recorded == 2
+    assert summary.not_delivered == {"otlp-json-file": 2}
+    assert "No space left on device" in capfd.readouterr().err
+
+
+def test_without_shared_memory_the_run_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = run_folder.make_run_folder()
+    assert Path(folder).parent == tmp_path
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+def test_a_run_folder_that_vanishes_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = RingRecorder(str(tmp_path / "no" / "such"))
+    recorder.write(SpanBegin(PLAIN, 1, 1, 0, 1))
+    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
+    assert not recorder.open()
+    assert caplog.records == []  # the run has ended: nothing to be told
+
+
+def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recorder = RingRecorder(str(tmp_path / "file"))
+    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
+    assert not recorder.open()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forks_in_the_middle_of_spans_and_of_other_threads_work(tmp_path: Path) -> None:
+    """Each child has a ring and ids of its own, nothing of it is in the parent's, and no lock is stuck."""
+    recorder, stop = RingRecorder(str(tmp_path)), threading.Event()
+    write, each = recorder.spans(PLAIN), 200
+    named = recorder.spans(SpanType("named", {"text": str}))
+
+    def work(thread: int) -> None:
+        number = 0
+        while not stop.is_set() and number < 4000:
+            number += 1
+            write(thread << 32 | number, 1, 1, 1, 2, [number])
+            named(recorder.new_id(), 1, 1, 1, 2, [f"text {number % 50}"])  # takes locks
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    children = []
+    for child in range(100, 110):
+        recorder.write(SpanBegin(PLAIN, child, child, 0, 1))
+        process_id = os.fork()
+        if process_id == 0:
+            code = 1
+            try:
+                for number in range(1, each + 1):
+                    write(child << 32 | number, 1, 1, 1, 2, [number])
+                    named(recorder.new_id(), 1, 1, 1, 2, [f"text {number % 50}"])
+                recorder.close()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(process_id)
+        write(child, child, 0, 1, 2, [child])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert [os.waitpid(process_id, 0)[1] for process_id in children] == [0] * len(children)
+    recorder.close()
+    reader = RunReader(str(tmp_path))
+    records = [record for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert (reader.damaged, reader.dropped) == (0, 0)
+    assert len(reader.writers) == 1 + len(children)
+    ids = Counter(record.span_id for record in records)
+    assert max(ids.values()) == 1
+    for child in range(100, 110):
+        assert ids[child] == 1
+        assert all(ids[child << 32 | number] for number in range(1, each + 1))
+    assert all(record.values[0] for record in records)
+    reader.close()
+
+
+def test_summaries_are_json() -> None:
+    with attach(exporters=["none"]) as session:
+        begin(session, "r1")()
+    assert session.summary is not None
+    assert json.loads(session.summary.to_json())["spans_recorded"] == 1
