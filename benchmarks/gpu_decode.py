@@ -32,7 +32,7 @@ from sgl_aspects.runtime.scheduler import Scheduler
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu.md"
 BATCH_SIZES = (1, 16)
 PROMPT_TOKENS = 512
-ROUNDS, STEPS = 5, 30
+ROUNDS, STEPS, WARM_UP = 5, 30, 3
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,7 +54,7 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds, medians over all steps."""
+    """Milliseconds: medians over all steps, and over the rounds' averages for whole ones."""
 
     batch_size: int
     mode: str
@@ -118,12 +118,14 @@ class Decoding:
         runner = scheduler.model_runner
         self.graph_runner = runner.graph_runner
         self._forward: Callable[..., torch.Tensor] = runner.forward
-        self._events: tuple[Any, Any] | None = None
+        self._events: list[tuple[Any, Any]] = []
         runner.forward = self._timed_forward  # type: ignore[method-assign]
         generator = torch.Generator().manual_seed(batch_size)
         for number in range(batch_size):
             prompt = torch.randint(0, SHAPE["vocab_size"], (PROMPT_TOKENS,), generator=generator).tolist()
-            params = SamplingParams(max_new_tokens=2 * ROUNDS * (STEPS + 3) + 2 * batch_size, ignore_eos=True)
+            params = SamplingParams(
+                max_new_tokens=2 * ROUNDS * (STEPS + WARM_UP) + 2 * batch_size, ignore_eos=True
+            )
             scheduler.add_request(TokenizedRequest(f"{batch_size}-{number}", prompt, params))
         while scheduler.waiting or any(not req.is_prefill_done for req in scheduler.running):
             scheduler.step()
@@ -133,22 +135,23 @@ class Decoding:
         start.record()
         logits = self._forward(batch)
         end.record()
-        self._events = (start, end)
+        self._events.append((start, end))
         return logits
 
-    def steps(self, *, graphs: bool) -> list[tuple[float, float]]:
-        """(device ms of the forward pass, ms of the whole step) of each of STEPS steps."""
+    def steps(self, *, graphs: bool) -> tuple[list[float], float]:
+        """ms on the device of each of STEPS forward passes, and ms of a whole step on average."""
+        self.scheduler.collect()
         self.scheduler.model_runner.graph_runner = self.graph_runner if graphs else None
-        found = []
-        for number in range(STEPS + 3):
-            begin = time.perf_counter()
+        for _ in range(WARM_UP):
             self.scheduler.step()
-            whole = (time.perf_counter() - begin) * 1e3
-            self.platform.synchronize()
-            assert self._events is not None
-            if number >= 3:
-                found.append((self._events[0].elapsed_ms(self._events[1]), whole))
-        return found
+        self.platform.synchronize()
+        self._events.clear()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            self.scheduler.step()
+        whole = (time.perf_counter() - begin) * 1e3 / STEPS
+        self.platform.synchronize()
+        return [start.elapsed_ms(end) for start, end in self._events], whole
 
     def end(self) -> None:
         for req in list(self.scheduler.running):
@@ -168,19 +171,23 @@ def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[Row]:
     rows = []
     for batch_size in BATCH_SIZES:
         decoding = Decoding(scheduler, batch_size)
-        times: dict[str, list[tuple[float, float]]] = {"eager": [], "graphs": []}
+        times: dict[str, tuple[list[float], list[float]]] = {"eager": ([], []), "graphs": ([], [])}
         for _ in range(ROUNDS):
-            for mode, found in times.items():
-                found += decoding.steps(graphs=mode == "graphs" and decoding.graph_runner is not None)
+            for mode, (device, whole) in times.items():
+                found = decoding.steps(graphs=mode == "graphs" and decoding.graph_runner is not None)
+                device += found[0]
+                whole.append(found[1])
                 while ours.poll(0):
                     ours.recv()
         assert len(scheduler.running) == batch_size
         # Half of what was added: the lengths grow evenly.
-        cached = sum(req.computed_tokens for req in scheduler.running) - ROUNDS * (STEPS + 3) * batch_size
+        cached = (
+            sum(req.computed_tokens for req in scheduler.running) - ROUNDS * (STEPS + WARM_UP) * batch_size
+        )
         floor_ms = (weight_bytes + cached * token_bytes) / bandwidth * 1e3
         decoding.end()
-        for mode, found in times.items():
-            device_ms, step_ms = (statistics.median(column) for column in zip(*found))
+        for mode, (device, whole) in times.items():
+            device_ms, step_ms = statistics.median(device), statistics.median(whole)
             rows.append(Row(batch_size, mode, device_ms, step_ms, floor_ms))
     return rows
 
@@ -216,10 +223,12 @@ def main() -> None:
 
 Made by `make bench-gpu`: decode steps of a model in the shape of Llama 3.2 1B ({arguments.layers} layers,
 random bfloat16 weights, {weight_bytes / 1e9:.2f} GB), {PROMPT_TOKENS} prompt tokens and up to
-{2 * ROUNDS * (STEPS + 3)} new ones a request, medians; graphs and eager steps alternate on the same requests.
+{2 * ROUNDS * (STEPS + WARM_UP)} new ones a request, medians; graphs and eager steps alternate on the same
+requests.
 The floor is weights, keys and values over the {bandwidth / 1e12:.2f} TB/s that a copy of 2 GiB reaches (bytes
 read and written). *Device* is the forward pass by the device's events; *whole step* is scheduling, forward,
-sampling and sending, on the host's clock. {platform.get_device_name(0)}, torch {torch.__version__}, Python
+sampling and sending, on the host's clock, averaged over {STEPS} steps: with graphs, a step is scheduled while
+the one before it runs. {platform.get_device_name(0)}, torch {torch.__version__}, Python
 {host.python_version()}.
 
 {table(rows)}
