@@ -67,7 +67,7 @@ class PlatformPlugin:
             answer = ask_within_bound(f"Platform plugin {self}", lambda: self.entry_point.load()())
         except DetectionTimeoutError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a plugin that exits does not end the engine unexplained
             raise PlatformError(
                 f"Platform plugin {self} failed while it was activated ({self.entry_point.value}): "
                 f"{type(error).__name__}: {error}. Repair or uninstall {self.distribution}, or set "
@@ -246,6 +246,11 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
         cls = resolve_qualified_name(class_name)
     except PlatformError as error:
         raise type(error)(f"{error} Asked for by {provider}.") from error
+    except (Exception, SystemExit) as error:
+        raise PlatformError(
+            f"{class_name} of {provider} failed while its module was imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not issubclass(cls, SRTPlatform):
         bases = ", ".join(base.__qualname__ for base in cls.__mro__[1:])
         raise PlatformTypeError(
@@ -254,7 +259,7 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
         )
     try:
         return cls()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlatformError(
             f"{class_name} of {provider} failed while it was created: {type(error).__name__}: {error}"
         ) from error

@@ -11,7 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -64,19 +66,32 @@ except Exception as error:
     answer = {"error": str(error), "types": [cls.__name__ for cls in type(error).__mro__]}
 print(json.dumps(answer))
 """
+        answer = json.loads(self.run(code, platform=platform, environment=environment))
+        assert isinstance(answer, dict)
+        return answer
+
+    def run(
+        self,
+        code: str,
+        *,
+        platform: str | None = None,
+        script: Path | None = None,
+        status: int = 0,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
+        """Run ``code``, or ``script`` that holds it, in a new process that ends with ``status``."""
         env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"}
         env["PYTHONPATH"] = os.pathsep.join([str(self.folder), *filter(None, [env.get("PYTHONPATH")])])
         env["CUDA_VISIBLE_DEVICES"] = ""  # the answers below are those of a machine without a GPU
         env |= environment
         if platform is not None:
             env["SGLANG_PLATFORM"] = platform
+        words = ["-c", code] if script is None else [str(script)]
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, *words], env=env, capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.returncode == 0, done.stderr
-        answer = json.loads(done.stdout)
-        assert isinstance(answer, dict)
-        return answer
+        assert done.returncode == status, done.stderr
+        return done.stdout
 
 
 @pytest.fixture
@@ -301,3 +316,127 @@ def test_without_a_bound_the_plugin_is_asked_in_the_main_thread(site: Site) -> N
         + HERE.format("acme"),
     )
     assert site.choose(SGL_ASPECTS_DETECT_SECONDS="0")["device"] == "acme"
+
+
+# -- classes and modules that fail ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        ('raise RuntimeError("driver 3 is too old")\n', "RuntimeError: driver 3 is too old"),
+        ('import sys; sys.exit("no licence")\n', "SystemExit: no licence"),
+        ("def Platform(): pass\n", "is a function, and a class is needed"),
+        ("Platform = 3\n", "is a int, and a class is needed"),
+        ("other = 1\n", "cannot be loaded"),
+    ],
+)
+def test_a_module_that_fails_or_holds_no_class_names_its_package(site: Site, module: str, part: str) -> None:
+    site.install("acme", HERE.format("acme"), module=module)
+    error = error_of(site.choose(), "PlatformError")
+    assert part in error
+    assert "'acme' of acme-dist 1.2" in error
+
+
+def test_a_plugin_that_exits_is_an_error_too(site: Site) -> None:
+    site.install("acme", "raise SystemExit(3)")
+    error = error_of(site.choose(), "PlatformError")
+    assert "SystemExit: 3" in error
+    assert "acme-dist 1.2" in error
+
+
+def test_an_abstract_class_cannot_be_created(site: Site) -> None:
+    abstract = (
+        GOOD
+        + "import abc\nclass Abstract(Platform, metaclass=abc.ABCMeta):\n    @abc.abstractmethod\n"
+        + "    def more(self): ...\nPlatform = Abstract\n"
+    )
+    site.install("acme", HERE.format("acme"), module=abstract)
+    error = error_of(site.choose(), "PlatformError")
+    assert "failed while it was created" in error
+    assert "more" in error
+
+
+@pytest.mark.parametrize(
+    "answer", ['""', '"acme_pkg.platform"', '"acme_pkg.platform.Platform"', '":Platform"']
+)
+def test_an_answer_that_is_no_qualified_name(site: Site, answer: str) -> None:
+    site.install("acme", f"return {answer}")
+    error = error_of(site.choose(), "PlatformError")
+    assert "pkg.mod:Cls" in error
+    assert "acme-dist 1.2" in error
+
+
+def test_a_class_inside_a_class_is_found(site: Site) -> None:
+    module = GOOD + "class Outer:\n    Inner = Platform\n"
+    site.install("acme", 'return "acme_pkg.platform:Outer.Inner"', module=module)
+    assert site.choose()["device"] == "acme"
+
+
+# -- one object, in every thread and process ------------------------------------------------------------
+
+
+def test_threads_that_ask_at_once_get_one_object_and_one_activation(site: Site) -> None:
+    log = site.folder / "activations"
+    site.install(
+        "acme",
+        f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.2); {HERE.format('acme')}",
+    )
+    code = """
+import threading
+from sgl_aspects.platforms import current_platform, current_platform_choice
+found, start = [], threading.Barrier(8)
+def ask():
+    start.wait()
+    found.append((current_platform.device_name, id(current_platform_choice().platform)))
+threads = [threading.Thread(target=ask) for _ in range(8)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+assert len(found) == 8 and len(set(found)) == 1, found
+assert found[0][0] == "acme"
+"""
+    site.run(code)
+    assert log.read_text() == "x"
+
+
+def test_the_choice_is_the_same_in_forked_and_spawned_children(site: Site) -> None:
+    site.install("acme", HERE.format("acme"))
+    script = site.folder / "children.py"
+    script.write_text(
+        "import multiprocessing, pickle, warnings\n"
+        "from sgl_aspects.platforms import current_platform, is_cpu, is_out_of_tree\n"
+        "def ask(platform, answers):\n"
+        "    answers.put((platform.device_name, is_out_of_tree(), is_cpu(), platform is current_platform))\n"
+        "if __name__ == '__main__':\n"
+        "    warnings.simplefilter('ignore')\n"
+        "    for asked_before in (False, True):\n"
+        "        if asked_before:\n"
+        "            assert current_platform.device_name == 'acme'\n"
+        "        for method in ('fork', 'spawn', 'forkserver'):\n"
+        "            context = multiprocessing.get_context(method)\n"
+        "            answers = context.Queue()\n"
+        "            child = context.Process(target=ask, args=(current_platform, answers))\n"
+        "            child.start()\n"
+        "            assert answers.get(timeout=60) == ('acme', True, False, True), method\n"
+        "            child.join(60)\n"
+        "            assert child.exitcode == 0\n"
+    )
+    site.run(script.read_text(), script=script)
+
+
+def test_the_command_prints_what_was_found_as_json(site: Site) -> None:
+    site.install("acme", HERE.format("acme"))
+    site.install("bolt", ABSENT)
+    code = "import sys; from sgl_aspects.cli.main import main; sys.exit(main(['platforms', '--json']))"
+    report = json.loads(site.run(code))
+    assert report["chosen"] == "acme"
+    assert {c["name"]: c["chosen"] for c in report["candidates"]}["acme"] is True
+    reasons = {c["name"]: (c["source"], c["reason"]) for c in report["candidates"]}
+    assert reasons["bolt"] == ("bolt-dist 1.2", "its plugin found no hardware")
+    assert reasons["cpu"] == ("built-in", "not asked: a plugin comes first")
+    assert report["platform"]["class"] == "acme_pkg.platform:Platform"
+    assert report["capabilities"]["graph_capture"] is False
+    site.install("core", HERE.format("core"))
+    failed = json.loads(site.run(code, status=2))
+    assert failed["chosen"] is None
+    assert "'core' of core-dist 1.2" in failed["error"]
+    assert {"name": "acme", "source": "acme-dist 1.2"} in failed["candidates"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms import PlatformChoice, SRTPlatform, current_platform_choice
@@ -12,7 +14,8 @@ from sgl_aspects.platforms.discovery import find_plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No flags: SGLANG_PLATFORM chooses, here as everywhere."""
+    """SGLANG_PLATFORM chooses, here as everywhere."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.epilog = (
         "SGLANG_PLATFORM=NAME chooses one by name; SGLANG_PLATFORM=NAME=pkg.mod:Cls one that is not packaged."
     )
@@ -20,22 +23,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table. A choice that fails shows what was found before the error is told."""
-    del arguments
     try:
         choice = current_platform_choice()
-    except PlatformError:
+    except PlatformError as error:
         found = [(plugin.name, plugin.distribution) for plugin in find_plugins()]
         found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
-        print(_table([("PLATFORM", "FROM"), *found]))
+        if arguments.json:
+            named = [{"name": name, "source": source} for name, source in found]
+            print(json.dumps({"chosen": None, "error": str(error), "candidates": named}, indent=2))
+        else:
+            print(_table([("PLATFORM", "FROM"), *found]))
         raise
+    if arguments.json:
+        print(json.dumps(as_json(choice), indent=2))
+        return 0
     rows = [(c.name, c.source, "chosen" if c.chosen else "not chosen", c.reason) for c in choice.candidates]
     print(_table([("PLATFORM", "FROM", "STATUS", "WHY"), *rows]))
     print()
-    print(_details(choice))
+    print(_table(list(_details(choice).items())))
     return 0
 
 
-def _details(choice: PlatformChoice) -> str:
+def as_json(choice: PlatformChoice) -> dict[str, object]:
+    """What the table says: the choice, every candidate with its reason, and the platform's own answers."""
+    return {
+        "chosen": choice.name,
+        "candidates": [asdict(candidate) for candidate in choice.candidates],
+        "platform": _details(choice),
+        "capabilities": asdict(choice.platform.capabilities),
+    }
+
+
+def _details(choice: PlatformChoice) -> dict[str, str]:
     platform = choice.platform
     facts: dict[str, Callable[[], str]] = {
         "class": lambda: f"{type(platform).__module__}:{type(platform).__qualname__}",
@@ -46,7 +65,7 @@ def _details(choice: PlatformChoice) -> str:
         "attention": platform.get_default_attention_backend,
         "graphs": lambda: "yes" if platform.support_cuda_graph() else "no",
     }
-    return _table([(name, _answer(ask)) for name, ask in facts.items()])
+    return {name: _answer(ask) for name, ask in facts.items()}
 
 
 def _answer(ask: Callable[[], str]) -> str:
