@@ -363,3 +363,15 @@ def test_a_scheduler_that_knows_no_opentelemetry_logs_its_steps(tmp_path: Path) 
     for trace_id, span_id in logged:
         spans = re.findall(r'{[^{}]*"spanId":"' + span_id + r'"[^{}]*', text)
         assert any(f'"traceId":"{trace_id}"' in span for span in spans)
+
+
+def test_a_span_that_is_closed_elsewhere_changes_nothing_there() -> None:
+    elsewhere = contextvars.copy_context()
+    foreign = elsewhere.run(context.open_span, 5, 6)
+    mine = context.open_span(7, 8)
+    context.close_span(foreign)
+    assert context.innermost() is mine[0]
+    assert trace.get_current_span().get_span_context().span_id == 8
+    context.close_span(mine)
+    assert context.innermost() is None
+    assert not trace.get_current_span().get_span_context().is_valid

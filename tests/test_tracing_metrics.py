@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,7 +75,7 @@ def shown(port: int, name: str) -> float | None:
 
 
 def record_request(
-    session: TraceSession,
+    session: TraceSession | SimpleNamespace,
     *,
     seconds: float = 2.0,
     first: float | None = 0.5,
@@ -303,6 +304,36 @@ def test_drops_are_counted_once_over_restarts(tmp_path: Path) -> None:
     assert counted(reader) == 7  # 2 and 5 more, not 12
     (tmp_path / "metrics.json").write_text("damaged")
     assert counted(reader) == reader.dropped
+
+
+def test_the_application_s_own_provider_gets_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from sgl_aspects.tracing.sdk import SdkRecorder
+
+    memory = InMemoryMetricReader()
+    provider = MeterProvider([memory])
+    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
+    recorder = SdkRecorder(3)
+    session = SimpleNamespace(recorder=recorder)
+    record_request(session)
+    record_request(session, error="abort")
+    recorder.spans(STEP)(5, 5, 0, 0, SECOND, [1, "decode", 4, 4, 3, 2, 0.5])
+    recorder.spans(STEP)(0, 0, 0, 5, 5, [None, None, 0, None, 0, 0, 0.0])
+    data = memory.get_metrics_data()
+    assert data is not None
+    found = {metric.name: metric for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+    durations = found["gen_ai.server.request.duration"].data.data_points
+    assert sorted(str(dict(point.attributes or {}).get("error.type")) for point in durations) == [
+        "None",
+        "abort",
+    ]
+    assert [getattr(point, "count") for point in found["sgl_aspects.step.duration"].data.data_points] == [1]  # noqa: B009
+    (running,) = found["sgl_aspects.queue.running"].data.data_points
+    assert getattr(running, "value") == 0  # noqa: B009
+    provider.shutdown()
 
 
 def test_choices_of_metric_exporters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,21 +2,24 @@
 
 For who has processors, samplers and exporters of their own in the engine's processes, and accepts what the
 SDK costs there. Each process reports for itself: nothing joins them afterwards, so in a process that does not
-know a request's trace, the spans of that request begin traces of their own and carry its id.
+know a request's trace, the spans of that request begin traces of their own and carry its id. The metrics go
+to the application's ``MeterProvider``, likewise process by process.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from opentelemetry import trace
+from opentelemetry import metrics, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
 from sgl_aspects.tracing.context import Opened, TraceContext, open_span
+from sgl_aspects.tracing.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 
@@ -32,6 +35,8 @@ class SdkRecorder:
         self.sample = 1 << 32  # the provider's sampler decides
         self.new_id: Callable[[], int] = id_source()
         self._tracer = trace.get_tracer("sgl_aspects", __version__)
+        self._metrics = EngineMetrics(metrics.get_meter("sgl_aspects", __version__))
+        self._begun: dict[int, RequestBegin] = {}
         self._lock = threading.RLock()
         self._open: dict[int, Span] = {}
         self._requests: dict[str, Span] = {}
@@ -58,6 +63,9 @@ class SdkRecorder:
         def write(*fields: Any, **named: Any) -> None:
             span = SpanEnd(type, *fields, **named)
             with self._lock:
+                self._measure(span)
+                if not span.span_id:
+                    return  # no more than figures
                 if span.parent_id and span.parent_id not in self._known:
                     _bound(self._waiting)
                     self._waiting.setdefault(span.parent_id, []).append(span)
@@ -100,6 +108,15 @@ class SdkRecorder:
         span.set_attributes(dict(event.attributes))
         self._keep(event.span_id, span)
         self._open[event.span_id] = self._requests[event.request_id] = span
+        _bound(self._begun)
+        self._begun[event.span_id] = event
+
+    def _measure(self, span: SpanEnd) -> None:
+        if span.type.name == STEP:
+            self._metrics.step_ended("", os.getpid(), span)
+        begin = self._begun.pop(span.span_id, None)
+        if begin is not None:
+            self._metrics.request_ended(begin, span, 0)
 
     def _start(self, span: SpanBegin | SpanEnd) -> Span:
         parent = self._known.get(span.parent_id)

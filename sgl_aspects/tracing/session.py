@@ -51,7 +51,7 @@ class TraceSession:
 
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
-            self._attach(AspectOptions(settings.sampler.asks_parent, content=settings.content))
+            self._attach(AspectOptions(settings.sampler.asks_parent, True, settings.content))
             return
         if settings.level == 0:
             self.recorder = RingRecorder(self.run_folder, level=0)
