@@ -156,6 +156,10 @@ class Layer:
     head_size = 16
     is_neox_style = True
     approximate = "none"
+    weight: torch.Tensor
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+    apply_router_weight_on_input: bool
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
