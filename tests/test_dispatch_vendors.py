@@ -47,13 +47,12 @@ def flag_gems() -> types.ModuleType:
         cu_seqlens: Any, ssm_state_indices: Any, use_qk_l2norm_in_kernel: bool,
     ) -> Any:  # fmt: skip
         assert inplace_final_state
+        one_sequence: Any = delta_rule.fused_recurrent_gated_delta_rule
         outputs = []
         for number, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
             part = [x[:, begin:end] for x in (q, k, v, g, beta)]
             own = state[ssm_state_indices[number, 0]].unsqueeze(0)
-            outputs.append(
-                delta_rule.fused_recurrent_gated_delta_rule(*part, own, scale, use_qk_l2norm_in_kernel)
-            )
+            outputs.append(one_sequence(*part, own, scale, use_qk_l2norm_in_kernel))
         return torch.cat(outputs, 1).unsqueeze(0), state
 
     functions: dict[str, Any] = {

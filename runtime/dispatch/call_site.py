@@ -94,18 +94,19 @@ class CallSite:
     def guard(self, policy: SelectionPolicy) -> Callable[..., Any]:
         """What ``run`` is where tensors decide: look the first one up, then a plain call."""
         calls, resolve = {}, self._resolved
-        for (of_policy, key), call in self._calls.items():
-            if of_policy == policy:
-                calls[key] = call
+        for (of_policy, (dtype, device)), call in self._calls.items():
+            if of_policy == policy and device is not None:
+                # A device's number, -1 for the host's: asking for it makes no object.
+                calls[dtype, -1 if device.index is None else device.index] = call
         if self.layer is not None and type(self.layer).has_own_key:
             return self.resolve_and_call
         index = self.key_index
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             tensor = args[index]
-            call = calls.get((tensor.dtype, tensor.device))
+            call = calls.get((tensor.dtype, tensor.get_device()))
             if call is None:
-                call = calls[tensor.dtype, tensor.device] = resolve((tensor.dtype, tensor.device))
+                call = calls[tensor.dtype, tensor.get_device()] = resolve((tensor.dtype, tensor.device))
             return call(*args, **kwargs)
 
         return guarded
