@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgl_aspects.tracing import attach
+from tests.otlp_receiver import spans_of
+from tests.test_tracing_collector import read_file
 from tests.tiny_models import make_llama
 
 # In a process of its own: a provider is set once and for all.
@@ -46,8 +51,6 @@ if __name__ == "__main__":
 
 
 def test_the_application_s_provider_gets_the_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
     make_llama(tmp_path / "tiny", max_position_embeddings=1024)
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
@@ -93,3 +96,83 @@ def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert session.recorder.level == 0
     assert session.summary is not None
     assert session.summary.spans_recorded == 0
+
+
+# A scheduler in this process, and the caller's side of its requests as its own process would record it.
+SAME = """
+import json, multiprocessing, os, sys, time
+from collections import Counter
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
+
+if __name__ == "__main__":
+    model, mode, file = sys.argv[1:]
+    os.environ["SGL_ASPECTS_RECORDER"] = mode
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    with attach(level=3, **({"file": file} if mode == "ring" else {})) as session:
+        from sgl_aspects.runtime import SamplingParams, ServerArgs
+        from sgl_aspects.runtime.messages import TokenizedRequest
+        from sgl_aspects.runtime.scheduler import Scheduler
+        ours, theirs = multiprocessing.Pipe()
+        scheduler = Scheduler(ServerArgs(model, max_total_tokens=256, chunked_prefill_size=8), theirs)
+        recorder = session.recorder
+        ends = []
+        for number, rid in enumerate(("one", "two")):
+            root, start = recorder.new_id(), time.time_ns()
+            recorder.write(RequestBegin(root, rid, start, *context.new(), "chat tiny", {"a": 1}))
+            recorder.write(RequestSent(root))
+            ends.append((root, start))
+            params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+            scheduler.add_request(TokenizedRequest(rid, list(range(5, 15 + number)), params))
+        while scheduler.waiting or scheduler.running:
+            scheduler.step()
+        for root, start in ends:
+            recorder.spans(SpanType("request", {"b": int}))(root, root, 0, start, time.time_ns(), [2])
+        recorder.write(RequestBegin(recorder.new_id(), "open", time.time_ns(), *context.new(), "open", {}))
+    print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
+"""
+
+
+def test_the_same_spans_as_with_the_ring(tmp_path: Path) -> None:
+    """Names, parents, attributes and links of the same run, each with its own recorder."""
+    make_llama(tmp_path / "tiny", max_position_embeddings=1024)
+    program, file = tmp_path / "program.py", tmp_path / "traces.jsonl"
+    program.write_text(SAME)
+    printed = {}
+    for mode in ("sdk", "ring"):
+        command = [sys.executable, str(program), str(tmp_path / "tiny"), mode, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        printed[mode] = done.stdout.splitlines()[-1]
+    sdk = json.loads(printed["sdk"])
+    names = {span["context"]["span_id"]: span["name"] for span in sdk}
+    traces = {span["context"]["trace_id"] for span in sdk}
+    from_sdk = Counter(
+        (span["name"], names.get(span["parent_id"]), _attributes(span["attributes"]), len(span["links"]))
+        for span in sdk
+    )
+    ring = [span for message in read_file(file) for span in spans_of(message) if span.name != "open"]
+    names = {span.span_id: span.name for span in ring}
+    from_ring = Counter(
+        (span.name, names.get(span.parent_id), _attributes(span.attributes), len(span.links)) for span in ring
+    )
+    assert from_sdk == from_ring
+    assert len(traces) == len({span.trace_id for span in ring})
+    assert {"queue", "prefill", "decode", "scheduler.step", "forward", "chat tiny"} <= set(names.values())
+
+
+def _attributes(values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Times are not the same twice; of latencies only the collector knows."""
+    return tuple(
+        sorted(
+            (key, type(value).__name__ if isinstance(value, float) else str(value))
+            for key, value in values.items()
+            if not key.startswith("gen_ai.latency.time_")
+        )
+    )
