@@ -48,12 +48,14 @@ TARGETS = (
     "sgl_aspects.runtime.server.calls:Calls.end",
 )
 
-def passing(original_fn, *args, **kwargs):
-    return original_fn(*args, **kwargs)
+def new_hook(target):
+    def passing(original_fn, *args, **kwargs):
+        return original_fn(*args, **kwargs)
+    return aspects.around(target)(passing)
 
 def weave_and_remove():
     while True:
-        handles = [aspects.weave(aspects.around(target)(passing)) for target in TARGETS]
+        handles = [aspects.weave(new_hook(target)) for target in TARGETS]
         time.sleep(0.5)
         for handle in handles:
             handle.remove()
@@ -220,6 +222,8 @@ def _soak(folder: Path, minutes: float) -> list[str]:
             steady = values[int(len(values) * WARM_UP_SHARE) :]
             third = max(len(steady) // 3, 1)
             before, after = statistics.median(steady[:third]), statistics.median(steady[-third:])
+            tenth = max(len(values) // 10, 1)
+            print(f"{name}, MiB: {', '.join(str(size >> 20) for size in values[::tenth])}")
             print(
                 f"{name}: {values[0] >> 20} MiB at the start, {before / 2**20:.1f} MiB after the warm-up, "
                 f"{after / 2**20:.1f} MiB in the end, {processes[name].num_fds()} open files, "
