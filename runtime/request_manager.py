@@ -53,6 +53,9 @@ class StreamChunk:
     finish_reason: str | None = None
     #: One for each token, where the request asked for them.
     logprobs: list[TokenLogprobs] | None = None
+    #: The same, but held back as long as the tokens' text is, and without tokens that only end the request:
+    #: for readers who must not see a part of a stop text.
+    shown_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass
@@ -80,6 +83,10 @@ class RequestState:
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
+        #: Characters that all tokens so far gave, those that are held back among them.
+        self.decoded_chars = 0
+        #: With the number of characters up to the end of the token.
+        self.held_logprobs: list[tuple[int, TokenLogprobs]] = []
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
@@ -192,14 +199,16 @@ class RequestManager:
         state.logprobs.extend(output.logprobs or ())
         text = self._new_text(state, output)
         finish_reason = output.finish_reason
+        shown = self._shown_logprobs(state, output, len(state.text) + len(text))
         if state.stop_texts.found and finish_reason in (None, "length", "stop"):
             if finish_reason is None:  # the scheduler does not know text: it would go on
                 self._send(AbortRequest(state.rid))
             finish_reason = "stop"
         state.text += text
         if text or finish_reason is not None or output.token_ids:
-            chunk = StreamChunk(state.rid, text, output.token_ids, finish_reason, output.logprobs)
-            state.put_chunk(chunk)
+            state.put_chunk(
+                StreamChunk(state.rid, text, output.token_ids, finish_reason, output.logprobs, shown)
+            )
         if finish_reason is not None:
             error = getattr(errors, output.error_type)(output.error) if finish_reason == "error" else None
             self.end_request(state, finish_reason, error)
@@ -268,6 +277,7 @@ class RequestManager:
     def _new_text(self, state: RequestState, output: TokenOutput) -> str:
         shown = output.token_ids[:-1] if output.has_end_token else output.token_ids
         text = self.detokenize(state, shown)
+        state.decoded_chars += len(text)
         if len(state.output_ids) > state.request.sampling_params.min_new_tokens:
             text = state.stop_texts.add(text)
         if output.finish_reason is not None and not state.stop_texts.found:
@@ -275,6 +285,22 @@ class RequestManager:
             if not state.stop_texts.found:
                 text += state.stop_texts.flush()
         return text
+
+    def _shown_logprobs(
+        self, state: RequestState, output: TokenOutput, given: int
+    ) -> list[TokenLogprobs] | None:
+        """Those whose text is among the first ``given`` characters, and has not been shown."""
+        if output.logprobs is None:
+            return None
+        entries = output.logprobs[:-1] if output.has_end_token else output.logprobs
+        # A token that ends in a part of a character belongs to the next one.
+        end = state.decoded_chars + (state.decoder is not None and state.decoder.is_incomplete)
+        state.held_logprobs += [(end, entry) for entry in entries]
+        if output.finish_reason is not None and not state.stop_texts.found:
+            given = end
+        shown = [entry for end, entry in state.held_logprobs if end <= given]
+        state.held_logprobs = state.held_logprobs[len(shown) :]
+        return shown
 
     def _checked_ids(self, prompt: Sequence[Any]) -> list[int]:
         if not isinstance(prompt, Sequence):

@@ -25,12 +25,15 @@ class IncrementalDecoder:
         self._context = 0
         #: Characters of the window's text that are out.
         self._given = 0
+        #: Whether the last bytes may become a character with the next token.
+        self.is_incomplete = False
 
     def add(self, token_ids: Sequence[int]) -> str:
         self._window.extend(token_ids)
         text = self._tokenizer.decode(self._window)
         # Only the last bytes can become a character with the next token; they show as one replacement.
         stable = text[:-1] if text.endswith(_REPLACEMENT) else text
+        self.is_incomplete = len(stable) < len(text)
         piece = stable[self._given :]
         self._given = max(self._given, len(stable))
         if len(stable) == len(text) and len(self._window) > _WINDOW:

@@ -239,6 +239,7 @@ def test_threads_share_an_engine(engine: Engine) -> None:
     ("prompt", "message"),
     [
         ("", "empty"),
+        ("half \ud83d", "surrogate"),
         ([], "empty"),
         ([1, 99999], "99999 is no token id"),
         ([-1], "-1 is no token id"),

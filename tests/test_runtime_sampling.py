@@ -229,13 +229,17 @@ def test_stop_texts_wait_for_the_fewest_tokens(engine: Engine) -> None:
 def test_no_part_of_a_stop_text_is_ever_streamed(engine: Engine) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     text = engine.generate([7], SamplingParams(**settings)).text
+    tokenizer = engine.request_manager.tokenizer
     for start in range(10, 60, 7):
         stop = text[start : start + 9]
         end = text.index(stop)
-        seen = ""
-        for chunk in engine.stream([7], SamplingParams(stop=[stop, "\0"], **settings)):
+        seen, shown = "", b""
+        for chunk in engine.stream([7], SamplingParams(stop=[stop, "\0"], logprobs=0, **settings)):
             seen += chunk.text
+            tokens = [entry.token_id for entry in chunk.shown_logprobs or ()]
+            shown += b"".join(tokenizer.token_bytes(token) for token in tokens if token > EOS)
             assert text[:end].startswith(seen)
+            assert seen.startswith(shown.decode("utf-8", "replace"))
         assert seen == text[:end]
 
 

@@ -34,7 +34,7 @@ class Answer:
 
     def add(self, chunk: StreamChunk) -> None:
         self.text += chunk.text
-        self.logprobs += chunk.logprobs or ()
+        self.logprobs += chunk.shown_logprobs or ()
         if chunk.finish_reason is not None:
             self.finish_reason = finish_reason(chunk)
 
@@ -129,7 +129,7 @@ class Endpoint(ABC):
                 yield _event(opening)
             index, chunk = first
             while True:
-                if chunk.text or chunk.finish_reason is not None or chunk.logprobs:
+                if chunk.text or chunk.finish_reason is not None or chunk.shown_logprobs:
                     yield _event(self.chunk(call, index, chunk))
                 try:
                     index, chunk = await anext(chunks)

@@ -88,7 +88,7 @@ class ChatEndpoint(Endpoint):
         choice = ChatChunkChoice(
             index=index,
             delta=Delta(content=chunk.text) if chunk.text else Delta(),
-            logprobs=self._logprobs(chunk.logprobs or []),
+            logprobs=self._logprobs(chunk.shown_logprobs or []),
             finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
         )
         return self._chunk(call, choice)

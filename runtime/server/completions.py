@@ -63,7 +63,7 @@ class CompletionEndpoint(Endpoint):
         choice = CompletionChoice(
             index=index,
             text=chunk.text,
-            logprobs=self._logprobs(chunk.logprobs or []),
+            logprobs=self._logprobs(chunk.shown_logprobs or []),
             finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
         )
         return self._response(call, choice)
