@@ -578,3 +578,19 @@ def test_compiled_code_goes_through_dispatch_in_one_graph_and_follows_the_policy
         manager.set_policy(SelectionPolicy.of(prefer="reference"))
         torch.testing.assert_close(once(X), work(X))
         assert not bool((once(X) == 14).any())
+
+
+def test_a_platform_in_the_making_chooses_at_the_first_call() -> None:
+    class Unfinished(CpuPlatform):
+        def device_count(self) -> int:
+            raise NotImplementedError("device_count")
+
+    set_current_platform(Unfinished())
+    try:
+        manager = OpManager(small_registry())
+        manager.registry.register(
+            OpImpl("op", "x", ImplKind.DEFAULT, plus(9), priority=999, device_types=frozenset({"cpu"}))
+        )
+        assert int(manager.call_op("op", torch.zeros(()))) == 9
+    finally:
+        set_current_platform(None)

@@ -141,6 +141,7 @@ def test_the_wheel_holds_every_module_and_no_top_level_rooms(wheel: Path) -> Non
         inside = path.relative_to(ROOT if linked else PACKAGE)
         assert f"sgl_aspects/{inside}" in names
     assert "sgl_aspects/py.typed" in names
+    assert "sgl_aspects/runtime/dispatch/platform_files/sample.yaml" in names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sgl_aspects"}
 
 

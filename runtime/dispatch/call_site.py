@@ -7,9 +7,10 @@ chooses anew.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,36 @@ from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.manager import OpManager
     from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
+    from sgl_aspects.runtime.dispatch.registry import OperatorSpec
 
 logger = logging.getLogger("sgl_aspects.dispatch")
+
+_GUARD = """
+def make(calls, resolve):
+    def guarded({signature}):
+        call = calls.get(({key}.dtype, {key}.get_device()))
+        if call is None:
+            call = calls[{key}.dtype, {key}.get_device()] = resolve(({key}.dtype, {key}.device))
+        return call({names})
+    return guarded
+"""
+
+
+@cache
+def _guard_maker(spec: OperatorSpec) -> Callable[..., Callable[..., Any]]:
+    """A guard with the operator's own signature packs no arguments."""
+    parameters = inspect.signature(spec.reference).parameters
+    # call_op may leave out what has a default; the operators' functions give everything, by place.
+    signature = ", ".join(
+        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+        for name, parameter in parameters.items()
+    )
+    source = _GUARD.format(signature=signature, key=spec.keyed_by, names=", ".join(parameters))
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<guard of {spec.name}>", "exec"), namespace)
+    maker: Callable[..., Callable[..., Any]] = namespace["make"]
+    return maker
+
 
 #: The dtype and device that a call is resolved for.
 Key = tuple[Any, Any]
@@ -100,14 +129,14 @@ class CallSite:
                 calls[dtype, -1 if device.index is None else device.index] = call
         if self.layer is not None and type(self.layer).has_own_key:
             return self.resolve_and_call
-        index = self.key_index
+        if self.layer is None:
+            return _guard_maker(self.manager.registry.spec(self.op_name))(calls, resolve)
 
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[index]
+        def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             call = calls.get((tensor.dtype, tensor.get_device()))
             if call is None:
                 call = calls[tensor.dtype, tensor.get_device()] = resolve((tensor.dtype, tensor.device))
-            return call(*args, **kwargs)
+            return call(tensor, *args, **kwargs)
 
         return guarded
 

@@ -96,7 +96,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _work(folder: Path, manager: OpManager) -> None:
-    """Requests from before this process began are not for it."""
+    """Requests from before this process began are not for it. What dead processes left behind goes."""
+    states(folder)
     request = read_own_json(folder / _REQUEST)
     done = request.get("serial") if request else None
     error: str | None = None

@@ -299,7 +299,10 @@ def _kind_of(layer: Any) -> Any:
 
 def _usual_keys() -> list[Key]:
     """What most calls will come with: their choice is made before the first of them."""
-    devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
+    try:
+        devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
+    except NotImplementedError:  # a platform in the making: its first calls choose
+        return []
     return [(dtype, device) for device in devices for dtype in _USUAL_DTYPES]
 
 
