@@ -85,7 +85,7 @@ def woven_in_a_scheduler_process(results: Connection) -> None:
         module, _, path = role.targets[0].partition(":")
         loaded = importlib.import_module(module)
         owner, _, attribute = path.partition(".")
-        function = vars(getattr(loaded, owner))[attribute]
+        function = vars(getattr(loaded, owner.removesuffix("+")))[attribute]
         # An original object has the code that stands in its module's file, and wraps nothing.
         if hasattr(function, "__wrapped__") or function.__code__.co_filename != loaded.__file__:
             woven.append(name)
