@@ -141,7 +141,11 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--report", str(reports)]
     with http_receiver() as receiver:
         command += ["--endpoint", receiver.endpoint, "--"]
-        environment = {"PYTHONPATH": str(plugin), "HOOKED": str(hooked)}
+        environment = {
+            "PYTHONPATH": str(plugin),
+            "HOOKED": str(hooked),
+            "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+        }
         with serve(model, folder / "log", prefix=command, environment=environment) as server:
             assert server.get("/get_model_info") == 200
             # Twice, so that the second time the prompts are in the prefix cache.
@@ -324,6 +328,31 @@ def test_steps_are_linked_to_their_requests(run: Run) -> None:
         assert step.attributes["sgl_aspects.batch.size"] >= len(step.links)
     numbers = [step.attributes["sgl_aspects.step.id"] for step in run.steps]
     assert len(set(numbers)) == len(numbers)  # an idle scheduler, and both ways of activation, add none
+
+
+def test_metrics_say_what_the_spans_say(run: Run) -> None:
+    receiver = run.receiver
+    roots = [span for span in receiver.spans if span.kind == 2]
+    durations = receiver.points("gen_ai.server.request.duration")
+    assert sum(point.count for point in durations) == len(roots)
+    assert {point.attributes["gen_ai.provider.name"] for point in durations} == {"sglang"}
+    failed = [span for span in roots if span.is_error]
+    assert sum(point.count for point in durations if "error.type" in point.attributes) == len(failed)
+    whole = len(roots) - len(failed)
+    assert 0 < sum(point.count for point in receiver.points("gen_ai.server.time_to_first_token")) <= whole
+    steps = receiver.points("sgl_aspects.step.duration")
+    assert sum(point.count for point in steps) == len(run.steps)
+    output = sum(span.attributes.get("gen_ai.usage.output_tokens", 0) for span in roots)
+    tokens = receiver.points("sgl_aspects.tokens")
+    by_type = dict.fromkeys(("input", "output"), 0.0)
+    for point in tokens:
+        by_type[point.attributes["gen_ai.token.type"]] += point.value
+    assert by_type["output"] == output
+    assert sum(point.value for point in receiver.points("sgl_aspects.prefix_cache.hit_tokens")) > 0
+    # The last that was pushed while the scheduler lived: it had no work any more.
+    for name in ("queue.running", "queue.waiting", "batch.size", "kv.usage"):
+        (gauge,) = receiver.points(f"sgl_aspects.{name}")
+        assert gauge.value >= 0
 
 
 def test_hooks_reach_what_was_copied(run: Run) -> None:
