@@ -83,7 +83,7 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 sglang-env: $(SGLANG_VENV)/.ready
 
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py
+	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py tests/test_sglang_example.py
 
 $(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang-requirements-alone.txt
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 2.6 GB, two minutes) ..."

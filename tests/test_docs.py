@@ -159,6 +159,7 @@ def test_the_migration_guide_runs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, timeout=60, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_every_command_of_a_guide_runs(name: str, tmp_path: Path) -> None:
     """As printed, one after the other, on a machine that has the package, a model, and the port 8000 free."""

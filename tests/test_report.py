@@ -122,6 +122,12 @@ def test_values_that_json_has_no_word_for() -> None:
     assert len(values[2]) < 3000
     assert values[3:] == [[1.5, "nan"], None, True]
     assert payload["duration"] == [0]
+    attributes = {"large": 10**400, "exact": 2**53}
+    far = Span("n", "t", "1", "", False, 10**300, 10**400, attributes, ())
+    payload = payload_of(Run("run", [Span("n", "t", "2", "", False, -5, 10, {}, ()), far]))
+    assert payload["start"] == [0, 1 << 63]
+    assert payload["duration"] == [15, 1 << 63]
+    assert payload["values"][1][1] == 2**53
     json.dumps(payload, allow_nan=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -77,20 +78,15 @@ def _show_once(live: LiveRun) -> None:
     time.sleep(_ONCE_SECONDS)
     live.poll()
     size = shutil.get_terminal_size((100, 40))
-    Console(highlight=False, width=size.columns).print(
-        screen(live, controls_of(live.folder), size.columns, 40)
-    )
+    Console(highlight=False, width=size.columns).print(screen(live, controls_of(live), size.columns, 40))
 
 
-def controls_of(folder: Path) -> dict[int, Control]:
+def controls_of(live: LiveRun) -> dict[int, Control]:
     """What each process of the run records, by its id."""
     found = {}
-    with contextlib.suppress(ConfigError):  # the run has just ended
-        for ring in rings(str(folder)):
-            with contextlib.suppress(OSError):
-                if ring.is_alive():
-                    found[ring.process_id] = read_control(ring.path)
-            ring.close()
+    for ring in live.rings.values():
+        with contextlib.suppress(OSError, struct.error):  # the run has just ended
+            found[ring.process_id] = read_control(ring.path)
     return found
 
 

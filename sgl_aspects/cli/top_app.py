@@ -72,5 +72,5 @@ class TopApp(App[None]):
     def _draw(self) -> None:
         width, height = self.size
         note = "paused" if self._is_paused else ""
-        controls = controls_of(self._live.folder)
+        controls = controls_of(self._live)
         self.query_one("#screen", Static).update(screen(self._live, controls, width - 2, height - 1, note))

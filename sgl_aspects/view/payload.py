@@ -26,13 +26,15 @@ from sgl_aspects.view.spans import Span
 # A longer text is cut: recorded prompts would make the page as large as the run.
 _LONGEST_TEXT = 2000
 _LONGEST_LIST = 100
+_LONGEST_TIME = 1 << 63  # OTLP's times are 64-bit numbers
+_EXACT = 1 << 53  # JavaScript knows integers up to here
 _NONE = -1
 
 
 def payload_of(run: Run) -> dict[str, Any]:
     """The object that the page shows; it holds nothing that JSON cannot."""
     spans = run.spans
-    t0_ns = min((span.start_ns for span in spans), default=0)
+    t0_ns = max(0, min((span.start_ns for span in spans), default=0))
     index_of: dict[str, int] = {}
     for index, span in enumerate(spans):
         index_of.setdefault(span.span_id, index)
@@ -45,8 +47,8 @@ def payload_of(run: Run) -> dict[str, Any]:
         type_index = types.setdefault((span.name, *span.attributes), len(types))
         parent = index_of.get(span.parent_id, _NONE) if span.parent_id else _NONE
         columns["type"].append(type_index)
-        columns["start"].append(span.start_ns - t0_ns)
-        columns["duration"].append(max(0, span.end_ns - span.start_ns))
+        columns["start"].append(_time(span.start_ns - t0_ns))
+        columns["duration"].append(_time(span.end_ns - span.start_ns))
         columns["parent"].append(parent if parent != index else _NONE)
         columns["process"].append(span.process_id)
         columns["values"].append([_value(value) for value in span.attributes.values()])
@@ -59,7 +61,7 @@ def payload_of(run: Run) -> dict[str, Any]:
         "dropped": run.dropped,
         "damaged": run.damaged,
         "version": __version__,
-        "t0_ms": t0_ns / 1e6,
+        "t0_ms": min(t0_ns, _LONGEST_TIME) / 1e6,
         "types": [[name, attributes] for name, *attributes in types],
         **columns,
         "links": links,
@@ -74,10 +76,16 @@ def _is_step(span: Span) -> bool:
     return span.name == STEP
 
 
+def _time(ns: int) -> int:
+    return min(max(ns, 0), _LONGEST_TIME)
+
+
 def _value(value: Any) -> Any:
     """A value as JSON has it: texts of a bounded length, numbers that are numbers, lists of those."""
-    if value is None or isinstance(value, (bool, int)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        return value if -_EXACT <= value <= _EXACT else str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, (list, tuple)):
