@@ -8,13 +8,15 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
 import pytest
 import torch
 
+from sgl_aspects.runtime import StreamChunk
+from sgl_aspects.runtime.server.calls import Call
 from tests.http_server import LOCAL, Server, serving, wait_for
 from tests.tiny_models import greedy, make_llama, make_tokenizer
 
@@ -379,3 +381,19 @@ def test_metrics_count_what_was_done(server: Server) -> None:
         'sgl_aspects_http_duration_seconds_count{path="/v1/completions"}': 5,
     }.items():
         assert after[name] - before.get(name, 0) == more
+
+
+def test_an_error_of_any_kind_ends_a_call() -> None:
+    class Failing:
+        """A request that fails with something that nobody thought of."""
+
+        async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+            yield StreamChunk("r", "a", [1])
+            raise KeyError("unthought of")
+
+    async def read() -> list[str]:
+        call = Call("cmpl-", 1, handles=[Failing()])  # type: ignore[list-item]
+        return [chunk.text async for _, chunk in call.chunks()]
+
+    with pytest.raises(KeyError, match="unthought of"):
+        asyncio.run(asyncio.wait_for(read(), 10))

@@ -59,6 +59,7 @@ class ServerApp:
                 ApiError: answer_problem,
                 EngineError: answer_problem,
                 HTTPException: answer_http_exception,
+                Exception: answer_problem,
             },
         )
         self.asgi: ASGIApp = MeasureResponses(KeyGate(app, settings.api_key), self.metrics, frozenset(routes))

@@ -131,7 +131,7 @@ class Call:
             try:
                 async for chunk in handle:
                     queue.put_nowait((index, chunk))
-            except EngineError as error:
+            except Exception as error:  # noqa: BLE001 - raised by who reads the queue
                 queue.put_nowait(error)
             else:
                 queue.put_nowait(None)
@@ -209,7 +209,7 @@ class EventStream(Response):
                 async for event in events:
                     await _send_event(send, event)
                 await _send_event(send, "[DONE]")
-            except (EngineError, ApiError) as error:
+            except Exception as error:  # noqa: BLE001 - it is too late for a status
                 await _send_event(send, problem_of(error).body().model_dump_json())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
