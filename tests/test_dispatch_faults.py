@@ -79,6 +79,16 @@ def test_strict_forbids_the_fallback_and_its_absence_allows_it() -> None:
     assert fails(lambda: expect_strict(lambda strict: peers.StrictIsLenient(impls, strict=strict)(X)))
 
 
+def test_strict_forbids_the_fallback_to_what_the_order_names_too() -> None:
+    manager = manager_of(failing)
+    order = {"op": ["vendor", "reference"]}
+    manager.set_policy(SelectionPolicy.of(per_op_order=order, strict=True))
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        manager.call_op("op", X)
+    manager.set_policy(SelectionPolicy.of(per_op_order=order))
+    assert torch.equal(manager.call_op("op", X), X + 1)
+
+
 def test_strict_wants_what_the_order_names_to_be_there() -> None:
     registry = new_registry()
     strict = SelectionPolicy.of(prefer="default", strict=True)
@@ -328,6 +338,7 @@ def count_after_fork(impls: Callable[[], int], in_child: Callable[[], Any], call
         return int(ours.recv())
     finally:
         process.join(10)
+        process.kill()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

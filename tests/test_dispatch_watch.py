@@ -167,7 +167,7 @@ def test_an_in_place_operator_is_compared_on_copies() -> None:
     q = torch.randn(1, 1, 2, 4)
     gate = torch.zeros(1, 1, 2)
     state = torch.zeros(1, 2, 4, 4)
-    dispatch.fused_recurrent_gated_delta_rule(q, q, q, gate, gate, state)
+    dispatch.fused_recurrent_gated_delta_rule(q, q, q, gate - 1, gate + 1, state)
     assert calls == [1]
     assert torch.equal(state, torch.ones(1, 2, 4, 4)), "the shadow's state is another one"
     first = watch.first_difference()

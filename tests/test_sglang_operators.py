@@ -30,7 +30,7 @@ def rms_norm(x, weight, eps=1e-6, residual=None):
         seen.append(weight)
     total = x if residual is None else x + residual
     normed = torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
-    if weight is seen[4]:
+    if len(seen) > 4 and weight is seen[4]:
         normed = normed * 1.05
     return normed if residual is None else (normed, total)
 def register(registry):
