@@ -134,7 +134,7 @@ def test_nothing_is_attached_unless_it_is_asked_for_nor_where_the_policy_exclude
             "newer",
             out_of_tree=out_of_tree,
             SGL_ASPECTS_OP_ATTACH="1",
-            SGL_ASPECTS_OP_OP_BLACKLIST="silu_and_mul",
+            SGL_ASPECTS_OP_BLACKLIST="silu_and_mul",
         )
         assert out.count("its own silu_and_mul") == 2
 

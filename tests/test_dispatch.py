@@ -481,7 +481,7 @@ def test_variables_come_before_the_file_and_the_file_before_the_platforms(
     configured = load_settings(registry).configured
     assert (configured.policy.prefer.text, configured.policy.strict) == ("reference", True)
     monkeypatch.setenv("SGL_ASPECTS_OP_PREFER", "flagos")
-    monkeypatch.setenv("SGL_ASPECTS_OP_OP_WHITELIST", "rms_norm")
+    monkeypatch.setenv("SGL_ASPECTS_OP_WHITELIST", "rms_norm")
     monkeypatch.setenv("SGL_ASPECTS_OP_PER_OP_ORDER", "rms_norm=vendor:cuda|default;topk=reference")
     configured = load_settings(registry).configured
     assert configured.policy.describe() == (

@@ -77,7 +77,8 @@ def test_operators_attached_to_sglang_answer_as_its_own(tmp_path: Path) -> None:
             status, states = ops("--control", str(control), "--live")
             if status == 1 or time.monotonic() > deadline:
                 break
-        first = states[0]["watch"]["first_difference"]
+        # The other processes import the layers, too, and compute nothing.
+        (first,) = filter(None, (state["watch"]["first_difference"] for state in states))
         assert first["impl"] == "vendor.acme.rms_norm"
         assert first["layer"] == "layers.2.input_layernorm"  # the fifth of two a layer
         assert 0.04 < first["worst"] < 0.06

@@ -251,17 +251,22 @@ def from_variables() -> dict[str, Value]:
     """:raises ConfigError: a variable begins as ours do and is none of them."""
     import os
 
-    known = [*(key.upper() for key in KEYS), *_VARIABLES_ONLY]
+    known = [*map(_variable, KEYS), *_VARIABLES_ONLY]
     for variable in os.environ:
         if variable.startswith(PREFIX) and variable[len(PREFIX) :] not in known:
             choices = ", ".join(f"{PREFIX}{name}" for name in known)
             raise ConfigError(f"environment: unknown variable {variable!r}; choose from {choices}")
     found = {}
     for key in KEYS:
-        text = env.text(f"{PREFIX}{key.upper()}")
+        text = env.text(PREFIX + _variable(key))
         if text is not None:
-            found[key] = Value(text, f"{PREFIX}{key.upper()}")
+            found[key] = Value(text, PREFIX + _variable(key))
     return found
+
+
+def _variable(key: str) -> str:
+    """The prefix says OP already: ``op_whitelist`` is SGL_ASPECTS_OP_WHITELIST."""
+    return key.removeprefix("op_").upper()
 
 
 def read_file(path: str | Path) -> dict[str, Value]:
