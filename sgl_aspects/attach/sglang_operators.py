@@ -43,7 +43,8 @@ def _layers_loaded(module: Any) -> None:
     except AspectsError as error:
         raise SystemExit(f"sgl-aspects: operators cannot be attached: {error}") from error
     key = _out_of_tree_key()
-    base = _loaded(REGISTRATIONS)
+    bases = [_loaded((target,)) for target in REGISTRATIONS]
+    base = next((base for base in bases if hasattr(base, "register_oot_forward")), None)
     if key is None or base is None:
         return
     for op_name, targets in LAYERS.items():

@@ -30,14 +30,14 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 #: Classes with ``register_oot_forward(op_cls, fn, platform_key)``: for platforms that are out of SGLang's
 #: tree.
 REGISTRATIONS = (
-    "sglang.kernels.fused_op:BaseFusedOp",  # 0.5.16 and later
-    "sglang.srt.layers.utils.multi_platform:MultiPlatformOp",  # 0.5.10 to 0.5.12
+    "sglang.kernels.fused_op:BaseFusedOp",  # 0.5.20 and later
+    "sglang.srt.layers.utils.multi_platform:MultiPlatformOp",  # 0.5.12 to 0.5.16
 )
 
 #: What returns the forward that a layer runs, on every platform.
 RESOLVERS = (
-    "sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method",  # 0.5.16 and later
-    "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.dispatch_forward",  # 0.5.10 to 0.5.12
+    "sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method",  # 0.5.20 and later
+    "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.dispatch_forward",  # 0.5.10 to 0.5.16
     "sglang.srt.layers.utils:MultiPlatformOp.dispatch_forward",
     "sglang.srt.custom_op:CustomOp.dispatch_forward",  # up to 0.5.6
 )

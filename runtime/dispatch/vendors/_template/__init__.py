@@ -1,0 +1,54 @@
+"""A template: copy this folder under your vendor's name, beside the others or into a folder of yours.
+
+Folders whose names begin with "_" are not loaded. A folder of yours is found through
+SGL_ASPECTS_OP_VENDOR_PATH, a package through an entry point of group "sgl_aspects.operators".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from sgl_aspects.errors import UnsupportedCallError
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+
+VENDOR = "template"
+#: The package with your kernels.
+PACKAGE = "torch"
+
+
+def available() -> bool | str:
+    """Asked once in a process; a text says why not. Import nothing heavy here."""
+    return importlib.util.find_spec(PACKAGE) is not None or f"the package {PACKAGE} is not installed"
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """The operator's arguments under their names, in their order. Import your package here, and call your
+    kernel.
+
+    Refuse what it does not do before anything is written: the next implementation serves the call.
+    """
+    if x.shape[-1] % 2:
+        raise UnsupportedCallError("two halves are needed")
+    half = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+
+
+def register(registry: OpRegistry) -> None:
+    """Called once at start."""
+    registry.register(
+        OpImpl(
+            "silu_and_mul",
+            f"vendor.{VENDOR}.silu_and_mul",
+            ImplKind.VENDOR,
+            silu_and_mul,
+            vendor=VENDOR,
+            supported_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            device_types=frozenset({"cpu"}),  # what torch calls your device
+            min_arch=None,  # (major, minor), where your device has such numbers
+            is_available=available,
+            mutates=(),  # arguments that your kernel writes to
+        )
+    )
