@@ -113,6 +113,9 @@ def _work(folder: Path, manager: OpManager) -> None:
                 except AspectsError as wrong:
                     error = str(wrong)
                     logger.warning("a request in %s is not done: %s", folder, wrong)
+                except Exception as wrong:  # whoever asks must hear of it, and may ask again
+                    error = f"{type(wrong).__name__}: {wrong}"
+                    logger.exception("a request in %s failed", folder)
         text = json.dumps({**state(manager), "done": done, "error": error})
         if text != written:
             written = text
