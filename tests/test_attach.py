@@ -118,7 +118,14 @@ def run(sglang: Path, version: str, *, out_of_tree: bool = False, **variables: s
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("version", "out_of_tree"), [("newer", True), ("newer", False), ("older", False)])
+@pytest.mark.parametrize(
+    ("version", "out_of_tree"),
+    [
+        ("newer", True),
+        pytest.param("newer", False, marks=pytest.mark.slow),
+        pytest.param("older", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_vendors_kernel_serves_sglangs_layers(sglang: Path, version: str, out_of_tree: bool) -> None:
     out = run(sglang, version, out_of_tree=out_of_tree, SGL_ASPECTS_OP_ATTACH="1")
     assert "result [[7.0, 7.0]] 2" in out
@@ -126,6 +133,7 @@ def test_a_vendors_kernel_serves_sglangs_layers(sglang: Path, version: str, out_
     assert "resolved silu_and_mul → vendor.acme.s" in out
 
 
+@pytest.mark.slow
 def test_nothing_is_attached_unless_it_is_asked_for_nor_where_the_policy_excludes_it(sglang: Path) -> None:
     assert run(sglang, "newer").count("its own silu_and_mul") == 2
     for out_of_tree in (True, False):

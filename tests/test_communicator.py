@@ -111,6 +111,7 @@ def test_collectives_between_two_processes(tmp_path: Path) -> None:
     in_two_processes(work, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_vendors_library_where_its_path_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_vendors_library_where_its_path_is_set(
         FlagCXCommunicator.backend()
 
 
+@pytest.mark.slow
 def test_sglangs_groups_speak_through_a_communicator(tmp_path: Path) -> None:
     in_two_processes(through_sglang, tmp_path)
 

@@ -246,6 +246,7 @@ def test_tensors_are_summed_up_by_layer_on_demand() -> None:
     assert found["layers.4.norm"]["rms_norm"][0].nan_count == 32, "and on it goes"
 
 
+@pytest.mark.slow
 def test_the_engines_own_model_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_llama(tmp_path, num_hidden_layers=LAYERS)
     monkeypatch.setenv("SGL_ASPECTS_OP_SHADOW", "*=reference")
