@@ -66,11 +66,7 @@ def test_operators_attached_to_sglang_answer_as_its_own(tmp_path: Path) -> None:
         assert any(row == ["rms_norm", "any", "reference.rms_norm"] for row in states[0]["resolved"])
         # Now the vendor's, and a second look at each of its calls.
         words = ("--set", "deny_vendors=", "--shadow", "rms_norm=reference", "--rate", "1", "--wait", "20")
-        os.environ["SGL_ASPECTS_OP_VENDOR_PATH"] = str(tmp_path / "vendors")
-        try:
-            assert ops("--control", str(control), *words)[0] == 0
-        finally:
-            del os.environ["SGL_ASPECTS_OP_VENDOR_PATH"]
+        assert ops("--control", str(control), *words)[0] == 0
         server.chat("hello")
         deadline = time.monotonic() + 20
         while True:

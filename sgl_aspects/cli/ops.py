@@ -165,7 +165,6 @@ def _resolved(manager: OpManager, name: str, dtype: Any, device: Any) -> dict[st
 
 def _live(arguments: argparse.Namespace) -> int:
     from sgl_aspects.runtime.dispatch import live
-    from sgl_aspects.runtime.dispatch.process import new_registry
 
     folder = arguments.control or live.folder_of_environment()
     request: dict[str, Any] = {}
@@ -184,7 +183,7 @@ def _live(arguments: argparse.Namespace) -> int:
             f"SGL_ASPECTS_OP_SHADOW_RATE before one starts (SGL_ASPECTS_OP_CONTROL names another folder)"
         )
     if len(request) > bool(arguments.pid):
-        live.check_request(request, new_registry())
+        # Which operators and vendors there are, the processes know: they may have others than this one.
         serial = live.ask(folder, **request)
         deadline = time.monotonic() + arguments.wait
         while time.monotonic() < deadline:
@@ -195,6 +194,9 @@ def _live(arguments: argparse.Namespace) -> int:
         late = [str(state["pid"]) for state in states if state.get("done") != serial]
         if late:
             raise ConfigError(f"process {', '.join(late)} did not answer within {arguments.wait:g} s")
+        for state in states:
+            if state["error"]:
+                raise ConfigError(f"process {state['pid']}: {state['error']}")
     if arguments.json:
         print(json.dumps(_finite(states), indent=2))
     else:
