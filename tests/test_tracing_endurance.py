@@ -217,16 +217,18 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
                 write(recorded, recorded, 0, 1, 2, [recorded])
             time.sleep(0.01)
 
-    writer = threading.Thread(target=record)
+    writer = threading.Thread(target=record, daemon=True)
     writer.start()
     assert session.collector_process_id is not None
     kill(session.collector_process_id)
     summaries = []
     for _ in range(4):
         with start_collector(session) as again:
-            seen = file.stat().st_size
-            wait_until(lambda seen=seen: file.stat().st_size > seen, 30)  # type: ignore[misc]
-            again.kill()
+            seen = size_of(file)
+            try:
+                wait_until(lambda seen=seen: size_of(file) > seen, 30)  # type: ignore[misc]
+            finally:
+                again.kill()
     with start_collector(session) as last:
         time.sleep(0.5)
         stop.set()
@@ -244,6 +246,10 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
     assert max(ids.values()) == 1
     assert recorded / 4 < len(ids) <= recorded
     assert summaries[0]["damaged"] == 0
+
+
+def size_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _is_json(line: str) -> bool:
