@@ -34,8 +34,7 @@ class Req:
     sampling_params: SamplingParams
     #: Draws one number for each sampled token, so that a seed gives the same text in any batch.
     random: random.Random
-    #: Higher ones come first; among equals the one that arrived first.
-    priority: int = 0
+    #: Among equal priorities, the one that arrived first goes first.
     arrival: int = 0
     output_ids: list[int] = field(default_factory=list)
     #: Prompt tokens that were found in the prefix cache when the request was first admitted.
@@ -75,6 +74,10 @@ class Req:
     def max_new_tokens(self) -> int:
         """The owner has put a number in the place of None."""
         return self.sampling_params.max_new_tokens or 0
+
+    @property
+    def priority(self) -> int:
+        return self.sampling_params.priority
 
     @property
     def precedence(self) -> tuple[int, int]:

@@ -25,8 +25,6 @@ class TokenizedRequest:
     rid: str
     input_ids: list[int]
     sampling_params: SamplingParams
-    #: Higher ones are served first, and make lower ones give way where memory is short.
-    priority: int = 0
 
 
 @dataclass

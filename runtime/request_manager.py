@@ -35,8 +35,6 @@ class GenerateRequest:
     is_chat: bool = False
     #: Whether the caller wants text as it comes.
     stream: bool = False
-    #: Higher ones are served first.
-    priority: int = 0
     #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
     headers: Mapping[str, str] = field(default_factory=dict)
     #: Of several requests that one call led to, the id of the first; empty where there is but one.
@@ -184,7 +182,7 @@ class RequestManager:
         if params.max_new_tokens is None:
             room = min(self._context_length, self._max_total_tokens) - state.prompt_tokens
             params = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        self._send(TokenizedRequest(state.rid, state.input_ids, params, state.request.priority))
+        self._send(TokenizedRequest(state.rid, state.input_ids, params))
 
     def handle_output(self, output: TokenOutput) -> None:
         """Take in what a request got in one step. Outputs of a request that has ended are dropped."""

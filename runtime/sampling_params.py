@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeGuard
 from sgl_aspects.errors import InvalidRequestError
 
 MAX_CHOICES = 128
+MAX_PRIORITY = 1000
 MAX_TOP_LOGPROBS = 20
 
 
@@ -54,6 +55,8 @@ class SamplingParams:
     #: Tell each token's log probability, and those of so many of the likeliest; None tells nothing. Of the
     #: model's own distribution, before penalties and temperature.
     logprobs: int | None = None
+    #: Higher ones are served first, and make lower ones give way where memory is short.
+    priority: int = 0
     #: Answers to one prompt, each with a seed of its own.
     n: int = 1
     #: The text is JSON that this schema allows: a dict, or JSON text. Needs the package's extra "json".
@@ -102,6 +105,7 @@ class SamplingParams:
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_TOP_LOGPROBS)
         self._check_integer("n", 1, MAX_CHOICES)
+        self._check_integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
 
     def _check_integer(self, name: str, lowest: int, highest: int | None = None) -> None:
         value = getattr(self, name)

@@ -145,7 +145,6 @@ class Scheduler:
             message.input_ids,
             message.sampling_params,
             random.Random(seed),
-            priority=message.priority,
             arrival=next(self._arrivals),
         )
         if message.sampling_params.json_schema is not None:

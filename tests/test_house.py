@@ -174,6 +174,18 @@ def test_the_runtime_names_no_device() -> None:
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
                 if (owner == "torch" and node.attr in devices) or node.attr in queries:
                     faults.append(f"{path}:{node.lineno}: {owner}.{node.attr}")
+            elif isinstance(node, ast.Call):
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "device"]
+                if ast.unparse(node.func).rpartition(".")[2] in ("device", "to", "getattr"):
+                    named += node.args
+                names = {
+                    str(value.value).partition(":")[0] for value in named if isinstance(value, ast.Constant)
+                }
+                if names & devices:
+                    faults.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+        for line, name in imported(path):
+            if name.split(".")[0] == "torch" and devices & set(name.split(".")[1:]):
+                faults.append(f"{path}:{line}: imports {name}")
     assert not faults, "\n".join(faults)
 
 

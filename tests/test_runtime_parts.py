@@ -83,6 +83,8 @@ def test_a_model_is_served_under_its_folders_name_unless_told_otherwise() -> Non
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 5),
         ("ignore_eos", 1),
+        ("priority", 1.5),
+        ("priority", 10**6),
     ],
 )
 def test_sampling_values_out_of_range_are_invalid_requests(name: str, bad: Any) -> None:

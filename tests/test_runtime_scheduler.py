@@ -112,8 +112,8 @@ class Caller:
         rid = str(len(self.prompts))
         self.prompts[rid] = tokens, new_tokens
         self.tokens[rid] = []
-        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        self.scheduler.handle_message(TokenizedRequest(rid, tokens, params, priority))
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, priority=priority)
+        self.scheduler.handle_message(TokenizedRequest(rid, tokens, params))
         return rid
 
     def step(self) -> None:

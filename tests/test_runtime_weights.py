@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime import Engine, SamplingParams
-from tests.tiny_models import greedy, make_model
+from tests.http_server import serving
+from tests.tiny_models import greedy, make_model, make_tokenizer
 
 NEW = 24
 PROMPTS = [[5 + i] * (1 + 7 * i) for i in range(8)]
@@ -143,3 +145,29 @@ def test_an_update_waits_for_the_requests_that_have_begun(
     assert len(tokens) == 200
     assert tokens[:NEW] == answers[0][1]
     assert later.output_ids == answers[1][2]
+
+
+def test_over_http_new_weights_come_or_the_reason_why_not(
+    folders: tuple[Path, Path], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    def ask() -> Any:
+        body = {"model": folders[0].name, "prompt": PROMPTS[2], "max_tokens": NEW, "temperature": 0}
+        body |= {"ignore_eos": True, "priority": 3}
+        status, answer = server.request("POST", "/v1/completions", body)
+        assert status == 200
+        return answer["choices"][0]["text"]
+
+    def update(path: Path) -> tuple[int, Any]:
+        return server.request("POST", "/update_weights_from_disk", {"model_path": str(path)})
+
+    tokenizer = make_tokenizer()
+    with serving(folders[0], tmp_path / "log", "--max-total-tokens", "300") as server:
+        assert ask() == tokenizer.decode(answers[0][2])
+        assert update(folders[1]) == (200, {"model_path": str(folders[1])})
+        assert ask() == tokenizer.decode(answers[1][2])
+        status, answer = update(tmp_path / "nothing")
+        assert (status, answer["error"]["param"]) == (400, "model_path")
+        assert "the old weights stay" in answer["error"]["message"]
+        assert server.request("POST", "/update_weights_from_disk", {})[0] == 400
+        assert ask() == tokenizer.decode(answers[1][2])
+        assert server.is_quiet()

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_aspects.platforms import current_platform
+
 
 class PagedAllocator:
     """Hands out pages of ``page_size`` tokens. Sizes are in tokens."""
@@ -49,6 +51,14 @@ class PagedAllocator:
         self._free.extend(reversed(pages))
 
 
+def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers on the device, where it can be without waiting for the work that it has been given."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if current_platform.is_pin_memory_available():
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 class PageTable:
     """Rows of page numbers on the device: ``table[row, i]`` is the page of tokens i * page_size and on."""
 
@@ -62,12 +72,12 @@ class PageTable:
 
     def add_row(self, pages: list[int]) -> int:
         row = self._free_rows.pop()
-        self.table[row, : len(pages)] = torch.tensor(pages, device=self.table.device)
+        self.set_pages(row, 0, pages)
         return row
 
     def set_pages(self, row: int, start: int, pages: list[int]) -> None:
         """Put ``pages`` into a row from its page number ``start`` on."""
-        self.table[row, start : start + len(pages)] = torch.tensor(pages, device=self.table.device)
+        self.table[row, start : start + len(pages)] = on_device(pages, self.table.device)
 
     def remove_row(self, row: int) -> None:
         self.table[row] = 0

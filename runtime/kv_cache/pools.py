@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_aspects.runtime.kv_cache.pages import on_device
+
 
 def token_bytes(kind: str, dtype: torch.dtype, layer_num: int, **row: int) -> int:
     """Bytes of one token in all layers; ``row`` are the sizes that a pool of this kind is made with."""
@@ -41,7 +43,7 @@ class PagedRows:
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages before a request gets them: whatever they held, masked or not, must not be NaN."""
-        self._pages.index_fill_(1, torch.tensor(pages, dtype=torch.int64, device=self._pages.device), 0)
+        self._pages.index_fill_(1, on_device(pages, self._pages.device), 0)
 
 
 class MHATokenPool(PagedRows):

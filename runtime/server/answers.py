@@ -156,6 +156,7 @@ def common_params(body: SamplingFields) -> dict[str, Any]:
         "min_new_tokens": body.min_tokens,
         "stop_token_ids": body.stop_token_ids,
         "ignore_eos": body.ignore_eos,
+        "priority": body.priority,
     }
     params: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     params["temperature"] = 1.0 if body.temperature is None else body.temperature

@@ -8,25 +8,36 @@ import time
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from sgl_aspects import __version__
-from sgl_aspects.errors import EngineError
+from sgl_aspects.errors import EngineError, ModelLoadError
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.server.calls import Calls
 from sgl_aspects.runtime.server.chat import ChatEndpoint
 from sgl_aspects.runtime.server.completions import CompletionEndpoint
-from sgl_aspects.runtime.server.gate import KeyGate
+from sgl_aspects.runtime.server.gate import KeyGate, read_body
 from sgl_aspects.runtime.server.metrics import MeasureResponses, ServerMetrics
 from sgl_aspects.runtime.server.openapi import openapi_document
-from sgl_aspects.runtime.server.problems import ApiError, answer_http_exception, answer_problem
-from sgl_aspects.runtime.server.protocol import Health, ModelCard, ModelList
+from sgl_aspects.runtime.server.problems import (
+    ApiError,
+    answer_http_exception,
+    answer_problem,
+    problem_of_body,
+)
+from sgl_aspects.runtime.server.protocol import (
+    Health,
+    ModelCard,
+    ModelList,
+    UpdateWeightsRequest,
+    WeightsUpdated,
+)
 from sgl_aspects.runtime.server.settings import ServerSettings
 
 
@@ -35,6 +46,7 @@ class ServerApp:
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
+        self._settings = settings
         self.calls = Calls(engine, settings.max_concurrent_requests)
         self.metrics = ServerMetrics(engine)
         model = str(engine.server_args.served_model_name)
@@ -47,6 +59,7 @@ class ServerApp:
         routes: dict[str, tuple[Any, str]] = {
             "/v1/chat/completions": (chat.__call__, "POST"),
             "/v1/completions": (completions.__call__, "POST"),
+            "/update_weights_from_disk": (self.update_weights, "POST"),
             "/v1/models": (self.list_models, "GET"),
             "/v1/models/{model:path}": (self.retrieve_model, "GET"),
             "/health": (self.health, "GET"),
@@ -76,6 +89,19 @@ class ServerApp:
                 code="model_not_found",
             )
         return _json(self._card)
+
+    async def update_weights(self, request: Request) -> Response:
+        """Returns when the new weights are in place: after the answers that have begun."""
+        try:
+            body = UpdateWeightsRequest.model_validate_json(await read_body(request, self._settings))
+            await asyncio.to_thread(self.engine.update_weights, body.model_path)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ValidationError as error:
+            raise problem_of_body(error) from error
+        except ModelLoadError as error:
+            raise ApiError(400, str(error), param="model_path") from error
+        return _json(WeightsUpdated(model_path=body.model_path))
 
     async def health(self, request: Request) -> Response:
         """200 while the server takes requests."""

@@ -24,6 +24,7 @@ _PROBLEMS = {
 
 def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, Any]:
     requests: list[type[BaseModel]] = [protocol.ChatRequest, protocol.CompletionRequest]
+    others: list[type[BaseModel]] = [protocol.UpdateWeightsRequest]
     responses: list[type[BaseModel]] = [
         protocol.ChatResponse,
         protocol.ChatChunk,
@@ -31,10 +32,12 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
         protocol.ModelCard,
         protocol.ModelList,
         protocol.Health,
+        protocol.WeightsUpdated,
         protocol.ErrorResponse,
     ]
     _, schemas = models_json_schema(
-        [(model, "validation") for model in requests] + [(model, "serialization") for model in responses],
+        [(model, "validation") for model in (*requests, *others)]
+        + [(model, "serialization") for model in responses],
         ref_template="#/components/schemas/{model}",
     )
     for request in requests:
@@ -54,6 +57,22 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
             "/v1/completions": _post(
                 "Continue texts.", "CompletionRequest", "CompletionResponse", "CompletionResponse"
             ),
+            "/update_weights_from_disk": {
+                "post": {
+                    "summary": "Go on with other weights of the same model; answers when they are in place.",
+                    "requestBody": {
+                        "required": True,
+                        "content": {"application/json": {"schema": _ref("UpdateWeightsRequest")}},
+                    },
+                    "responses": {
+                        "200": {
+                            "description": "They are in place.",
+                            "content": {"application/json": {"schema": _ref("WeightsUpdated")}},
+                        },
+                        **_problems(400, 401, 405, 408, 413, 415, 503),
+                    },
+                }
+            },
             "/v1/models": _get("The model that is served.", "ModelList", 401, 405),
             "/v1/models/{model}": {
                 **_get("The model of this name.", "ModelCard", 401, 404, 405),

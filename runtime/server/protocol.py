@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from sgl_aspects.runtime.sampling_params import MAX_CHOICES, MAX_TOP_LOGPROBS
+from sgl_aspects.runtime.sampling_params import MAX_CHOICES, MAX_PRIORITY, MAX_TOP_LOGPROBS
 
 FinishReason = Literal["stop", "length"]
 MAX_PROMPTS = 128
@@ -90,6 +90,7 @@ class SamplingFields(_Request):
     min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
 class ChatRequest(SamplingFields):
@@ -229,6 +230,16 @@ class ModelList(_Response):
 
 class Health(_Response):
     status: Literal["ok"] = "ok"
+
+
+class UpdateWeightsRequest(_Request):
+    """A path on the server's machine."""
+
+    model_path: str = Field(min_length=1, max_length=4096)
+
+
+class WeightsUpdated(_Response):
+    model_path: str
 
 
 class ErrorBody(_Response):
