@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest_plugins = ["pytester"]
-ARGUMENTS = ("-p", "sgl_aspects.pytest_plugin", "-p", "no:cacheprovider", "-W", "error")
+ARGUMENTS = ("-p", "no:cacheprovider", "-W", "error")
 
 
 def test_hooks_end_with_their_test(pytester: pytest.Pytester) -> None:
