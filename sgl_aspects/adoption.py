@@ -25,7 +25,6 @@ from sgl_aspects.weaving.targets import Target
 logger = logging.getLogger("sgl_aspects")
 
 _MODULE = "sglang.srt.plugins.hook_registry"
-_SOURCE = HookSource("adoption", "sgl-aspects")
 
 # What SGLang's registry holds of a hook, and ours; None for one that can be none of ours.
 Entry = tuple[Any, "Advice | None"]
@@ -50,18 +49,24 @@ def reach_children() -> None:
     Its registry is asked in some of them only: not in the workers of its HTTP server, and before 0.5.23
     neither in the detokenizer nor in the controller of data parallelism.
     """
-    is_start = "sglang" in sys.modules and bootstrap.SWITCH not in os.environ
-    if is_start and any(advice.source != _SOURCE for advice in weaver.advices):
+    if "sglang" in sys.modules and bootstrap.SWITCH not in os.environ and weaver.advices:
         os.environ.update(bootstrap.prepared(os.environ))
 
 
 def _take_over(module: Any) -> None:
-    for name, hook in (("apply_hooks", _apply_hooks), ("reset", _reset)):
-        target = Target.parse(f"{_MODULE}:HookRegistry.{name}")
-        weaver.add([Advice(target, HookType.AROUND, hook, source=_SOURCE)], strict=False)
+    # Its two methods are set, and not woven: nobody holds them, and looking for holders takes its time.
+    registry = module.HookRegistry
+    forget = registry.reset.__func__
+
+    def reset(registry: Any) -> None:
+        _give_up(registry)
+        forget(registry)
+
+    registry.apply_hooks = classmethod(_apply_hooks)
+    registry.reset = classmethod(reset)
 
 
-def _apply_hooks(original_fn: Any, registry: Any) -> None:
+def _apply_hooks(registry: Any) -> None:
     """In place of SGLang's: everything that is registered, but what SGLang had applied before we came."""
     adopted = _adopted.setdefault(registry, {})
     fresh = [
@@ -82,12 +87,11 @@ def _apply_hooks(original_fn: Any, registry: Any) -> None:
         logger.info("adopted %d hooks of other SGLang plugins", len(fresh))
 
 
-def _reset(original_fn: Any, registry: Any) -> None:
+def _give_up(registry: Any) -> None:
     for entries in _adopted.pop(registry, {}).values():
         for _, advice in entries:
             if advice is not None:
                 HookRegistry.disown(advice)
-    original_fn(registry)
 
 
 def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice | None:
