@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_aspects import process_reports
+from tests import sglang_server
 from tests.otlp_receiver import Receiver, Span, http_receiver
 from tests.sglang_models import make_mini
 from tests.sglang_server import Answer, Server, serve
@@ -59,8 +60,29 @@ def rope(original_fn, *args, **kwargs):
     note("get_rope")
     return original_fn(*args, **kwargs)
 
+@aspects.around("sglang.srt.layers.rotary_embedding.factory:get_rope")
+def late_rope(original_fn, *args, **kwargs):
+    note("late:get_rope")
+    return original_fn(*args, **kwargs)
+
+@aspects.before("sglang.srt.model_executor.model_runner:ModelRunner.load_model")
+def load_model(*args, **kwargs):
+    import sglang.srt.models.llama  # it has copied get_rope by now
+    aspects.weave(late_rope)
+
 def activate():
-    aspects.weave(scheduler, backend, route, rope)
+    aspects.weave(scheduler, backend, route, rope, load_model)
+"""
+# A vendor's platform. SGLang skips our entry point beside it, because we provide a platform, too.
+PLATFORM = """
+def activate():
+    return "acme_platform.Acme"
+"""
+PLATFORM_CLASS = """
+from sgl_aspects.platforms.sglang_cpu import SGLangCpuPlatform
+
+class Acme(SGLangCpuPlatform):
+    device_name = "acme"
 """
 
 
@@ -120,6 +142,8 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
     install(folder, "hooks_on_sglang", HOOKS, "sgl_aspects.plugins")
     install(folder, "neighbour", NEIGHBOUR, "sglang.srt.plugins")
+    install(folder, "acme", PLATFORM, "sglang.srt.platforms")
+    (folder / "acme_platform.py").write_text(PLATFORM_CLASS)
     return folder
 
 
@@ -134,7 +158,7 @@ def install(folder: Path, name: str, code: str, group: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Under `sgl-aspects run`, beside our entry point in SGLang's group: tracing at level 3, and hooks."""
+    """Under `sgl-aspects run`, on another vendor's platform: tracing at level 3, and hooks."""
     folder = tmp_path_factory.mktemp("run")
     hooked = folder / "hooked"
     hooked.touch()
@@ -145,6 +169,7 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         environment = {
             "PYTHONPATH": str(plugin),
             "HOOKED": str(hooked),
+            "SGLANG_PLATFORM": "acme",
             "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         }
         with serve(model, folder / "log", prefix=command, environment=environment) as server:
@@ -357,12 +382,13 @@ def test_metrics_say_what_the_spans_say(run: Run) -> None:
 
 
 def test_hooks_reach_what_was_copied(run: Run) -> None:
-    """Registered before the engine's modules are imported. SGLang's own registry misses all but get_rope."""
+    """Registered before the engine's modules are imported, but for one. SGLang misses all but get_rope."""
     assert run.hooked == {
         "run_scheduler_process": 1,
         "create_torch_native_backend": 1,
         "get_model_info": 1,
         "get_rope": LAYERS,
+        "late:get_rope": LAYERS,
         # Registered with SGLang's own registry by another plugin.
         "neighbour:create_torch_native_backend": 1,
         "neighbour:get_rope": LAYERS,
@@ -392,6 +418,80 @@ def test_greedy_answers_are_the_same_with_nothing_attached(run: Run, model: Path
     assert [answer.text for answer in alone] == [answer.text for answer in run.alone]
     same = [one.text == other.text for one, other in zip(answers, run.answers)]
     assert all(same), f"{same.count(False)} of {len(same)} differ"
+
+
+def test_several_workers_and_replicas_beside_sglangs_own_tracing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the entry point alone: two HTTP workers, two schedulers, and SGLang's spans in the same traces."""
+    with http_receiver() as receiver:
+        more = ["--tokenizer-worker-num", "2", "--dp-size", "2", "--enable-trace"]
+        more += ["--otlp-traces-endpoint", f"{receiver.endpoint}/v1/traces"]
+        monkeypatch.setattr(sglang_server, "SWITCHES", (*sglang_server.SWITCHES, *more))
+        environment = {
+            "SGL_ASPECTS_TRACE": "2",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+        }
+        with serve(model, tmp_path / "log", environment=environment) as server:
+            server.chats(PROMPTS[:8], [parent(number) for number in range(8)])
+            receiver.wait_for(
+                lambda spans: sum("decode_loop" in span.name for span in spans) >= 7 * 8, seconds=60
+            )
+        ours = [span for span in receiver.spans if "process.pid" in span.resource]
+        schedulers = set()
+        for number in range(8):
+            spans = [span for span in ours if span.trace_id == trace_id(number)]
+            assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat mini"])
+            root = one(spans, "chat mini")
+            assert root.parent_id == CALLER
+            assert {span.parent_id for span in spans if span is not root} == {root.span_id}
+            schedulers.add(one(spans, "decode").resource["process.pid"])
+            theirs = [s for s in receiver.spans if s.trace_id == trace_id(number) and s not in ours]
+            assert [span.parent_id for span in theirs if " Req" in span.name] == [CALLER]
+        assert len(schedulers) == 2
+
+
+OFFLINE = """
+import sys
+import sglang
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], dtype="float32", device="cpu", attention_backend="torch_native",
+        sampling_backend="pytorch", disable_cuda_graph=True, max_total_tokens=8192, context_length=1024,
+    )
+    engine.generate("one", {"max_new_tokens": 4})
+    engine.generate(["two", "and three"], {"max_new_tokens": 4})
+    engine.generate("four", {"max_new_tokens": 4, "n": 2})
+    list(engine.generate("five", {"max_new_tokens": 4}, stream=True))
+    engine.shutdown()
+"""
+
+
+def test_an_engine_without_a_server_is_traced(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with http_receiver() as receiver:
+        command = [
+            sys.executable,
+            "-m",
+            "sgl_aspects",
+            "run",
+            "--level",
+            "1",
+            "--endpoint",
+            receiver.endpoint,
+        ]
+        command += ["--", sys.executable, str(script), str(model)]
+        subprocess.run(command, env={**os.environ, **settings}, capture_output=True, timeout=240, check=True)
+        receiver.wait_for(lambda spans: sum(not span.parent_id for span in spans) >= 4)
+    requests = [span for span in receiver.spans if not span.parent_id]
+    assert Counter(span.attributes.get("gen_ai.usage.output_tokens") for span in requests) == {4: 2, 8: 2}
+    assert not any(span.is_error for span in receiver.spans)
+    assert Counter(span.name for span in receiver.spans)["decode"] == 6
 
 
 # Hooks on modules that are loaded already: every holder gets the new object, and the old one back.
