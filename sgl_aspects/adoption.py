@@ -54,8 +54,15 @@ def reach_children() -> None:
 
 
 def _take_over(module: Any) -> None:
+    registry: Any = getattr(module, "HookRegistry", None)
+    lacking = [name for name in ("_hooks", "_patched", "apply_hooks", "reset") if not hasattr(registry, name)]
+    if lacking:
+        logger.warning(
+            "SGLang's hook registry has no %s in this version: hooks of other plugins are left to SGLang",
+            ", ".join(lacking),
+        )
+        return
     # Its two methods are set, and not woven: nobody holds them, and looking for holders takes its time.
-    registry = module.HookRegistry
     forget = registry.reset.__func__
 
     def reset(registry: Any) -> None:
