@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import sys
+from importlib.machinery import PathFinder
 from typing import Any
 
 import wrapt
@@ -113,4 +114,21 @@ def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice | Non
 def _is_in_place(entry: Entry) -> bool:
     """Whether SGLang would count the target as patched; one that waits for its module will be."""
     _, advice = entry
-    return advice is not None and advice.state not in (State.MISSING, State.FAILED)
+    if advice is None or advice.state in (State.MISSING, State.FAILED):
+        return False
+    return advice.state is not State.PENDING or _has_module(str(advice.target))
+
+
+def _has_module(target: str) -> bool:
+    """Whether there is a module to wait for: what follows it may be ``function`` or ``Class.method``.
+
+    Nothing is imported for that, so that what a package makes up when it is asked is not known.
+    """
+    first, *rest = target.split(".")
+    spec = importlib.util.find_spec(first)
+    while spec is not None and spec.submodule_search_locations is not None and rest:
+        inner = PathFinder.find_spec(f"{spec.name}.{rest[0]}", list(spec.submodule_search_locations))
+        if inner is None:
+            break
+        spec, rest = inner, rest[1:]
+    return spec is not None and 1 <= len(rest) <= 2
