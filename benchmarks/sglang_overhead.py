@@ -29,7 +29,7 @@ from tests.sglang_server import Server, serve
 
 SGLANGS = "SGLang's own"
 MODES = ("off", "2", "3", SGLANGS)
-TOKENS = 64
+TOKENS = 256
 SIZES = (1, 16)
 
 # Plugins that hook functions of the scheduler and of the model's layers, as vendors do.
@@ -68,6 +68,8 @@ def follow():
             forward = [a for a in traced if "ForwardAspect" in a.hook.__qualname__]
             weaver.set_enabled([a for a in traced if a not in forward], mode in ("2", "3"))
             weaver.set_enabled(forward, mode == "3")
+            with open(f"{path}.{os.getpid()}", "w") as file:
+                file.write(mode)
         time.sleep(0.05)
 
 def activate():
@@ -153,7 +155,7 @@ def _compare(server: Server, switch: Path, size: int, rounds: int) -> None:
             mode = MODES[(turn + step) % len(MODES)]
             switch.write_text(mode)
             server.get(f"/set_trace_level?level={3 if mode == SGLANGS else 0}")
-            time.sleep(0.15)
+            _wait_for_switch(switch, mode)
             busy_before, start = _processor_seconds(scheduler), time.perf_counter()
             _generate(server, size)
             took = time.perf_counter() - start
@@ -166,6 +168,15 @@ def _compare(server: Server, switch: Path, size: int, rounds: int) -> None:
         name = mode if mode == SGLANGS else f"level {mode}"
         _tell(f"{name}, throughput", seconds["off"], seconds[mode])
         _tell(f"{name}, scheduler's processor time", busy[mode], busy["off"])
+
+
+def _wait_for_switch(switch: Path, mode: str) -> None:
+    """Until every process has the mode: switching takes some hundred milliseconds of the engine's."""
+    processes = list(switch.parent.glob(f"{switch.name}.*"))
+    deadline = time.monotonic() + 10
+    while any(process.read_text() != mode for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
 
 
 def _tell(what: str, values: list[float], base: list[float]) -> None:
