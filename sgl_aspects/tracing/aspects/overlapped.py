@@ -82,6 +82,7 @@ class OverlappedRequestAspect:
         self._waiting_rids = reader("scheduler.waiting_rids")
         self._rid = reader("req.rid")
         self._finish_reason = reader("req.finish_reason")
+        self._finished = reader("reqs.finished")
         self._output_tokens = reader("req.output_tokens")
         self._is_middle_chunk = reader("req.is_middle_chunk")
         self._is_prefill_only = reader("req.is_prefill_only")
@@ -173,12 +174,12 @@ class OverlappedRequestAspect:
         if prefill is not None:
             self._record(prefill, "")  # the results are here, and leave the scheduler now
         requests = self._state.requests
-        for req in self._streamed(args, kwargs):
-            reason = self._finish_reason(req)
-            if reason is not None and self._rid(req) in requests:
-                problem = reason if reason == "abort" else ""
-                problem = requests[self._rid(req)].problem or problem
-                self._state.end(self._rid(req), self._output_tokens(req), reason, problem, time_ns())
+        # Asked with each step: most have none that has finished.
+        for req in self._finished(self._streamed(args, kwargs)) or ():
+            reason, rid = self._finish_reason(req), self._rid(req)
+            if rid in requests:
+                problem = requests[rid].problem or (reason if reason == "abort" else "")
+                self._state.end(rid, self._output_tokens(req), reason, problem, time_ns())
 
     def _record(self, prefill: _Prefill, problem: str) -> None:
         end_ns = time_ns()
@@ -214,6 +215,8 @@ class OverlappedStepAspect:
         self._state = state
         self._spans = StepSpans(recorder)
         self._scheduled: _Step | None = None
+        self._linked_reqs: list[Any] = []
+        self._links: list[int] = []
         self._is_decided = False  # whether the step to come is recorded
         self._launched: _Launched[_Step] = _Launched()
         roles, reader = catalog.roles, catalog.reader
@@ -273,9 +276,13 @@ class OverlappedStepAspect:
         step.values = [read(batch) for read in self._batch_readers]
         if not step.id:
             return now, step, None
-        requests, rid = self._state.requests, self._rid
-        found = [requests.get(rid(req)) for req in self._reqs(batch) or ()]
-        step.links = [request.key for request in found if request is not None]
+        reqs = self._reqs(batch) or ()
+        if reqs != self._linked_reqs:  # most decode steps serve whom the last one served
+            requests, rid = self._state.requests, self._rid
+            found = [requests.get(rid(req)) for req in reqs]
+            self._links = [request.key for request in found if request is not None]
+            self._linked_reqs = list(reqs)
+        step.links = self._links
         run_id = self._recorder.new_id()
         self._state.step_id, self._state.run_id = step.id, run_id
         return now, step, self._recorder.begin(RUN_BATCH, run_id, step.id, step.id, now)
