@@ -127,7 +127,8 @@ def _has_module(target: str) -> bool:
     first, *rest = target.split(".")
     spec = importlib.util.find_spec(first)
     while spec is not None and spec.submodule_search_locations is not None and rest:
-        inner = PathFinder.find_spec(f"{spec.name}.{rest[0]}", list(spec.submodule_search_locations))
+        # By its last name: of a dotted one the finder may want the parent imported.
+        inner = PathFinder.find_spec(rest[0], list(spec.submodule_search_locations))
         if inner is None:
             break
         spec, rest = inner, rest[1:]
