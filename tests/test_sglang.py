@@ -432,13 +432,15 @@ def test_several_workers_and_replicas_beside_sglangs_own_tracing(
             "SGL_ASPECTS_TRACE": "2",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
         }
         with serve(model, tmp_path / "log", environment=environment) as server:
             server.chats(PROMPTS[:8], [parent(number) for number in range(8)])
+            ids = {trace_id(number) for number in range(8)}
             receiver.wait_for(
-                lambda spans: sum("decode_loop" in span.name for span in spans) >= 7 * 8, seconds=60
+                lambda spans: {span.trace_id for span in spans if " Req" in span.name} >= ids, seconds=60
             )
+        receiver.wait_for(lambda spans: {s.trace_id for s in spans if s.name == "chat mini"} >= ids)
         ours = [span for span in receiver.spans if "process.pid" in span.resource]
         schedulers = set()
         for number in range(8):
