@@ -17,7 +17,7 @@ from tests.otlp_receiver import http_receiver
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-PRINTING = ("fix_rope", "replace_class", "required_hook")
+PRINTING = ("custom_operator", "fix_rope", "replace_class", "required_hook")
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
