@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,18 @@ def smollm2_path() -> Path:
     from sgl_aspects.cli.models import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rebinding looks through the heap: in a run of all tests that holds all of torch, a hundred times over."""
+    if not request.module.__name__.rpartition(".")[2].startswith("test_weaving"):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
