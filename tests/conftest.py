@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,12 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects.weaving.faces import weaver
 from tests.stand_ins import Engine
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach what tests start, in a shell's background too, where programs begin ignoring it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +31,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Rebinding looks through the heap: in a run of all tests that holds all of torch, a hundred times over."""
+    """Rebinding looks through the heap: in a run of all tests that holds all of torch, each time."""
     if not request.module.__name__.rpartition(".")[2].startswith("test_weaving"):
         yield
         return
