@@ -138,7 +138,7 @@ def _hostile_lengths(data: bytearray, chance: random.Random) -> None:
     """In the definitions: lengths of one more, none, too many."""
     offset = ring_format.HEADER_BYTES
     end = offset + int.from_bytes(data[16 * 8 : 16 * 8 + 8], "little")
-    while offset + 4 <= end:
+    while offset + 4 <= min(end, len(data)):  # another damage may be in the lengths already
         (size,) = struct.unpack_from("<I", data, offset)
         if chance.random() < 0.2:
             struct.pack_into("<I", data, offset, chance.choice([0, 1, size + 1, 1 << 20, (1 << 32) - 1]))
