@@ -185,8 +185,9 @@ TRACERS: dict[str, Callable[[str], Tracer]] = {
     "OTel SDK, batch, OTLP": otel_sdk_otlp,
     "SGLang's trace module, OTLP": sglang_trace,
     "ddtrace": ddtrace,
-    "wrapture, OTLP": wrapture,
 }
+if sys.version_info >= (3, 12):
+    TRACERS["wrapture, OTLP"] = wrapture
 
 
 def _as_current(tracer: Any) -> Callable[[], None]:
