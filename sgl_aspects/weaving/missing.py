@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from importlib.machinery import PathFinder
 from typing import Any
@@ -36,6 +35,8 @@ def for_good(alternate: Alternate, name: str, module: Any) -> bool:
 
 def what_is_there(path: tuple[str, ...], name: str, module: Any) -> str:
     """A sentence on what ``module`` has instead of ``path``, with names that are close."""
+    import difflib  # only here: it is slow to import
+
     names = [key for key in namespace(module) if not key.startswith("__")]
     close = difflib.get_close_matches(path[0], names, n=3)
     if path[0] in names:

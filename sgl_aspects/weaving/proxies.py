@@ -10,7 +10,6 @@ import copy
 import enum
 import functools
 import importlib
-import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -123,6 +122,8 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
             return self.__wrapped__.__reduce_ex__(protocol)
         module, _, path = self._self_place.partition(":")
         if not module or "instance." in path:
+            import pickle  # only here: it is slow to import
+
             raise pickle.PicklingError(
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
