@@ -53,7 +53,7 @@ def write_page(folder: Path, requests: int) -> Path:
 class Looker:
     """A page that is looked at, and everything that it complained of or asked the network for."""
 
-    def __init__(self, browser: Browser, file: Path, **context: Any) -> None:
+    def __init__(self, browser: Browser, file: Path, shows: str = "[role=grid]", **context: Any) -> None:
         self.context = browser.new_context(**context)
         self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
@@ -62,7 +62,7 @@ class Looker:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(f"file://{file}")
-        self.page.wait_for_selector("[role=grid]", timeout=60_000)
+        self.page.wait_for_selector(shows, timeout=60_000)
 
     def wait_for_heading(self, begin: str) -> None:
         self.page.locator(f'.detail h2:text-matches("^{begin}")').wait_for()
@@ -253,19 +253,26 @@ def test_text_of_strangers_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     assert looker.complaints == []
 
 
-@pytest.mark.parametrize("number_of_spans", [0, 1])
-def test_next_to_nothing_was_recorded(browser: Browser, tmp_path: Path, number_of_spans: int) -> None:
-    spans = [Span("mine", "t", "1", "", False, 5, 5, {}, ())][:number_of_spans]
+def test_nothing_was_recorded(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", [])), encoding="utf-8")
+    looker = Looker(browser, file, "#app main")
+    looker.page.get_by_text("No request was recorded").wait_for()
+    looker.page.get_by_text("No scheduler step was recorded").wait_for()
+    assert looker.complaints == []
+
+
+def test_functions_of_ones_own_are_all_that_was_recorded(browser: Browser, tmp_path: Path) -> None:
+    spans = [
+        Span("mine", "t", "1", "", False, 5, 5, {}, ()),
+        Span("look up", "t", "2", "1", False, 5, 5, {"key": "a", "found": [1, 2]}, ()),
+    ]
     file = tmp_path / "report.html"
     file.write_text(page_of(Run("run", spans)), encoding="utf-8")
-    page = browser.new_context().new_page()
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(f"file://{file}")
-    page.get_by_text("No request was recorded").wait_for()
-    page.get_by_text("No scheduler step was recorded").wait_for()
-    if number_of_spans:
-        page.locator(".others .list-rows [role=row]").click()
-        page.locator(".detail h2", has_text="mine").wait_for()
-    assert complaints == []
+    looker = Looker(browser, file, bypass_csp=True)
+    looker.page.get_by_role("button", name="Open the slowest: mine").click()
+    looker.wait_for_heading("mine")
+    assert "key a · found 1, 2" in looker.page.locator(".detail").inner_text()
+    assert looker.page.get_by_text("Time to first token").count() == 0
+    looker.check_with_axe()
+    assert looker.complaints == []

@@ -88,8 +88,11 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
             f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
             "or name the folder of a run with --run"
         )
-    if len({path.parent for path in found}) > 1:
-        names = ", ".join(sorted({f"{path.parent} (process {path.name.split('-')[0]})" for path in found}))
+    processes: dict[Path, list[str]] = {}
+    for path in found:
+        processes.setdefault(path.parent, []).append(path.name.split("-")[0])
+    if len(processes) > 1:
+        names = "; ".join(f"{run} (process {', '.join(of_run)})" for run, of_run in processes.items())
         raise ConfigError(f"several runs are traced: choose one with --run FOLDER or --pid PID: {names}")
     for path in found:
         try:

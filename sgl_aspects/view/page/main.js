@@ -10,6 +10,7 @@ function build(run) {
     row?.focus();
   };
   const list = requestList(run, openRequest);
+  const isOwn = run.others.length > 0 && !run.requests.length && !run.steps.length; // functions traced by name only
   const engine = new Engine(run, openStep);
   const others = otherList(run, (other) => go("trace", other));
   const detail = el("aside", { class: "card detail", "aria-label": "Details" });
@@ -29,6 +30,20 @@ function build(run) {
     if (key) list.element.scrollIntoView({ block: "nearest" });
   }
 
+  const section = (name, title, ...children) =>
+    el(
+      "section",
+      { class: "card", "aria-labelledby": `${name}-title` },
+      el(
+        "div",
+        { class: "section-head" },
+        el("h2", { id: `${name}-title` }, title),
+        name === "requests" ? legend(PHASES.filter((phase) => phase !== "between")) : null,
+      ),
+      children,
+    );
+  const master = (left) => el("div", { class: "master" }, left, detail);
+
   function show() {
     const [, kind, index] = /^#(request|step|trace)=(\d+)$/.exec(location.hash) ?? [];
     const item = run.byIndex.get(Number(index)) ?? null;
@@ -39,7 +54,7 @@ function build(run) {
     if (isRequest) detail.replaceChildren(requestPanel(item, { openStep, close }));
     else if (isStep) detail.replaceChildren(stepPanel(item, { openRequest, openStep, close, from: lastRequest }));
     else if (isOther) detail.replaceChildren(otherPanel(item, { close }));
-    else detail.replaceChildren(hint(run));
+    else detail.replaceChildren(isOwn ? ownHint(run) : hint(run));
     list.choose(lastRequest);
     engine.list.choose(isStep ? item : null);
     others.choose(isOther ? item : null);
@@ -59,26 +74,24 @@ function build(run) {
     el(
       "main",
       {},
-      numbers(run),
-      distributions(run, filter),
-      el(
-        "div",
-        { class: "master" },
-        el(
-          "section",
-          { class: "card", "aria-labelledby": "requests-title" },
-          el("div", { class: "section-head" }, el("h2", { id: "requests-title" }, "Requests, slowest first"), legend(PHASES.filter((phase) => phase !== "between"))),
-          chips,
-          run.requests.length
-            ? list.element
-            : el("p", { class: "muted" }, "No request was recorded: trace from level 1 on, and send one."),
-        ),
-        detail,
-      ),
-      engine.element,
-      run.others.length
-        ? el("section", { class: "card", "aria-labelledby": "others-title" }, el("div", { class: "section-head" }, el("h2", { id: "others-title" }, "Other traces")), others.element)
-        : "",
+      isOwn
+        ? master(section("traces", "Traces, slowest first", others.element))
+        : [
+            numbers(run),
+            distributions(run, filter),
+            master(
+              section(
+                "requests",
+                "Requests, slowest first",
+                chips,
+                run.requests.length
+                  ? list.element
+                  : el("p", { class: "muted" }, "No request was recorded: trace from level 1 on, and send one."),
+              ),
+            ),
+            engine.element,
+            run.others.length ? section("traces", "Other traces", others.element) : [],
+          ],
     ),
     el("footer", { class: "muted" }, `sgl-aspects ${run.version}. Plots: uPlot, MIT licence.`),
   );
@@ -103,6 +116,17 @@ function hint(run) {
     slowest
       ? el("button", { type: "button", class: "action", onclick: () => (location.hash = `request=${slowest.index}`) }, `Open the slowest: ${duration(slowest.duration)}`)
       : null,
+  );
+}
+
+function ownHint(run) {
+  const slowest = run.others.reduce((found, other) => (other.duration > found.duration ? other : found));
+  return el(
+    "div",
+    { class: "panel hint" },
+    el("h2", {}, "No request of an engine was recorded"),
+    el("p", { class: "muted" }, "These are functions that were traced by name. Open one to see what ran inside it."),
+    el("button", { type: "button", class: "action", onclick: () => (location.hash = `trace=${slowest.index}`) }, `Open the slowest: ${slowest.name}, ${duration(slowest.duration)}`),
   );
 }
 

@@ -60,6 +60,6 @@ function otherPanel(other, { close }) {
       same.length > 1 ? `, ${times(other.duration / Math.max(median(same), 1))} the median of ${count(same.length)} of its name.` : ".",
     ),
     waterfall(run, other, other.start, other.end),
-    attributeTable([["process", run.process[other.index]], ...run.attributes(other.index)]),
+    attributeTable([["process", run.process[other.index]], ...run.attributes(other.index)], true),
   );
 }

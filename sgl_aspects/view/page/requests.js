@@ -170,11 +170,27 @@ function waterfall(run, { index }, from, to) {
       if (busy !== null) track.querySelector(".bar").classList.add("thin"); // it reaches from piece to piece
       const label = el("div", { class: `label${run.hasError.has(span) ? " error" : ""}`, title: name }, name);
       label.style.paddingInlineStart = `${depth * 12}px`;
-      return el("div", { class: "waterfall-row", role: "listitem" }, label, track, el("div", { class: "number" }, busy === null ? duration(run.duration[span]) : el("small", {}, `busy ${duration(busy * 1e9)}`)));
+      return el(
+        "div",
+        { class: "waterfall-row", role: "listitem" },
+        label,
+        track,
+        el("div", { class: "number" }, busy === null ? duration(run.duration[span]) : el("small", {}, `busy ${duration(busy * 1e9)}`)),
+        kindOf(name) === "other" ? about(run.attributes(span)) : null,
+      );
     }),
     rows.length >= MOST_ROWS ? el("p", { class: "muted", role: "listitem" }, `The first ${MOST_ROWS} spans are shown.`) : null,
   );
 }
+
+/** What a function that was traced by name was asked and found, in a line. */
+function about(pairs) {
+  if (!pairs.length) return null;
+  const text = pairs.map(([name, value]) => `${name.replace(/^sgl_aspects\./, "")} ${textOf(value)}`).join(" · ");
+  return el("small", { class: "about", title: text }, text);
+}
+
+const textOf = (value) => (Array.isArray(value) ? value.join(", ") : String(value));
 
 const KINDS = new Set([...PHASES, ...PARTS, "detokenize"]);
 const kindOf = (name) => (KINDS.has(name) ? name : "other");
@@ -214,15 +230,15 @@ function stepLane(request, openStep) {
   );
 }
 
-function attributeTable(pairs) {
+function attributeTable(pairs, isOpen = false) {
   return el(
     "details",
-    {},
+    { open: isOpen },
     el("summary", {}, "Attributes"),
     el(
       "dl",
       { class: "attributes" },
-      pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, Array.isArray(value) ? value.join(", ") : String(value))]),
+      pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, textOf(value))]),
     ),
   );
 }
