@@ -24,11 +24,14 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/sgl-aspects demo
 
+# On each core a process of tests, up to four; a file's tests stay together. `pytest` without options runs in one.
+TESTS := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 test-slow: $(VENV)/.dev browser
-	$(BIN)/python -m pytest -m slow
+	$(TESTS) -m slow
 
 # The core needs no torch: each Python gets a small environment of its own.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13

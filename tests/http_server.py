@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 60
+START_SECONDS = 120
 LOCAL = "127.0.0.1"
 
 
@@ -96,14 +96,14 @@ class Server:
             and found[f"{scheduler}kv_available_tokens"] == found[f"{scheduler}kv_total_tokens"]
         )
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """The exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(seconds)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"

@@ -89,7 +89,7 @@ class Receiver:
     def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
 
-    def wait_for(self, condition: Callable[[list[Span]], bool], seconds: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[list[Span]], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition(self.spans):
             assert time.monotonic() < deadline, f"got only {[span.name for span in self.spans]}"

@@ -142,7 +142,7 @@ def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
 
 

@@ -137,7 +137,7 @@ def test_policies_in_a_scope_hold_in_their_thread_only() -> None:
     seen: list[int] = []
 
     def other_thread() -> None:
-        inside.wait(10)
+        inside.wait(60)
         seen.append(int(manager.call_op("op", zero)))
         outside.set()
 
@@ -148,7 +148,7 @@ def test_policies_in_a_scope_hold_in_their_thread_only() -> None:
         with manager.policy_context(SelectionPolicy.of(prefer="vendor:a")):
             assert int(manager.call_op("op", zero)) == 3
             inside.set()
-            outside.wait(10)
+            outside.wait(60)
         assert int(manager.call_op("op", zero)) == 1
     thread.join()
     assert seen == [2]
@@ -246,7 +246,7 @@ def test_many_threads_while_the_policy_changes() -> None:
         stop.set()
         sys.setswitchinterval(interval)
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     assert not wrong
 
 

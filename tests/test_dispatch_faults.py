@@ -334,10 +334,10 @@ def count_after_fork(impls: Callable[[], int], in_child: Callable[[], Any], call
     process = context.Process(target=child)
     process.start()
     try:
-        assert ours.poll(30), "the child hangs"
+        assert ours.poll(60), "the child hangs"
         return int(ours.recv())
     finally:
-        process.join(10)
+        process.join(60)
         process.kill()
 
 
@@ -353,7 +353,7 @@ def test_a_forked_child_registers_nothing_again_and_does_not_hang() -> None:
             done.wait(60)
 
     threading.Thread(target=hold, daemon=True).start()
-    held.wait(10)
+    held.wait(60)
     try:
         seen = count_after_fork(
             lambda: len(manager.registry.impls("op")),

@@ -358,7 +358,7 @@ def _until_status(
     status: int, capsys: pytest.CaptureFixture[str], *words: str, wanted: str = ""
 ) -> tuple[int, str]:
     """States are written twice a second."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         found, out, _ = ops(capsys, *words, "--live")
         if (found == status and wanted in out) or time.monotonic() > deadline:

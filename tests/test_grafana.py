@@ -114,7 +114,7 @@ def ask(url: str, expression: str) -> list[Any]:
     """What Prometheus finds; nothing while it is not up. Raises where it cannot read the expression."""
     query = urllib.parse.urlencode({"query": expression})
     try:
-        with urllib.request.urlopen(f"{url}/api/v1/query?{query}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/api/v1/query?{query}", timeout=60) as answer:
             found: list[Any] = json.load(answer)["data"]["result"]
             return found
     except ConnectionError:
@@ -137,7 +137,7 @@ def test_every_panel_finds_its_metrics(prometheus: str) -> None:
 
 @pytest.mark.slow
 def test_every_alert_reads_metrics_that_there_are(prometheus: str) -> None:
-    with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=10) as answer:
+    with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=60) as answer:
         (group,) = json.load(answer)["data"]["groups"]
     assert len(group["rules"]) == ALERTS.read_text().count("alert:") > 4
     for rule in group["rules"]:

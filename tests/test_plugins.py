@@ -222,7 +222,7 @@ def test_threads_load_plugins_once_and_all_wait_for_it(site: Site) -> None:
             seen.append(served.f())
         threads = [threading.Thread(target=load) for _ in range(8)]
         for thread in threads: thread.start()
-        for thread in threads: thread.join(30)
+        for thread in threads: thread.join(60)
         print(json.dumps([sorted(result) for result in seen]))
         """
     )
@@ -238,7 +238,7 @@ def test_a_plugin_may_load_plugins(site: Site) -> None:
 
 
 def test_a_fork_while_plugins_are_loading(site: Site) -> None:
-    site.install("slow", REGISTERING + "    import served; served.reached.set(); served.go_on.wait(20)\n")
+    site.install("slow", REGISTERING + "    import served; served.reached.set(); served.go_on.wait(60)\n")
     site.engine.write(
         "served.py",
         "import threading\nreached, go_on = threading.Event(), threading.Event()\ndef f(): return []\n",
@@ -249,14 +249,14 @@ def test_a_fork_while_plugins_are_loading(site: Site) -> None:
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork with threads
         thread = threading.Thread(target=sgl_aspects.load_plugins)
         thread.start()
-        assert served.reached.wait(20)
+        assert served.reached.wait(60)
         child = os.fork()
         if child == 0:
             sgl_aspects.load_plugins()
             os._exit(7)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         served.go_on.set()
-        thread.join(20)
+        thread.join(60)
         print(json.dumps([status, served.f()]))
         """,
     )

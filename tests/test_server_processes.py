@@ -79,7 +79,7 @@ def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: P
         status, events = streamed.result(60)
         assert status == 200
         assert events.endswith("data: [DONE]\n\n")
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         wait_for(lambda: is_gone(scheduler))
     assert "Traceback" not in server.log.read_text()
 
@@ -130,9 +130,9 @@ def test_kill_9_of_the_scheduler_under_load(model: Path, tmp_path: Path) -> None
         scheduler = server.scheduler_pid
         wait_for(lambda: server.metrics()["sgl_aspects_scheduler_running_requests"] >= 5)
         os.kill(scheduler, signal.SIGKILL)
-        wait_for(lambda: server.request("GET", "/health")[0] == 503, seconds=5)
+        wait_for(lambda: server.request("GET", "/health")[0] == 503)
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         assert len(answers) == 12
         for status, answer in answers:
@@ -142,7 +142,7 @@ def test_kill_9_of_the_scheduler_under_load(model: Path, tmp_path: Path) -> None
                 assert status == 503
             assert "killed by signal 9, SIGKILL" in answer["error"]["message"]
         assert ["SIGKILL" in str(error) for error in errors] == [True, True]
-        assert server.process.wait(20) == 2
+        assert server.process.wait(60) == 2
     last = server.log.read_text().strip().splitlines()[-1]
     assert last.startswith("sgl-aspects: error: the scheduler process was killed by signal 9, SIGKILL")
 
@@ -293,5 +293,5 @@ def test_time_is_not_lost_by_a_slow_reader(model: Path, tmp_path: Path) -> None:
             assert slow.recv(10)
             begin = time.monotonic()
             assert ask(server, 5)[0] == 200
-            assert time.monotonic() - begin < 20
+            assert time.monotonic() - begin < 60
         wait_for(server.is_quiet)

@@ -198,7 +198,7 @@ def test_in_a_terminal_it_ends_with_the_run(served: Served) -> None:
         seen = read_until(ours, "requests were seen to finish.")
         assert "\x1b[?1049l" in seen
         assert "The run has ended. 2 requests" in seen
-        assert program.wait(30) == 0
+        assert program.wait(60) == 0
     assert termios.tcgetattr(theirs) == before
     os.close(theirs)
     os.close(ours)

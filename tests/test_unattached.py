@@ -98,7 +98,7 @@ def test_the_schedulers_functions_are_the_original_objects(
     with Engine(model_path=str(tmp_path / "model"), max_total_tokens=512) as engine:
         assert engine.generate([5, 6, 7], SamplingParams(max_new_tokens=4, temperature=0.0)).output_ids
         (tmp_path / "answer.json.ask").touch()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not out.exists():
             assert time.monotonic() < deadline, "the probe in the scheduler process did not answer"
             time.sleep(0.02)

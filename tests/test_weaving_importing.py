@@ -127,7 +127,7 @@ def test_two_modules_that_import_each_other(engine: Engine, weave_first: bool) -
 
 def test_a_hook_from_another_thread_while_the_module_loads(engine: Engine) -> None:
     engine.write("gate.py", "import threading\nreached, go_on = threading.Event(), threading.Event()\n")
-    engine.write("slow.py", "def f(): return []\nimport gate\ngate.reached.set()\ngate.go_on.wait(20)\n")
+    engine.write("slow.py", "def f(): return []\nimport gate\ngate.reached.set()\ngate.go_on.wait(60)\n")
     gate = engine.load("gate")
     advice = mark("slow:f", required=True)
 
