@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry import trace
+from opentelemetry import baggage, trace
+from opentelemetry import context as otel_context
 from opentelemetry.propagate import inject
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -28,6 +29,7 @@ from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.ring import RingRecorder
 from sgl_aspects.tracing.run_reader import RunReader
 from sgl_aspects.tracing.sdk import SdkRecorder
+from sgl_aspects.weaving.faces import weaver
 from tests.stand_ins import Engine
 
 MANAGER = """
@@ -357,6 +359,7 @@ def test_a_scheduler_that_knows_no_opentelemetry_logs_its_steps(tmp_path: Path) 
         patch.syspath_prepend(str(plugin))
         with attach(file=str(tmp_path / "traces.jsonl")), EmbeddedEngine(model_path=model) as running:
             running.generate([5, 6], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    weaver.remove(weaver.advices)  # the plugin's, in this process
     text = (tmp_path / "traces.jsonl").read_text()
     logged = [tuple(line.split()) for line in said.read_text().splitlines()]
     assert len(logged) == 2
@@ -370,8 +373,65 @@ def test_a_span_that_is_closed_elsewhere_changes_nothing_there() -> None:
     foreign = elsewhere.run(context.open_span, 5, 6)
     mine = context.open_span(7, 8)
     context.close_span(foreign)
-    assert context.innermost() is mine[0]
+    assert context.innermost() is mine
     assert trace.get_current_span().get_span_context().span_id == 8
     context.close_span(mine)
     assert context.innermost() is None
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+def current_ids() -> tuple[int, int]:
+    found = trace.get_current_span().get_span_context()
+    return found.trace_id, found.span_id
+
+
+def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
+    """As instrumentation of thread pools and of callbacks does it: capture, carry elsewhere, attach there."""
+    outside = otel_context.get_current()
+    first = context.open_span(5, 6)
+    captured, ids = otel_context.get_current(), current_ids()
+    inner = context.open_span(5, 7)
+    assert trace.get_current_span(captured).get_span_context().span_id == 6
+    token = otel_context.attach(captured)  # inside a later span of ours
+    assert current_ids() == ids
+    otel_context.detach(token)
+    assert current_ids()[1] == 7
+    token = otel_context.attach(outside)  # what was current before all of them
+    assert current_ids() == (0, 0)
+    otel_context.detach(token)
+    assert current_ids()[1] == 7
+    context.close_span(inner)
+    context.close_span(first)
+    seen: list[tuple[int, int]] = []
+
+    def elsewhere() -> None:
+        seen.append(current_ids())
+        token = otel_context.attach(captured)
+        seen.append(current_ids())
+        otel_context.detach(token)
+        seen.append(current_ids())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [(0, 0), ids, (0, 0)]
+
+
+def test_spans_and_baggage_of_the_user_s_between_ours() -> None:
+    outer = context.open_span(5, 6)
+    token = otel_context.attach(baggage.set_baggage("tenant", "a"))
+    assert current_ids()[1] == 6
+    mine = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
+    with trace.use_span(mine):
+        inner = context.open_span(5, 9)
+        assert (current_ids()[1], baggage.get_baggage("tenant")) == (9, "a")
+        context.close_span(inner)
+        assert trace.get_current_span() is mine
+        inner = context.open_span(5, 10)
+    # Theirs ended before ours did, which is open in what is no longer there.
+    assert (current_ids()[1], baggage.get_baggage("tenant")) == (6, "a")
+    context.close_span(inner)
+    otel_context.detach(token)
+    assert (current_ids()[1], baggage.get_baggage("tenant")) == (6, None)
+    context.close_span(outer)
+    assert current_ids() == (0, 0)

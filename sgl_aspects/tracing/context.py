@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple
 
 # version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -110,11 +111,18 @@ def root_of_trace_id(trace_id: int) -> int:
 
 
 class OpenSpan(NamedTuple):
-    """A span of ours that is open where code runs. ``trace``: its root's; None: it follows from the id."""
+    """A span of ours that is open where code runs: what ``open_span`` gives, for ``close_span``.
+
+    ``trace``: its root's; None: it follows from the id. ``span``: OpenTelemetry's own object for it, if there
+    is one. ``outer``: the span of ours around it. ``around``: OpenTelemetry's context where it was opened.
+    """
 
     root_id: int
     span_id: int
     trace: TraceContext | None = None
+    span: Any = None
+    outer: OpenSpan | None = None
+    around: Any = None
 
     @property
     def trace_id(self) -> int:
@@ -123,42 +131,34 @@ class OpenSpan(NamedTuple):
 
 _open_span: ContextVar[OpenSpan | None] = ContextVar("sgl_aspects_open_span", default=None)
 _get, _set, _modules, _new = _open_span.get, _open_span.set, sys.modules, tuple.__new__
+_around: Callable[[], Any] | None = None
+_joining = threading.Lock()
 
-#: What is open, what was open around it, and OpenTelemetry's context there: for ``close_span``.
-Opened: TypeAlias = "tuple[OpenSpan, OpenSpan | None, Any]"
 
-
-def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
+def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> OpenSpan:
     """Makes a span of ours the current one, until ``close_span`` of what this gives.
 
     In a process that uses OpenTelemetry it is OpenTelemetry's current span, too: other people's spans nest
-    in it, and clients send its ``traceparent``. ``span``: OpenTelemetry's own object for it, if there is one.
+    in it, and clients send its ``traceparent``.
     """
     # Several times a step: what can be had without a call of a Python function is.
-    opened = _new(OpenSpan, (root_id, span_id, trace))
-    outer = _get()
+    if _around is None and ("opentelemetry.trace" not in _modules or not _join_opentelemetry()):
+        around = None
+    else:
+        around = _around()  # type: ignore[misc]
+    opened = _new(OpenSpan, (root_id, span_id, trace, span, _get(), around))
     _set(opened)
-    if _otel is None and ("opentelemetry.trace" not in _modules or _find_opentelemetry() is None):
-        return opened, outer, None
-    make_span, key, make_context, get_current, attach = cast(_OpenTelemetry, _otel)
-    before = get_current()
-    # What set_span_in_context does, in a third of the time.
-    attach(make_context({**before, key: make_span(opened) if span is None else span}))
-    return opened, outer, before
+    return opened
 
 
-def close_span(opened: Opened) -> None:
+def close_span(opened: OpenSpan) -> None:
     """What was current before is current again.
 
     A coroutine may be closed where it never ran, by the garbage collector or another task: nothing of it is
-    open there, so that nothing is changed. (OpenTelemetry's tokens would be refused there.)
+    open there, so that nothing is changed.
     """
-    span, outer, before = opened
-    if _get() is not span:
-        return
-    _set(outer)
-    if before is not None and _otel is not None:
-        _otel.attach(before)
+    if _get() is opened:
+        _set(opened[4])  # its outer one
 
 
 def innermost() -> OpenSpan | None:
@@ -166,24 +166,19 @@ def innermost() -> OpenSpan | None:
     return _get()
 
 
-class _OpenTelemetry(NamedTuple):
-    """What is needed to make a span current, looked up once."""
+def _join_opentelemetry() -> bool:
+    """From here on who asks OpenTelemetry what is current here gets our spans; False while it is half loaded.
 
-    make_span: Callable[[OpenSpan], Any]
-    key: str
-    make_context: Callable[[dict[str, object]], Any]
-    get_current: Callable[[], Any]
-    attach: Callable[[Any], object]
-
-
-_otel: _OpenTelemetry | None = None
-
-
-def _find_opentelemetry() -> _OpenTelemetry | None:
-    global _otel
-    if "opentelemetry.trace" not in sys.modules or "opentelemetry.context" not in sys.modules:
-        return None
+    Asked is seldom, opened is often: so nothing is told to OpenTelemetry when a span opens, and its context
+    with our span in it is made when somebody asks.
+    """
+    global _around
+    if not hasattr(sys.modules["opentelemetry.trace"], "set_span_in_context"):
+        return False
     from opentelemetry import context, trace
+    from opentelemetry.context.context import _RuntimeContext
+
+    (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
 
     class CurrentSpan(trace.NonRecordingSpan):
         """Its context is built when somebody asks."""
@@ -197,6 +192,42 @@ def _find_opentelemetry() -> _OpenTelemetry | None:
             state = trace.TraceState.from_header([origin.state]) if origin and origin.state else None
             return trace.SpanContext(span.trace_id, span.span_id, False, flags, state)
 
-    (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
-    _otel = _OpenTelemetry(CurrentSpan, key, context.Context, context.get_current, context.attach)
-    return _otel
+    class RuntimeContext(_RuntimeContext):
+        """The process's own, ``inner``, and on top of what is current there the span of ours that was
+        opened in it.
+        """
+
+        def __init__(self, inner: _RuntimeContext) -> None:
+            self.inner = inner
+
+        def get_current(self) -> context.Context:
+            found = self.inner.get_current()
+            opened = _opened_in(found)
+            if opened is None:
+                return found
+            span = CurrentSpan(opened) if opened.span is None else opened.span
+            return context.Context({**found, key: span})
+
+        def attach(self, context_: context.Context) -> Any:
+            if _opened_in(context_) is not None:
+                # It was current before our span: whoever makes it current again does not want ours in it.
+                context_ = context.Context(context_)
+            return self.inner.attach(context_)
+
+        def detach(self, token: Any) -> None:
+            self.inner.detach(token)
+
+    with _joining:
+        if _around is None:
+            inner = context._RUNTIME_CONTEXT
+            context._RUNTIME_CONTEXT = RuntimeContext(inner)
+            _around = inner.get_current
+    return True
+
+
+def _opened_in(around: Any) -> OpenSpan | None:
+    """The innermost span of ours here that was opened in this context of OpenTelemetry's."""
+    opened = _get()
+    while opened is not None and opened.around is not around:
+        opened = opened.outer
+    return opened

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.context import Opened, TraceContext, open_span
+from sgl_aspects.tracing.context import OpenSpan, TraceContext, open_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
@@ -133,10 +133,9 @@ class RingRecorder:
 
     def write(self, event: Event) -> None:
         if isinstance(event, SpanBegin):
-            type, *fields = event
-            head = self._begins.get(type) or self._declare_begin(type)
+            head = self._begins.get(event[0]) or self._declare_begin(event[0])
             if head:
-                self._slots.fill(layout.BEGIN.pack_into, head, *fields)
+                self._slots.fill(layout.BEGIN.pack_into, head, *event[1:])
         elif isinstance(event, RequestBegin):
             self._write_text(["R", *event])
         elif isinstance(event, RequestSeen):
@@ -152,7 +151,7 @@ class RingRecorder:
         parent_id: int,
         start_ns: int,
         trace: TraceContext | None = None,
-    ) -> Opened:
+    ) -> OpenSpan:
         return open_span(root_id, span_id, trace)
 
     def close(self) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
 from time import time_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
@@ -27,19 +26,7 @@ FORWARD = SpanType(
 )
 # So many forward passes may wait for the device; beyond, the oldest is recorded without its device time.
 _PENDING = 64
-
-
-class _Pending(NamedTuple):
-    """A forward pass whose events the device has yet to reach."""
-
-    span_id: int
-    step_id: int
-    parent_id: int
-    start_ns: int
-    end_ns: int
-    values: Sequence[Any]
-    error: str
-    events: tuple[Any, ...]
+_DEVICE_TIME = 4  # the place of its value
 
 
 class ForwardAspect:
@@ -49,7 +36,8 @@ class ForwardAspect:
         self._recorder = recorder
         self._write = recorder.spans(FORWARD)
         self._state = state
-        self._pending: collections.deque[_Pending] = collections.deque()
+        #: What is to be written, and the events that the device has yet to reach.
+        self._pending: collections.deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = collections.deque()
         self._spare: list[tuple[Any, ...]] = []
         self._at_hand: tuple[Any, ...] | None = None  # the events of the pass that runs
         self._has_events = True
@@ -75,7 +63,7 @@ class ForwardAspect:
         """Records what still waits for the device, without its time there: nobody will ask again."""
         self._read_events()
         while self._pending:
-            self._record(self._pending.popleft(), None)
+            self._write(*self._pending.popleft()[0])
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
@@ -105,14 +93,13 @@ class ForwardAspect:
             self._at_hand = None
         end_ns = time_ns()
         close_span(opened)
-        values = [*self._batch_values(batch), self._graph]
-        waiting = _Pending(
-            span_id, state.step_id, parent_id, start_ns, end_ns, values, error_type(error), events or ()
-        )
+        values = [*self._batch_values(batch), self._device_name, None, self._graph]
+        problem = "" if error is None else error_type(error)
+        span = (span_id, state.step_id, parent_id, start_ns, end_ns, values, problem)
         if events is None:
-            self._record(waiting, None)
+            self._write(*span)
         else:
-            self._pending.append(waiting)
+            self._pending.append((span, events))
             self._read_events()
 
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,20 +128,17 @@ class ForwardAspect:
 
     def _read_events(self) -> None:
         pending = self._pending
-        while pending and (pending[0].events[1].query() or len(pending) > _PENDING):
-            waiting = pending.popleft()
-            begin, end = waiting.events
-            if end.query():
-                self._record(waiting, begin.elapsed_ms(end) / 1e3)
-                self._spare.append(waiting.events)
-            else:
-                self._record(waiting, None)
-
-    def _record(self, waiting: _Pending, device_seconds: float | None) -> None:
-        *values, graph = waiting.values
-        values += [self._device_name, device_seconds, graph]
-        span_id, step_id, parent_id, start_ns, end_ns, *_ = waiting
-        self._write(span_id, step_id, parent_id, start_ns, end_ns, values, waiting.error)
+        while pending:
+            span, events = pending[0]
+            begin, end = events
+            is_done = end.query()
+            if not is_done and len(pending) <= _PENDING:
+                return
+            pending.popleft()
+            if is_done:
+                span[5][_DEVICE_TIME] = begin.elapsed_ms(end) / 1e3
+                self._spare.append(events)
+            self._write(*span)
 
 
 def _nothing_enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
