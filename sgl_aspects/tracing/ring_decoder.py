@@ -59,10 +59,7 @@ class Decoder:
     def decode(self, data: bytes, position: int) -> Record | None:
         """The record in a slot; None for a part of one. Raises ``DamagedError``."""
         try:
-            record = self._decode(data, position)
-            if record is not None:
-                _check(record)
-            return record
+            return self._decode(data, position)
         except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
             raise DamagedError(str(error)) from error
 
@@ -73,7 +70,7 @@ class Decoder:
         if kind == layout.KIND_BEGIN:
             head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
             type = self._layout(head >> layout.HEAD_SHIFT).type
-            return SpanBegin(type, span_id, root_id, parent_id, start + self._clock_offset)
+            return SpanBegin(type, span_id, root_id, parent_id, self._time(start))
         if kind == layout.KIND_SENT:
             return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
         if kind == layout.KIND_LINKS:
@@ -88,16 +85,21 @@ class Decoder:
 
     def _span(self, data: bytes, position: int) -> SpanEnd:
         (head,) = layout.MARK.unpack_from(data, position)
-        found = self._layout(head >> layout.HEAD_SHIFT)
-        _, span_id, root_id, parent_id, start, end, *words, _ = found.struct.unpack_from(data, position)
-        count = len(found.codes)
-        values = [self._value(code, word) for code, word in zip(found.codes, words)]
-        error = self._defined_text(words[count]) if found.has_error else ""
-        links = [*self._take_links(span_id), *words[count + found.has_error :]]
-        offset = self._clock_offset
-        return SpanEnd(
-            found.type, span_id, root_id, parent_id, start + offset, end + offset, values, error, links
-        )
+        type, codes, has_error, _, packed = self._layout(head >> layout.HEAD_SHIFT)
+        _, span_id, root_id, parent_id, start, end, *words, _ = packed.unpack_from(data, position)
+        count = len(codes)
+        values = list(map(self._value, codes, words))
+        error = self._defined_text(words[count]) if has_error else ""
+        links = [*self._take_links(span_id), *words[count + has_error :]]
+        start, end = self._time(start), self._time(end)
+        return SpanEnd(type, span_id, root_id, parent_id, start, end, values, error, links)
+
+    def _time(self, ring_ns: int) -> int:
+        """As Unix time."""
+        unix_ns = ring_ns + self._clock_offset
+        if not 0 <= unix_ns < 1 << 63:
+            raise DamagedError(f"a time of {unix_ns}")
+        return unix_ns
 
     def _value(self, code: str, word: Any) -> Any:
         if code == "t":
@@ -126,7 +128,9 @@ class Decoder:
         make, kinds = _TEXT_RECORDS[name]
         if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
             raise DamagedError("a record with fields of the wrong type")
-        return make(self, *fields)
+        record = make(self, *fields)
+        _check(record)
+        return record
 
     def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
         span = SpanEnd(SpanType(name, dict.fromkeys(map(str, names), object)), *fields)
@@ -139,6 +143,8 @@ class Decoder:
             self._take_links(next(iter(self._links)))
 
     def _take_links(self, span_id: int) -> list[int]:
+        if not self._links:
+            return []
         links = self._links.pop(span_id, [])
         self._link_count -= len(links)
         return links
@@ -192,14 +198,12 @@ def _parse_definition(data: bytes) -> _Layout | str | None:
 
 
 def _check(record: Record) -> None:
-    """Raises ``DamagedError`` where a number is larger than what it stands for can be."""
+    """Raises ``DamagedError`` where a number from a text is larger than what it stands for can be."""
     ids: tuple[int, ...] = ()
     times: tuple[int, ...] = ()
     if isinstance(record, SpanEnd):
         ids = record.span_id, record.root_id, record.parent_id, *record.links
         times = record.start_ns, record.end_ns
-    elif isinstance(record, SpanBegin):
-        ids, times = (record.span_id, record.root_id, record.parent_id), (record.start_ns,)
     elif isinstance(record, RequestBegin):
         ids, times = (record.span_id, record.parent_id), (record.start_ns,)
         if record.trace_id not in _TRACE_IDS:

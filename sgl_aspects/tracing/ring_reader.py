@@ -16,8 +16,9 @@ from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
 from sgl_aspects.tracing.ring_decoder import DamagedError, Decoder
 
-# So many slots are read at once.
+# So many slots are read at once, and so many to see whether there is anything: it is asked often.
 _CHUNK = 512
+_GLANCE = 16
 # So many where it is written to at the same time: 16 MB, a whole ring as it comes.
 _SNAPSHOT = 1 << 16
 # A slot that a living process took and never filled (its thread was interrupted there) is then passed over.
@@ -103,7 +104,10 @@ class RingReader:
         first = self.taken + 1
         count = min(_CHUNK, self.slots - (first & (self.slots - 1)))
         offset = layout.SLOTS_OFFSET + (first & (self.slots - 1)) * layout.SLOT_BYTES
-        whole = _whole(self._read(offset, count * layout.SLOT_BYTES), first)
+        glance = min(_GLANCE, count)
+        whole = _whole(self._read(offset, glance * layout.SLOT_BYTES), first)
+        if whole == glance:
+            whole = _whole(self._read(offset, count * layout.SLOT_BYTES), first)
         if not whole:
             if self._pass_over(first, alive):
                 return records, True
@@ -154,17 +158,21 @@ class RingReader:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _marks(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.slots, _CHUNK):
-            count = min(_CHUNK, self.slots - start)
-            data = self._read(layout.SLOTS_OFFSET + start * layout.SLOT_BYTES, count * layout.SLOT_BYTES)
+    def _marks(self, first: int, count: int) -> Iterator[int]:
+        """The numbers of the finished records in so many slots, from that of number ``first`` on."""
+        mask = self.slots - 1
+        while count:
+            start = first & mask
+            some = min(_CHUNK, count, self.slots - start)
+            data = self._read(layout.SLOTS_OFFSET + start * layout.SLOT_BYTES, some * layout.SLOT_BYTES)
             for slot, mark in enumerate(_marks(data), start):
-                if mark and (mark - slot) & (self.slots - 1) == 0:
-                    yield slot, mark
+                if mark and (mark - slot) & mask == 0:
+                    yield mark
+            first, count = first + some, count - some
 
     def _newest(self) -> int:
         """The highest number of a finished record. One wild mark in a damaged file does not count."""
-        marks = sorted(mark for _, mark in self._marks())
+        marks = sorted(self._marks(0, self.slots))
         while len(marks) > 1 and marks[-1] - marks[-2] > self.slots:
             marks.pop()
         return marks[-1] if marks and marks[-1] < 1 << 62 else 0
@@ -180,13 +188,15 @@ class RingReader:
             if now - self._stuck_since < _PATIENCE_SECONDS:
                 return False
         self._stuck_since = now
-        later = [mark for _, mark in self._marks() if first < mark < first + self.slots]
+        # Of one that lives, each of its threads may have left a slot; of one that is dead, all is looked at.
+        marks = self._marks(first, min(_CHUNK, self.slots) if alive else self.slots)
+        later = min((mark for mark in marks if first < mark < first + self.slots), default=0)
         if not later:
             self._is_exhausted = not alive
             return False
         self._stuck_since = None
-        self.damaged += min(later) - first
-        self.taken = min(later) - 1
+        self.damaged += later - first
+        self.taken = later - 1
         return True
 
     def _decode(self, data: bytes, position: int) -> Record | None:

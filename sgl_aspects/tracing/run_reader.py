@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.records import Record
 from sgl_aspects.tracing.ring_decoder import DamagedError
 from sgl_aspects.tracing.ring_reader import RingReader
+
+_TICKS_NS = 100_000_000
 
 
 class RunReader:
@@ -19,6 +22,7 @@ class RunReader:
         self._refused: set[Path] = set()
         self.writers: dict[str, RingReader] = {}
         self.has_more = False
+        self._changed = self._looked = 0
 
     @property
     def damaged(self) -> int:
@@ -52,7 +56,15 @@ class RunReader:
 
     def find(self) -> list[RingReader]:
         """Opens the rings that are new."""
-        found = []
+        found: list[RingReader] = []
+        # A folder's time is as exact as the kernel's ticks: what has changed just now is looked at again.
+        try:
+            changed, now = self._folder.stat().st_mtime_ns, time.time_ns()
+        except FileNotFoundError:
+            return found
+        if changed == self._changed and self._looked - changed > _TICKS_NS:
+            return found
+        self._changed, self._looked = changed, now
         for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
             name = path.name.removesuffix(layout.SUFFIX)
             if name in self.writers or path in self._refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,17 @@ from sgl_aspects.tracing.ring_reader import RingReader as Writer
 
 #: The error of a span whose process ended first.
 UNFINISHED = "unfinished"
+
+
+class _ProcessResource(Resource):
+    """Exporters group spans by it: the SDK's own would be made a JSON text for each span."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class SpanBuilder:
@@ -63,13 +75,13 @@ class SpanBuilder:
     def _resource_of(self, writer: Writer) -> Resource:
         resource = self._resources.get(writer.name)
         if resource is None:
-            resource = self._resource.merge(Resource({"process.pid": _encodable(writer.process_id)}))
-            self._resources[writer.name] = resource
+            merged = self._resource.merge(Resource({"process.pid": _encodable(writer.process_id)}))
+            resource = self._resources[writer.name] = _ProcessResource(merged.attributes, merged.schema_url)
         return resource
 
 
 def _text(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _encodable(value: Any) -> Any:
