@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import attach, run_folder
 from sgl_aspects.tracing.records import SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import RingRecorder
 from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.session import current
 from tests import workers
 from tests.otlp_receiver import spans_of
 from tests.test_tracing_collector import begin, is_running, read_file, wait_until
 from tests.test_tracing_control import command
 from tests.test_tracing_ring import PLAIN, read_all
+from tests.tiny_models import make_llama
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -109,6 +116,41 @@ def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path / "file"))
     recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
     assert not recorder.open()
+
+
+def test_where_no_folder_can_be_made_attaching_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", "/tmp")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(ConfigError, match=r"no folder for its records.*Permission denied.*set TMPDIR"):
+        attach(file="traces.jsonl")
+    assert current() is None
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="needs a folder that not even root can write")
+def test_an_engine_whose_run_folder_cannot_be_written_runs_untraced(tmp_path: Path) -> None:
+    make_llama(tmp_path / "model")
+    script = f"""
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.sampling_params import SamplingParams
+if __name__ == "__main__":
+    with Engine(model_path={str(tmp_path / "model")!r}) as engine:
+        answer = engine.generate([5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        print(answer.completion_tokens)
+"""
+    (tmp_path / "serve.py").write_text(script)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "serve.py")],
+        env={**os.environ, "SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": "/sys/kernel"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == ["3"]
+    # Once in each process, the scheduler's included.
+    assert ran.stderr.count("tracing stops in process") == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

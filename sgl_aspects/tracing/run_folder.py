@@ -14,18 +14,28 @@ from pathlib import Path
 
 import sgl_aspects
 from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.settings import TraceSettings
 
 CLOSING = "closing"
 
 
 def make_run_folder() -> str:
-    """A new folder that only this user may enter: in memory where the system has such a place."""
+    """A new folder that only this user may enter: in memory where the system has such a place.
+
+    Raises ``ConfigError`` where there is no place for it.
+    """
     for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR")):
         if parent and os.access(parent, os.W_OK | os.X_OK):
             with contextlib.suppress(OSError):
                 return tempfile.mkdtemp(prefix="sgl-aspects-", dir=parent)
-    return tempfile.mkdtemp(prefix="sgl-aspects-")
+    try:
+        return tempfile.mkdtemp(prefix="sgl-aspects-")
+    except OSError as error:
+        raise ConfigError(
+            "tracing has no folder for its records: /dev/shm, XDG_RUNTIME_DIR and the temporary folder "
+            f"cannot be written ({error}); set TMPDIR to a folder that can"
+        ) from error
 
 
 def remove_run_folder(folder: str) -> None:
@@ -33,8 +43,14 @@ def remove_run_folder(folder: str) -> None:
 
 
 # Starts the collector as nobody's child: an engine may kill whatever descends from it when it ends.
+# Where Linux shares the processors out by session, a process's own priority counts within its session only.
 _LAUNCH = """
 import os, sys
+try:
+    with open("/proc/self/autogroup", "w") as session:
+        session.write("10")
+except OSError:
+    pass
 process_id = os.fork()
 if process_id:
     os.write(int(sys.argv[1]), b"%d\\n" % process_id)
