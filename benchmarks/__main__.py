@@ -93,8 +93,9 @@ the OpenTelemetry SDK with OTLP. The exporters send to a receiver on loopback; "
 
 ## An engine, by level
 
-Pairs of the same batch without and with tracing, in turns; medians of the pairs' ratios, and the 95 %
-interval of the median. The first row compares two engines that do the same: its distance from 0 is noise.
+One traced engine whose level is changed live, and two that were never traced, in turns of half a second;
+medians of the cycles' ratios, and the 95 % interval of the median. The first row compares two engines that do
+the same: its distance from 0 is what two processes differ by.
 
 {levels.table()}
 

@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from benchmarks.turns import step_aside
+
 counts: collections.Counter[str] = collections.Counter()
 
 
@@ -71,6 +73,7 @@ def counted(url: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    step_aside()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()
