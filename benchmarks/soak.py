@@ -1,10 +1,10 @@
-"""Hours in minutes: a server under random requests, clients that leave, weight updates and changing hooks.
+"""Hours in minutes: a traced server under random requests, leaving clients, weight updates, changing hooks.
 
     python -m benchmarks.soak [--minutes 10]
 
-Fails where a request got no answer or a wrong one, a slot of the key-value cache was not given back, or the
-memory of a process grew. The weights are updated by others that are equal, so that every greedy answer can be
-compared with the first one.
+Fails where a request got no answer, a wrong one or no span, a slot of the key-value cache was not given back,
+or the memory of the server, the scheduler or the collector grew (see memory_growth.py). The weights are
+updated by others that are equal, so that every greedy answer can be compared with the first one.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.http_server import Server, serving, wait_for
+from benchmarks.memory_growth import Watched, watch
+from tests.http_server import LOCAL, Server, serving, wait_for
 from tests.tiny_models import make_llama
 
 CLIENTS = 16
-WARM_UP_SHARE = 0.35
-#: Of the resident memory, between the median of the first and of the last third after the warm-up.
-MOST_GROWTH_BYTES = 12 << 20
+#: Prompt tokens that are computed in one step.
+CHUNK = 512
+#: MiB an hour that a process surely grows by.
+MOST_GROWTH = 8.0
 SHARED = "the quick brown fox jumps over the lazy dog " * 12
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -89,7 +95,14 @@ class Clients:
 
     async def run(self) -> None:
         async with self._client:
+            await self._ask_each_length()
             await asyncio.gather(*(self._one(random.Random(number)) for number in range(CLIENTS)))
+
+    async def _ask_each_length(self) -> None:
+        """Once: what is compiled for a number of tokens is kept, and random requests need some rarely."""
+        for length in range(1, CHUNK + 1):
+            prompt = [(length + place) % 250 for place in range(length)]  # no two begin alike
+            await self._client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
 
     async def _one(self, draw: random.Random) -> None:
         kinds = (self._ask_greedy, self._ask_anything, self._leave, self._ask_nonsense, self._ask_json)
@@ -158,25 +171,70 @@ class Clients:
             json.loads(answer.choices[0].message.content or "")
 
 
-async def _watch(processes: dict[str, psutil.Process], sizes: dict[str, list[int]], end: float) -> None:
-    while time.monotonic() < end:
-        for name, process in processes.items():
-            sizes[name].append(process.memory_info().rss)
-        await asyncio.sleep(1)
+class Spans:
+    """A backend that counts the spans of requests, and forgets them."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    @contextmanager
+    def receiving(self) -> Iterator[str]:
+        """The endpoint."""
+        counter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.path == "/v1/traces":
+                    counter.count(ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Say nothing."""
+
+        with ThreadingHTTPServer((LOCAL, 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://{LOCAL}:{server.server_address[1]}"
+            server.shutdown()
+
+    def count(self, message: ExportTraceServiceRequest) -> None:
+        self.requests += sum(
+            span.kind == span.SPAN_KIND_SERVER
+            for resource in message.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        )
+
+
+def _collector(endpoint: str) -> psutil.Process:
+    """The one that exports there."""
+    for process in psutil.process_iter():
+        try:
+            if (
+                "sgl_aspects.tracing.collector" in process.cmdline()
+                and endpoint in process.environ().values()
+            ):
+                return process
+        except psutil.Error:  # it has ended, or is another user's
+            continue
+    raise AssertionError("no collector runs")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     minutes = parser.parse_args().minutes
-    with tempfile.TemporaryDirectory() as name:
-        faults = _soak(Path(name), minutes)
+    spans = Spans()
+    with tempfile.TemporaryDirectory() as name, spans.receiving() as endpoint:
+        faults = _soak(Path(name), minutes, spans, endpoint)
     for fault in faults:
         print(f"FAULT: {fault}")
     sys.exit(1 if faults else 0)
 
 
-def _soak(folder: Path, minutes: float) -> list[str]:
+def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str]:
     make_llama(folder / "tiny", max_position_embeddings=2048)
     (folder / "soak_hooks.py").write_text(PLUGIN)
     info = folder / "soak_hooks-1.0.dist-info"
@@ -189,20 +247,29 @@ def _soak(folder: Path, minutes: float) -> list[str]:
     environment = {
         "SOAK_UPDATES": str(updates),
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        "SGL_ASPECTS_TRACE": "3",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
     }
     # A small cache: requests have to give way to each other now and then.
-    flags = ("--max-total-tokens", "4096", "--max-running-requests", "12")
+    flags = (
+        "--max-total-tokens",
+        "4096",
+        "--max-running-requests",
+        "12",
+        "--chunked-prefill-size",
+        str(CHUNK),
+    )
     with serving(folder / "tiny", folder / "log", *flags, environment=environment) as server:
         end = time.monotonic() + 60 * minutes
         clients = Clients(server, end)
-        processes = {
-            "server": psutil.Process(server.process.pid),
-            "scheduler": psutil.Process(server.scheduler_pid),
-        }
-        sizes: dict[str, list[int]] = {name: [] for name in processes}
+        processes = [
+            Watched("the server, which owns the engine", psutil.Process(server.process.pid)),
+            Watched("the scheduler", psutil.Process(server.scheduler_pid)),
+            Watched("the collector", _collector(endpoint)),
+        ]
 
         async def both() -> None:
-            await asyncio.gather(clients.run(), _watch(processes, sizes, end))
+            await asyncio.gather(clients.run(), watch(processes, end))
 
         asyncio.run(both())
         faults = clients.wrong[:20]
@@ -218,21 +285,18 @@ def _soak(folder: Path, minutes: float) -> list[str]:
         print(f"{minutes:g} minutes, {received:.0f} requests: {dict(clients.seen)}")
         retracted = found.get("sgl_aspects_scheduler_retractions", 0)
         print(f"{len(updates.read_text())} weight updates, {retracted:.0f} requests gave way")
-        for name, values in sizes.items():
-            steady = values[int(len(values) * WARM_UP_SHARE) :]
-            third = max(len(steady) // 3, 1)
-            before, after = statistics.median(steady[:third]), statistics.median(steady[-third:])
-            tenth = max(len(values) // 10, 1)
-            print(f"{name}, MiB: {', '.join(str(size >> 20) for size in values[::tenth])}")
-            print(
-                f"{name}: {values[0] >> 20} MiB at the start, {before / 2**20:.1f} MiB after the warm-up, "
-                f"{after / 2**20:.1f} MiB in the end, {processes[name].num_fds()} open files, "
-                f"{processes[name].num_threads()} threads"
-            )
-            if after - before > MOST_GROWTH_BYTES:
-                faults.append(f"the memory of the {name} grew by {(after - before) / 2**20:.1f} MiB")
+        for process in processes:
+            growth = process.growth(60 * minutes)
+            print(process.story())
+            print(f"    after the warm-up {growth.slope:+.1f} ± {growth.standard_error:.1f} MiB an hour")
+            if growth.at_least > MOST_GROWTH:
+                faults.append(f"{process.name} grows by at least {growth.at_least:.1f} MiB an hour")
         if server.stop() != 0:
             faults.append(f"the server ended with status {server.process.returncode}")
+        psutil.wait_procs([processes[-1].process], timeout=60)  # it exports what is left
+        print(f"{spans.requests} spans of requests were exported")
+        if spans.requests != received:
+            faults.append(f"{received:.0f} requests were received, {spans.requests} have a span")
         text = server.log.read_text()
         if "Traceback" in text:
             faults.append(f"a traceback in the log: {text[-3000:]}")

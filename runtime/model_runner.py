@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
 from typing import Any
@@ -80,12 +81,17 @@ class ModelRunner:
         failures = [other for other in self.communicator.gather_objects(failure) if other]
         if failures:
             del model
-            self.platform.empty_cache()
+            self._free_model()
             raise ModelLoadError(f"{model_path} was not loaded, the old weights stay: {failures[0]}")
         self.model, self.checkpoint = model, checkpoint
         del model
-        self.platform.empty_cache()
+        self._free_model()
         self.weights_changed()
+
+    def _free_model(self) -> None:
+        """Give back the memory of a model that nobody uses any more, now: the next one may need it."""
+        gc.collect()  # its layers and the places where they call operators hold each other
+        self.platform.empty_cache()
 
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()

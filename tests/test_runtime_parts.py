@@ -6,6 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -364,7 +365,7 @@ def test_an_operator_runs_the_platforms_form_and_falls_back_to_the_reference() -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 35, 40])
 def test_packed_products_equal_the_reference(dtype: torch.dtype, rows: int) -> None:
     linear = Linear(48, 96, bias=True, dtype=dtype)
     torch.manual_seed(1)
@@ -378,6 +379,20 @@ def test_packed_products_equal_the_reference(dtype: torch.dtype, rows: int) -> N
         torch.testing.assert_close(
             linear.forward_cpu(x), expected, rtol=2e-2 if dtype != torch.float32 else 1e-4, atol=1e-4
         )
+
+
+def test_prompts_of_all_lengths_leave_few_kernels_behind() -> None:
+    linear = Linear(64, 128, bias=False, dtype=torch.float32)
+    linear.weight.data.normal_()
+    linear.prepare_cpu()
+    memory = psutil.Process().memory_info
+    with torch.inference_mode():
+        linear.forward_cpu(torch.ones(1, 64))
+        before = memory().rss
+        for rows in range(1, 513):
+            assert linear.forward_cpu(torch.ones(rows, 64)).shape == (rows, 128)
+    # A kernel for each of them would be 140 MiB.
+    assert memory().rss - before < 48 << 20
 
 
 def test_rms_norm_is_computed_as_its_definition_says() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs
+from sgl_aspects.runtime.model_runner import ModelRunner
 from tests.http_server import serving
 from tests.tiny_models import greedy, make_model, make_tokenizer
 
@@ -45,6 +48,17 @@ def engine(folders: tuple[Path, Path], answers: object) -> Iterator[Engine]:
 
 def outputs(engine: Engine) -> list[list[int]]:
     return [result.output_ids for result in engine.generate(PROMPTS, PARAMS)]
+
+
+def test_the_old_weights_are_freed_at_once(folders: tuple[Path, Path], answers: object) -> None:
+    runner = ModelRunner(ServerArgs(model_path=folders[0], max_total_tokens=64))
+    old = weakref.ref(runner.model)
+    gc.disable()
+    try:
+        runner.update_weights(str(folders[1]))
+        assert old() is None
+    finally:
+        gc.enable()
 
 
 def test_under_load_each_answer_is_of_one_model_whole(

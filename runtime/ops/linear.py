@@ -38,11 +38,18 @@ class Linear(Operator):
         return function(x, self.weight, self.bias, self._packed)
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        """oneDNN on weights packed by :meth:`prepare_cpu`: about twice as fast as the plain product."""
+        """oneDNN on weights packed by :meth:`prepare_cpu`: about twice as fast as the plain product.
+
+        It compiles a kernel for each number of rows, and keeps them all for ever, whatever the capacity of
+        its cache: prompts of many lengths would cost hundreds of MiB. So it gets to see few numbers.
+        """
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
-        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return packed
+        rows = x.shape[0]
+        if x.ndim == 2 and (more := rounded_rows(rows) - rows):
+            x = F.pad(x, (0, 0, 0, more))
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product[:rows]
 
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         """A few tokens in a kernel made for reading the weight; many by the device's library."""
@@ -61,6 +68,12 @@ class Linear(Operator):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACKED_FOR_ROWS)
         if not self.shares_weight:
             self.weight.data = self.weight.data.new_empty(0)
+
+
+def rounded_rows(rows: int) -> int:
+    """The next larger of 8 numbers between each power of two and the next; up to 16 each is its own."""
+    step = 1 << max((rows - 1).bit_length() - 4, 0)
+    return -(-rows // step) * step
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

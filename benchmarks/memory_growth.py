@@ -1,0 +1,77 @@
+"""Whether the memory of a process grows, told from the noise of its allocator.
+
+What a process has for itself is read once a second. After the warm-up, in which caches fill, the readings
+are cut into parts, whose medians depend little on each other; a straight line through them has a slope and,
+by how far they lie from it, a standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+WARM_UP_SHARE = 0.35
+_PARTS = 12
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Growth:
+    """MiB an hour."""
+
+    slope: float
+    standard_error: float
+
+    @property
+    def at_least(self) -> float:
+        """What it surely is: noise reaches it once in forty runs."""
+        return self.slope - 2 * self.standard_error
+
+    @classmethod
+    def of(cls, readings: Sequence[int], seconds: float) -> Growth:
+        """Of readings in bytes that were taken over so many seconds, evenly."""
+        size = len(readings) // _PARTS
+        medians = [statistics.median(readings[i * size : (i + 1) * size]) / _MIB for i in range(_PARTS)]
+        hours = [(i + 0.5) * seconds / 3600 / _PARTS for i in range(_PARTS)]
+        slope, start = statistics.linear_regression(hours, medians)
+        squares = sum((found - start - slope * hour) ** 2 for hour, found in zip(hours, medians))
+        spread = sum((hour - statistics.fmean(hours)) ** 2 for hour in hours)
+        return cls(slope, (squares / (_PARTS - 2) / spread) ** 0.5)
+
+
+@dataclass
+class Watched:
+    """One process. It must live until the end."""
+
+    name: str
+    process: psutil.Process
+    readings: list[int] = field(default_factory=list)
+
+    def read(self) -> None:
+        self.readings.append(self.process.memory_full_info().uss)
+
+    def growth(self, seconds: float) -> Growth:
+        """After the warm-up, of ``seconds`` in all."""
+        steady = self.readings[int(len(self.readings) * WARM_UP_SHARE) :]
+        return Growth.of(steady, seconds * len(steady) / len(self.readings))
+
+    def story(self) -> str:
+        tenth = max(len(self.readings) // 10, 1)
+        sizes = ", ".join(f"{size / _MIB:.1f}" for size in self.readings[::tenth])
+        return (
+            f"{self.name}, MiB: {sizes}; {self.process.num_fds()} open files, "
+            f"{self.process.num_threads()} threads"
+        )
+
+
+async def watch(processes: Sequence[Watched], end: float) -> None:
+    """Read them once a second, until ``end`` of the monotonic clock."""
+    while time.monotonic() < end:
+        for process in processes:
+            process.read()
+        await asyncio.sleep(1)
