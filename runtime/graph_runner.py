@@ -27,6 +27,7 @@ from rich.progress import track
 
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.batch import Batch, ForwardMode
+from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class GraphRunner:
         self._inputs.copy_(host, non_blocking=True)
         if batch.follows is not None:
             self._inputs[0, :count].copy_(batch.follows.on_device)
+        watch = get_manager().watch
+        if watch is not None and watch.takes_step():  # of what a graph hides, nothing can be compared
+            with watch.every_call():
+                return self._decode(size)[:count]
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[:count]

@@ -185,6 +185,7 @@ def test_norms_through_the_bridge() -> None:
             assert torch.equal(found, wanted)
     assert bridge.rms_norm(layer, x, quant_linear=object()) is NotImplemented
     assert bridge.rms_norm(Layer(weight=layer.weight, variance_size_override=12), x) is NotImplemented
+    assert bridge.rms_norm(Layer(weight=layer.weight, _quant_linear=torch.nn.Identity()), x) is NotImplemented
     assert torch.equal(bridge.gelu_and_mul(layer, x), dispatch.gelu_and_mul(x, "none"))
 
 
@@ -211,6 +212,8 @@ def test_experts_through_the_bridge() -> None:
     weights, ids = bridge.topk(x, logits, 2, True, None, "softmax", None, False, 0)
     assert ids.dtype == torch.int32
     assert bridge.topk(x, logits, 2, True, torch.ones(6)) is NotImplemented
+    assert bridge.topk(x, logits, 2, True, packed_out=torch.zeros(7, 2)) is NotImplemented
+    assert bridge.topk(x, logits, 2, True, routed_scaling_factor=2.5) is NotImplemented
     layer = Layer(w13_weight=random(6, 16, 10, seed=3).float(), w2_weight=random(6, 10, 8, seed=4).float())
     config = Layer(activation="silu", apply_router_weight_on_input=False)
     found = bridge.fused_moe(layer, x, (weights, ids, logits), config)

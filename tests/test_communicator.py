@@ -77,6 +77,10 @@ def through_sglang(rank: int, url: str) -> None:
         "        if output_tensor_list is not None: return 'its own'\n"
         "        raise AssertionError('its own')\n"
         "    def broadcast(self, input_, src=0): raise AssertionError('its own')\n"
+        "    def all_gather_into_tensor(self, output, input): raise AssertionError('its own')\n"
+        "    def reduce_scatter_tensor(self, output, input): raise AssertionError('its own')\n"
+        "    def send(self, tensor, dst=None): raise AssertionError('its own')\n"
+        "    def recv(self, size, dtype, src=None): raise AssertionError('its own')\n"
     )
     exec(source, module.__dict__)
     sys.modules[module.__name__] = module
@@ -90,6 +94,15 @@ def through_sglang(rank: int, url: str) -> None:
     assert coordinator.all_gather(input_=torch.tensor([float(rank)]), dim=0).tolist() == [0, 1]
     assert coordinator.all_gather(torch.ones(1), 0, output_tensor_list=[]) == "its own"
     assert coordinator.broadcast(torch.tensor([float(rank)]), src=1).tolist() == [1]
+    output = torch.zeros(2)
+    coordinator.all_gather_into_tensor(output, torch.tensor([float(rank)]))
+    assert output.tolist() == [0, 1]
+    coordinator.reduce_scatter_tensor(output[:1], input=torch.tensor([1.0, 5.0]))
+    assert output[0] == (2, 10)[rank]
+    if rank == 0:
+        coordinator.send(torch.tensor([7.0]))
+    else:
+        assert coordinator.recv(torch.Size([1]), dtype=torch.float32).tolist() == [7]
     dist.destroy_process_group()
 
 

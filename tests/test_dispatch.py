@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from sgl_aspects.runtime.dispatch.configuration import (
 )
 from sgl_aspects.runtime.dispatch.process import new_registry
 from sgl_aspects.runtime.ops import Linear, RMSNorm, SiluAndMul
+from tests.operator_cases import cases, flat, in_type
 
 X = torch.randn(4, 8)
 CPU = torch.device("cpu")
@@ -106,6 +108,83 @@ def test_strict_with_every_vendor_denied_serves_nobody() -> None:
         OperatorError, match=r"vendor a is denied.*not in the order, and the policy is strict"
     ):
         added(SelectionPolicy.of(prefer="vendor", strict=True, deny_vendors=["a", "b"]))
+
+
+@pytest.mark.parametrize("tokens", [["vendor:nobody"], ["vendor:nobody", "impl:none"], "vendor:nobody"])
+def test_strict_with_an_order_that_names_nobody_serves_nobody(tokens: Any) -> None:
+    with pytest.raises(OperatorError, match=r"reference.op: not in the order, and the policy is strict"):
+        added(SelectionPolicy.of(per_op_order={"op": tokens}, strict=True))
+    assert added(SelectionPolicy.of(per_op_order={"op": tokens})) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefer": "vendor:nobody"}, "prefer: unknown vendor 'nobody'; choose from a, b, cpu"),
+        ({"prefer": "impl:nope"}, "prefer: unknown implementation 'nope'; choose from default.op"),
+        ({"per_op_order": {"no": "vendor"}}, "per_op_order: unknown operator 'no'; choose from op"),
+        ({"per_op_order": {"op": "default|impl:x"}}, "per_op_order: op: unknown implementation 'x'"),
+        ({"deny_vendors": "a,nobody"}, "deny_vendors: unknown vendor 'nobody'"),
+        ({"allow_vendors": ["nobody"]}, "allow_vendors: unknown vendor 'nobody'"),
+        ({"op_whitelist": "no"}, "op_whitelist: unknown operator 'no'"),
+        ({"op_blacklist": ["op", "no"]}, "op_blacklist: unknown operator 'no'"),
+        (None, "give a SelectionPolicy"),
+    ],
+)
+def test_a_policy_that_names_what_is_not_there_is_refused_and_changes_nothing(
+    options: Any, message: str
+) -> None:
+    manager = OpManager(small_registry())
+    before = manager.policy
+    policy: Any = None if options is None else SelectionPolicy.of(**options)
+    with pytest.raises(ConfigError, match=message):
+        manager.set_policy(policy)
+    with pytest.raises(ConfigError, match=message), manager.policy_context(policy):
+        pass
+    assert manager.policy == before
+    assert int(manager.call_op("op", torch.zeros(()))) == 2
+
+
+def test_arguments_may_have_names_however_a_call_is_resolved() -> None:
+    manager = OpManager(small_registry())
+    layer = SiluAndMul()
+    for _ in range(2):
+        assert int(manager.call_op("op", x=torch.zeros(()))) == 2
+        assert layer(x=X).shape == (4, 4)
+        with manager.policy_context(SelectionPolicy.of(prefer="vendor:a")):
+            assert int(manager.call_op("op", x=torch.zeros(()))) == 3
+        refusing = OpImpl(
+            "op", "no", ImplKind.DEFAULT, lambda x: 1 // 0, priority=999, supported_dtypes={torch.float32}  # type: ignore[arg-type]
+        )  # fmt: skip
+        manager.registry.register(refusing)
+        assert int(manager.call_op("op", x=torch.zeros(()))) == 2
+        manager.registry.unregister("op", "no")
+    with pytest.raises(TypeError, match="x"):
+        manager.call_op("op")
+
+
+def test_what_was_resolved_while_the_registry_changed_is_not_kept() -> None:
+    registry = OpRegistry()
+    registry.define(OperatorSpec("op", plus(1)))
+    manager = OpManager(registry)
+    site = manager.function_site("op")
+    better = OpImpl("op", "better", ImplKind.DEFAULT, plus(9), priority=999)
+    asked: list[int] = []
+
+    def available() -> bool:
+        asked.append(1)
+        if len(asked) == 1:
+            thread = threading.Thread(target=lambda: registry.register(better))
+            thread.start()
+            thread.join(5)
+        return True
+
+    # Asked for at the call: nothing is chosen before, as the policy is one of a scope.
+    with manager.policy_context(SelectionPolicy.of(prefer="default")):
+        registry._impls["op"] += (OpImpl("op", "slow", ImplKind.DEFAULT, plus(5), is_available=available),)
+        assert int(site.run(torch.zeros(()))) in (5, 9)
+        assert int(site.run(torch.zeros(()))) == 9
+    assert int(site.run(torch.zeros(()))) == 9
 
 
 def test_every_implementation_has_a_reason() -> None:
@@ -318,6 +397,9 @@ def test_a_vendors_form_and_a_vendors_function_are_chosen_alike(monkeypatch: pyt
         (lambda: OpImpl("op", "x", ImplKind.DEFAULT, lambda: 0), OperatorSignatureError, r"called with \(x"),
         (lambda: OpImpl("op", "x", ImplKind.DEFAULT, lambda y: 0), OperatorSignatureError, "take these"),
         (lambda: OpImpl("op", "x", ImplKind.DEFAULT, lambda x, y: 0), OperatorSignatureError, "a default"),
+        (lambda: OpImpl("op", "x", ImplKind.DEFAULT, lambda *, x: 0), OperatorSignatureError, "take these"),
+        (lambda: OpImpl("op", "x", ImplKind.DEFAULT, partial(divmod)), OperatorSignatureError, "x is func"),
+        (lambda: plus(1), OperatorError, "give an OpImpl"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_registered(make: Callable[[], OpImpl], error: type[Exception], message: str) -> None:
@@ -325,6 +407,27 @@ def test_what_cannot_be_registered(make: Callable[[], OpImpl], error: type[Excep
     with pytest.raises(error, match=message):
         registry.register(make())
     assert len(registry.impls("op")) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": ImplKind.VENDOR, "vendor": ""}, "vendor='': an implementation of kind vendor names its"),
+        ({"priority": "high"}, "priority='high': write a whole number"),
+        ({"min_arch": 8}, r"min_arch=8: write \(major, minor\)"),
+        ({"min_arch": (8,)}, r"min_arch=\(8,\): write \(major, minor\)"),
+        ({"supported_dtypes": {"float32"}}, "write types such as torch.bfloat16"),
+        ({"is_available": True}, "is_available=True: write a function"),
+        ({"mutates": "y"}, "mutates='y'; op has the arguments x"),
+    ],
+)
+def test_what_an_implementation_says_wrongly_of_itself(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(OperatorError, match=message):
+        small_registry().register(OpImpl(**{"op_name": "op", "impl_id": "x", "kind": ImplKind.DEFAULT,
+                                            "fn": plus(1), **fields}))  # fmt: skip
+    assert OpImpl("op", "x", ImplKind.DEFAULT, plus(1), supported_dtypes=torch.half).supported_dtypes == {  # type: ignore[arg-type]
+        torch.half
+    }
 
 
 def test_more_arguments_with_defaults_are_well_and_the_reference_stays() -> None:
@@ -594,6 +697,31 @@ def test_compiled_code_goes_through_dispatch_in_one_graph_and_follows_the_policy
         manager.set_policy(SelectionPolicy.of(prefer="reference"))
         torch.testing.assert_close(once(X), work(X))
         assert not bool((once(X) == 14).any())
+
+
+@pytest.mark.parametrize(
+    ("guarded", "dtype"),
+    [
+        (False, torch.float32),
+        (True, torch.float64),
+        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_every_operator_is_one_graph(guarded: bool, dtype: torch.dtype) -> None:
+    manager = dispatch.get_manager()
+    for name in manager.registry.op_names() if guarded else ():
+        reference = manager.registry.spec(name).reference
+        manager.registry.register(
+            OpImpl(name, f"vendor.acme.{name}", ImplKind.VENDOR, reference, vendor="acme", priority=999,
+                   supported_dtypes=frozenset({torch.float32, torch.bfloat16}))
+        )  # fmt: skip
+    for op_name, inputs in dict(cases().values()).items():
+        once, again = in_type(inputs, dtype), in_type(inputs, dtype)
+        function = getattr(dispatch, op_name)
+        with torch.inference_mode():
+            found = compiled(lambda given, function=function: function(**given))(once)
+            for one, other in zip(flat(found), flat(function(**again))):
+                torch.testing.assert_close(one, other)
 
 
 def test_a_platform_in_the_making_chooses_at_the_first_call() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_aspects.errors import ConfigError, OperatorError
+from sgl_aspects.errors import ConfigError, OperatorError, UnsupportedCallError
 from sgl_aspects.platforms import DeviceCapability, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime.dispatch import (
@@ -231,8 +231,6 @@ def test_an_implementation_that_writes_says_so_and_is_not_repeated_either() -> N
 
 
 def test_an_in_place_operator_that_refuses_before_it_writes_falls_back() -> None:
-    from sgl_aspects.errors import UnsupportedCallError
-
     def refuses(x: torch.Tensor) -> torch.Tensor:
         raise UnsupportedCallError("too small")
 
@@ -306,6 +304,23 @@ def test_what_failed_under_one_policy_is_tried_under_another() -> None:
         peer.policy, peer.epoch = ("vendor",), peer.epoch + 1
 
     assert fails(lambda: expect_other_policies_to_try_it(broken, lambda: peer(X), change))
+
+
+def test_what_refuses_a_call_is_not_set_aside() -> None:
+    calls = []
+
+    def choosy(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        if len(x) > 1:
+            raise UnsupportedCallError("one row at a time")
+        return x + 1
+
+    manager = manager_of(choosy)
+    for _ in range(5):
+        assert torch.equal(manager.call_op("op", torch.zeros(2)), torch.ones(2))
+    assert manager.failures() == {}
+    assert torch.equal(manager.call_op("op", torch.zeros(1)), torch.ones(1))
+    assert calls == [2] * 5 + [1]
 
 
 def test_what_was_set_aside_is_tried_again_when_failures_are_cleared() -> None:

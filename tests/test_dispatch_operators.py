@@ -43,6 +43,48 @@ def test_the_reference_is_what_the_operator_means(name: str, dtype: torch.dtype)
             assert torch.equal(value, before[key]), f"{op} wrote to {key}, which it does not declare"
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_how_a_tensor_lies_in_memory_changes_nothing(name: str) -> None:
+    op, inputs = CASES[name]
+    given = in_type(inputs, torch.float32)
+    spread = {
+        key: torch.stack((value, value), -1)[..., 0] if isinstance(value, torch.Tensor) else value
+        for key, value in in_type(inputs, torch.float32).items()
+    }
+    with torch.inference_mode():
+        wanted, found = getattr(dispatch, op)(**given), getattr(dispatch, op)(**spread)
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        torch.testing.assert_close(one, other)
+    for key in next(spec for spec in OPERATORS if spec.name == op).mutates:
+        torch.testing.assert_close(spread[key], given[key])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_of_no_tokens_comes_nothing(name: str, dtype: torch.dtype) -> None:
+    op, inputs = CASES[name]
+    axes = {
+        "x": 0, "query": 0, "key": 0, "residual": 0, "positions": -1, "router_logits": 0, "topk_ids": 0,
+        "topk_weights": 0, "token_ids": 0,
+    }  # fmt: skip
+    if "delta_rule" in op:
+        axes = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+    given = in_type(inputs, dtype)
+    empty = {
+        key: value.narrow(axes[key], 0, 0) if key in axes and isinstance(value, torch.Tensor) else value
+        for key, value in given.items()
+    }
+    with torch.inference_mode():
+        found = flat(getattr(dispatch, op)(**empty))
+        whole = flat(getattr(dispatch, op)(**in_type(inputs, dtype)))
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in whole]
+    assert found[0].numel() == 0
+    assert found[0].shape[2:] == whole[0].shape[2:]
+    if op == "chunk_gated_delta_rule" and given.get("initial_state") is not None:
+        assert difference(found[1], given["initial_state"]) <= TOLERANCES[dtype]
+        assert found[1] is not given["initial_state"]
+
+
 def test_the_operator_runs_under_its_name_with_any_kind_of_arguments() -> None:
     x, weight = torch.randn(2, 8), torch.ones(8)
     wanted = dispatch.rms_norm(x, weight, 1e-5)

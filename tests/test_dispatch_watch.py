@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from loopback_platform.platform import LoopbackPlatform
 from torch import nn
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs, dispatch
 from sgl_aspects.runtime.dispatch import ImplKind, OpImpl, OpManager, Token, live
 from sgl_aspects.runtime.dispatch.watching import Watch, difference, summary
-from sgl_aspects.runtime.ops import Linear, RMSNorm, SiluAndMul
+from sgl_aspects.runtime.loader.model_config import RopeConfig
+from sgl_aspects.runtime.ops import Linear, RMSNorm, RotaryEmbedding, SiluAndMul
 from tests.test_runtime_equality import run_in_process
 from tests.tiny_models import make_llama
 
@@ -185,18 +188,110 @@ def test_a_shadow_that_fails_is_told_and_never_noticed() -> None:
     assert [each.error for each in watch.comparisons()] == ["ZeroDivisionError: division by zero"]
 
 
-def test_compiled_code_is_one_graph_with_the_watch_on_and_stands_aside() -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_calls_in_compiled_code_are_compared_and_it_stays_one_graph(backend: str) -> None:
     model = Model()
     wrong_in_layer_7(model)
-    watch = watched(summaries=("*",))
+    watch = watched(summaries=("silu_and_mul",))
     torch.compiler.reset()
-    x = torch.randn(3, 16)
     with torch.inference_mode():
-        compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
-        found = compiled(x)
-        assert watch.comparisons() == []
-        torch.testing.assert_close(found, model(x))
-    assert watch.comparisons(), "calls that are not compiled are compared"
+        compiled = torch.compile(lambda x: model(x), fullgraph=True, backend=backend)
+        for tokens in (3, 5):
+            x = torch.randn(tokens, 16)
+            found = compiled(x)
+        norms = [each for each in watch.comparisons() if each.op == "rms_norm"]
+        assert [(each.layer, each.compared) for each in norms] == [
+            (f"layers.{number}.norm", 2) for number in range(LAYERS)
+        ]
+        assert [each.layer for each in watch.comparisons() if each.differed] == ["layers.7.norm"]
+        sizes = [tensor.shape for tensor in watch.tensor_summaries()["layers.2.activation"]["silu_and_mul"]]
+        assert sizes == [(5, 64), (5, 32)]
+        dispatch.get_manager().set_watch(None)
+        torch.testing.assert_close(found, compiled(x), msg="and it goes on with what it had")
+        assert sum(each.compared for each in norms) == 2 * LAYERS, "compiled anew, without the watch"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_of_every_kind_are_compared(backend: str) -> None:
+    """What is written to, what has no tensor, several results, a NamedTuple of tensors."""
+    manager = dispatch.get_manager()
+    registry = manager.registry
+
+    def recurrent(
+        query: Any, key: Any, value: Any, g: Any, beta: Any, state: Any, scale: Any = None,
+        use_qk_l2norm: bool = False,
+    ) -> Any:  # fmt: skip
+        state.add_(1)
+        return registry.spec("fused_recurrent_gated_delta_rule").reference(
+            query, key, value, g, beta, torch.zeros_like(state), scale, use_qk_l2norm
+        )
+
+    def topk(router_logits: Any, k: int, renormalize: bool = True, scoring: str = "softmax") -> Any:
+        weights, ids = registry.spec("topk").reference(router_logits, k, renormalize, scoring)
+        return weights, ids.int()
+
+    registry.register(vendor("fused_recurrent_gated_delta_rule", recurrent))
+    registry.register(vendor("topk", topk))
+    rope = RotaryEmbedding(RopeConfig(), 4, 32, torch.float32)
+    registry.register(
+        vendor("rotary_embedding", lambda query, key, cos, sin, positions, interleaved=False: (query, key))
+    )
+    manager.set_policy(dispatch.SelectionPolicy.of(prefer="vendor:acme"))
+    watch = watched()
+    q, gate, state = torch.randn(1, 1, 2, 4), torch.zeros(1, 1, 2), torch.zeros(1, 2, 4, 4)
+
+    def work(logits: torch.Tensor) -> Any:
+        dispatch.fused_recurrent_gated_delta_rule(q, q, q, gate - 1, gate + 1, state, use_qk_l2norm=True)
+        turned = rope(q[0], q[0], rope.angles(torch.tensor([3])))
+        return turned, dispatch.topk(logits, 2, scoring="sigmoid")
+
+    torch.compiler.reset()
+    with torch.inference_mode():
+        torch.compile(work, fullgraph=True, backend=backend)(torch.randn(3, 4))
+    assert torch.equal(state, torch.ones(1, 2, 4, 4)), "the shadow's state is another one"
+    found = {each.op: each for each in watch.comparisons()}
+    assert {op for op, each in found.items() if each.error} == set()
+    assert found["fused_recurrent_gated_delta_rule"].differed == 1
+    assert found["rotary_embedding"].differed == 1
+    assert found["rotary_embedding"].layer == "RotaryEmbedding"
+    assert "int32 [3, 2] on cpu, the shadow float32 [3, 2] on cpu, int64 [3, 2]" in str(
+        found["topk"].mismatch
+    )
+
+
+def test_captured_steps_are_looked_at_without_their_graphs(tmp_path: Path) -> None:
+    make_llama(tmp_path, num_hidden_layers=2)
+    args = ServerArgs(tmp_path, max_total_tokens=256, max_running_requests=2)
+    set_current_platform(LoopbackPlatform())
+    try:
+        wanted, _ = run_in_process(args, [[5, 6, 7]], 12)
+        watch = watched(0.25)
+        assert run_in_process(args, [[5, 6, 7]], 12)[0] == wanted
+    finally:
+        set_current_platform(None)
+    report = watch.report()
+    # The prompt is a step without a graph. Of the eleven others a quarter runs without theirs.
+    assert (report["eager_steps"], report["replayed_steps"]) in ((2, 9), (3, 8))
+    linears = [each for each in watch.comparisons() if each.op == "linear"]
+    assert all(each.compared >= report["eager_steps"] for each in linears)
+
+
+def test_it_is_told_what_was_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_aspects.cli.ops import _state_lines
+
+    manager = dispatch.get_manager()
+    manager.set_watch(Watch({"silu_and_mul": REFERENCE, "rms_norm": Token.parse("vendor:cuda", "")}, 1.0))
+
+    def told() -> str:
+        return "\n".join(_state_lines({**live.state(manager), "error": None}))
+
+    dispatch.silu_and_mul(torch.ones(1, 4))
+    assert "0 compared" in told()
+    assert "silu_and_mul is not compared: reference.silu_and_mul serves it itself" in told()
+    assert "rms_norm is not compared: no implementation may serve rms_norm" in told()
+    assert "nothing was compared yet" in told()
+    manager.watch.count_replay()  # type: ignore[union-attr]
+    assert "1 replays of captured graphs, 0 captured calls: what a graph runs is not compared" in told()
 
 
 def test_a_graph_that_is_being_captured_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +308,7 @@ def test_a_graph_that_is_being_captured_is_left_alone(monkeypatch: pytest.Monkey
         watch = watched()
         dispatch.silu_and_mul(torch.ones(1, 4))
         assert watch.comparisons() == []
+        assert watch.report()["captured_calls"] == 1
     finally:
         set_current_platform(None)
 
@@ -368,6 +464,37 @@ def _until_status(
         time.sleep(0.1)
 
 
+def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
+    manager = dispatch.get_manager()
+
+    def after(**said: str) -> str:
+        live.obey({"set": said}, manager)
+        return manager.policy.describe()
+
+    assert (
+        after(op_blacklist="topk,rms_norm", strict="yes") == "prefer=vendor strict op_blacklist=rms_norm,topk"
+    )
+    assert after(op_whitelist="topk") == "prefer=vendor strict op_whitelist=topk", "they exclude each other"
+    with pytest.raises(ConfigError, match="--set op_whitelist: 'topk' and --set op_blacklist: 'linear' excl"):
+        after(op_whitelist="topk", op_blacklist="linear")
+    assert after(op_blacklist="linear") == "prefer=vendor strict op_blacklist=linear"
+    assert after(op_blacklist="", strict="", prefer="") == "prefer=default"
+    assert after(allow_vendors="cuda", deny_vendors="cpu") == (
+        "prefer=default deny_vendors=cpu allow_vendors=cuda"
+    )
+    with pytest.raises(ConfigError, match="unknown vendor 'nobody'"):
+        after(allow_vendors="", deny_vendors="nobody")
+    assert manager.policy.allow_vendors == {"cuda"}, "all of a request or nothing"
+    assert after(allow_vendors="", deny_vendors="") == "prefer=default"
+    after(per_op_order="rms_norm=reference", shadow="topk=reference", shadow_rate="0.5")
+    assert manager.watch is not None
+    assert (manager.watch.shadow, manager.watch.rate) == ({"topk": REFERENCE}, 0.5)
+    live.obey({"rate": 0.25}, manager)
+    assert (manager.watch.shadow, manager.watch.rate) == ({"topk": REFERENCE}, 0.25)
+    after(shadow="")
+    assert manager.watch is None
+
+
 def test_requests_of_others_and_broken_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +503,11 @@ def test_requests_of_others_and_broken_ones_are_refused(
         live.obey({"set": {"preffer": "vendor"}}, manager)
     with pytest.raises(ConfigError, match="--rate: 7: write a share"):
         live.obey({"shadow": "rms_norm=reference", "rate": 7}, manager)
+    with pytest.raises(ConfigError, match="--rate: nothing is watched: name operators with --shadow"):
+        live.obey({"rate": 0.5}, manager)
+    for key in ("log", "control"):
+        with pytest.raises(ConfigError, match=f"--set {key}: it is read at start only; choose from prefer"):
+            live.obey({"set": {key: "x"}}, manager)
     (tmp_path / "request.json").write_text("[1")
     assert live.read_own_json(tmp_path / "request.json") is None
     (tmp_path / "request.json").write_text("{}")

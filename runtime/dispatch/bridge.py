@@ -30,7 +30,7 @@ def rms_norm(
     **others: Any,
 ) -> Any:
     """(normalized, sum) with a residual; ``post_residual_addition`` is added to it first."""
-    if any(value is not None for value in others.values()) or not _is_plain_norm(layer):
+    if _asks(*others.values()) or not _is_plain_norm(layer):
         return NotImplemented
     return functions.rms_norm(
         x, layer.weight, layer.variance_epsilon, _added(residual, post_residual_addition)
@@ -114,12 +114,7 @@ def topk(
     **others: Any,
 ) -> Any:
     """Not a layer but a function, as SGLang's ``fused_topk``; ids in int32, as it has them."""
-    if (
-        correction_bias is not None
-        or scoring_func not in ("softmax", "sigmoid")
-        or any(more)
-        or any(others.values())
-    ):
+    if scoring_func not in ("softmax", "sigmoid") or _asks(correction_bias, *more, *others.values()):
         return NotImplemented
     weights, ids = functions.topk(gating_output, topk, renormalize, scoring_func)
     return weights, ids.to(torch.int32)
@@ -157,13 +152,19 @@ def _added(residual: torch.Tensor | None, more: torch.Tensor | None) -> torch.Te
     return residual if residual is None or more is None else residual + more
 
 
+def _asks(*values: Any) -> bool:
+    """Whether any of a call's further arguments asks for something; a tensor always does."""
+    return any(isinstance(value, torch.Tensor) or bool(value) for value in values)
+
+
 def _is_plain_norm(layer: Any) -> bool:
-    """Not over a part of the row, not padded, not with another type than its input's."""
+    """Not over a part of the row, not padded, not quantized, not with another type than its input's."""
     odd = (
         "variance_size_override",
         "override_orig_dtype",
         "fp32_residual",
         "cast_x_before_out_mul",
         "x_pad_to_multiple",
+        "_quant_linear",
     )
     return getattr(layer, "has_weight", True) and not any(getattr(layer, name, None) for name in odd)

@@ -7,8 +7,6 @@ chooses anew.
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -25,14 +23,10 @@ if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
     from sgl_aspects.runtime.dispatch.registry import OperatorSpec
 
-logger = logging.getLogger("sgl_aspects.dispatch")
-
 _GUARD = """
 def make(calls, resolve):
     def guarded({signature}):
-        call = calls.get(({key}.dtype, {key}.get_device()))
-        if call is None:
-            call = calls[{key}.dtype, {key}.get_device()] = resolve(({key}.dtype, {key}.device))
+        call = calls.get(({key}.dtype, {key}.get_device())) or resolve({key}.dtype, {key}.device)
         return call({names})
     return guarded
 """
@@ -41,48 +35,59 @@ def make(calls, resolve):
 @cache
 def _guard_maker(spec: OperatorSpec) -> Callable[..., Callable[..., Any]]:
     """A guard with the operator's own signature packs no arguments."""
-    parameters = inspect.signature(spec.reference).parameters
-    # call_op may leave out what has a default; the operators' functions give everything, by place.
-    signature = ", ".join(
-        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
-        for name, parameter in parameters.items()
-    )
-    source = _GUARD.format(signature=signature, key=spec.keyed_by, names=", ".join(parameters))
+    signature, names = spec.written_signature()
+    source = _GUARD.format(signature=signature, key=spec.keyed_by, names=names)
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<guard of {spec.name}>", "exec"), namespace)
     maker: Callable[..., Callable[..., Any]] = namespace["make"]
     return maker
 
 
-#: The dtype and device that a call is resolved for.
+#: The dtype and device that a call is resolved for; None where they are not known, or have no say.
 Key = tuple[Any, Any]
+ANY: Key = (None, None)
+_USUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CallSite:
     """Made by :meth:`OpManager.site`. A layer's site calls functions through ``layer.call_function``."""
 
-    def __init__(self, manager: OpManager, op_name: str, layer: Any = None, key_index: int = 0) -> None:
+    def __init__(self, manager: OpManager, op_name: str, layer: Any = None) -> None:
         self.manager = manager
         self.op_name = op_name
         self.layer = layer
-        self.key_index = key_index
         self.run: Callable[..., Any] = self.resolve_and_call
-        self._calls: dict[tuple[SelectionPolicy, Key], Callable[..., Any]] = {}
+        #: Policy → (dtype, number of the device) → what serves: a guard looks its calls up in here.
+        self._calls: dict[SelectionPolicy, dict[Key, Callable[..., Any]]] = {}
         self._guarded = False
 
     def reset(self) -> None:
-        """Choose anew at the next call; at once where no tensor has a say in it."""
+        """Forget what was chosen. Choose anew at once, so that compiled code meets no first call: where no
+        tensor has a say for all of them, else for those that most calls will come with."""
         self._calls = {}
         self._guarded = False
         self.run = self.resolve_and_call
-        self.manager.install_early(self)
+        if self.manager.is_scoped:
+            return
+        try:
+            if not self.select(ANY).depends_on_tensors:
+                self._resolve(*ANY)
+                return
+            for key in _usual_keys():
+                self._resolve(*key)
+        except OperatorError:  # told at the call, with its tensors
+            return
 
-    def key(self, args: tuple[Any, ...]) -> Key:
-        if self.layer is not None:
-            tensor = self.layer.key_tensor(args)
-        else:
-            tensor = args[self.key_index]
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+        tensor = self._key_tensor(args, kwargs)
         return getattr(tensor, "dtype", None), getattr(tensor, "device", None)
+
+    def _key_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The tensor that decides who serves; None where the call has none."""
+        if self.layer is not None:
+            return self.layer.key_tensor(args or tuple(kwargs.values()))
+        spec = self.manager.registry.spec(self.op_name)
+        return args[spec.key_index] if len(args) > spec.key_index else kwargs.get(spec.keyed_by)
 
     def select(self, key: Key) -> Selection:
         return self.manager.select(self.op_name, *key, layer=self.layer)
@@ -96,49 +101,38 @@ class CallSite:
         return partial(self.layer.call_function, impl.fn)
 
     def resolve_and_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._resolved(self.key(args))(*args, **kwargs)
+        return self._resolve(*self.key(args, kwargs))(*args, **kwargs)
 
-    def foresee(self, keys: list[Key]) -> None:
-        """Resolve for these tensors now, so that compiled code meets no first call."""
-        for key in keys:
-            try:
-                self._resolved(key)
-            except OperatorError:  # told at the call
-                return
-
-    def _resolved(self, key: Key) -> Callable[..., Any]:
+    def _resolve(self, dtype: Any, device: Any) -> Callable[..., Any]:
         manager = self.manager
-        epoch, policy = manager.epoch, manager.policy
-        call = self._calls.get((policy, key))
+        epoch, calls, policy = manager.epoch, self._calls, manager.policy
+        # A device's number, -1 for the host's: asking a tensor for it makes no object.
+        key = (dtype, -1 if device is None or device.index is None else device.index)
+        call = calls.get(policy, {}).get(key)
         if call is None:
-            selection = self.select(key)
-            manager.log_selection(self.op_name, key, selection)
-            call = manager.watched(self, selection, self.bound(selection.impl))
-            self._calls[policy, key] = call
+            selection = self.select((dtype, device))
+            manager.log_selection(self.op_name, (dtype, device), selection)
+            call = self.bound(selection.impl)
+            if manager.watch is not None:
+                call = manager.watch.around(self, selection, call)
+            calls.setdefault(policy, {})[key] = call
             # Once tensors have a say here they keep it: another type's choice must not replace the guard.
             self._guarded = self._guarded or selection.depends_on_tensors
-            manager.install(self, epoch, call, guarded=self._guarded)
+            manager.install(self, epoch, self._guard(calls[policy]) if self._guarded else call)
         return call
 
-    def guard(self, policy: SelectionPolicy) -> Callable[..., Any]:
-        """What ``run`` is where tensors decide: look the first one up, then a plain call."""
-        calls, resolve = {}, self._resolved
-        for (of_policy, (dtype, device)), call in self._calls.items():
-            if of_policy == policy and device is not None:
-                # A device's number, -1 for the host's: asking for it makes no object.
-                calls[dtype, -1 if device.index is None else device.index] = call
-        if self.layer is not None and type(self.layer).has_own_key:
-            return self.resolve_and_call
+    def _guard(self, calls: dict[Key, Callable[..., Any]]) -> Callable[..., Any]:
+        """What ``run`` is where tensors decide: look the deciding one up, then a plain call."""
+        resolve = self._resolve
         if self.layer is None:
             return _guard_maker(self.manager.registry.spec(self.op_name))(calls, resolve)
 
-        def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            call = calls.get((tensor.dtype, tensor.get_device()))
-            if call is None:
-                call = calls[tensor.dtype, tensor.get_device()] = resolve((tensor.dtype, tensor.device))
-            return call(tensor, *args, **kwargs)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if args else self._key_tensor(args, kwargs)
+            call = calls.get((tensor.dtype, tensor.get_device())) or resolve(tensor.dtype, tensor.device)
+            return call(*args, **kwargs)
 
-        return guarded
+        return self.resolve_and_call if type(self.layer).has_own_key else guarded
 
     # -- when an implementation fails ------------------------------------------------------------------
 
@@ -149,7 +143,7 @@ class CallSite:
         being captured, or once arguments may have been written to: an in-place operator that ran half would
         run twice.
         """
-        key = self.key(args)
+        key = self.key(args, kwargs)
         selection = self.select(key)
         impl = selection.impl
         if (
@@ -179,3 +173,11 @@ class CallSite:
             self.manager.count_failure(self, key, impl, error, other)
             return result
         raise error
+
+
+def _usual_keys() -> list[Key]:
+    try:
+        devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
+    except NotImplementedError:  # a platform in the making: its first calls choose
+        return []
+    return [(dtype, device) for device in devices for dtype in _USUAL_DTYPES]

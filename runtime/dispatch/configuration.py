@@ -13,16 +13,17 @@ docs/ops.md and platform_files/sample.yaml say what each key means. Everything w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
-from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy, listed
+from sgl_aspects.runtime.dispatch.registry import OpRegistry, check_choice
 from sgl_aspects.runtime.dispatch.types import Token
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Settings:
     control: str | None = None
     log: str | None = None
     platform_file: str | None = None
-    files: tuple[str, ...] = field(default=())
+    files: tuple[str, ...] = ()
 
     def start_watching(self, manager: OpManager) -> None:
         """What was asked for at start: a log of what is chosen, shadow calls, summaries, a control folder."""
@@ -72,74 +73,62 @@ class Settings:
 
 
 def _names(value: Value) -> frozenset[str]:
-    given = value.value
-    if isinstance(given, str):
-        given = [part.strip() for part in given.split(",") if part.strip()]
-    if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) and name for name in given):
+    if not isinstance(value.value, (str, list, tuple)):
         raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
-    return frozenset(given)
+    names = listed(value.value)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
+    return frozenset(names)
 
 
 def _vendors(value: Value, registry: OpRegistry) -> frozenset[str]:
     names = _names(value)
     for name in sorted(names):
-        _check_choice(value, name, known_vendors(registry), "vendor")
+        registry.check_vendor(name, value.where)
     return names
 
 
-def _operators(value: Value, registry: OpRegistry) -> frozenset[str]:
+def _operators(value: Value, registry: OpRegistry, *more: str) -> frozenset[str]:
     names = _names(value)
     for name in sorted(names):
-        _check_choice(value, name, registry.op_names(), "operator")
+        registry.check_operator(name, value.where, *more)
     return names
+
+
+def _watched(value: Value, registry: OpRegistry) -> tuple[str, ...]:
+    return tuple(sorted(_operators(value, registry, "*")))
 
 
 def _flag(value: Value, registry: OpRegistry) -> bool:
-    given = value.value
-    if isinstance(given, bool):
-        return given
-    lowered = str(given).strip().lower()
+    lowered = str(value.value).strip().lower()
     if lowered in ("1", "true", "yes", "on"):
         return True
     if lowered in ("0", "false", "no", "off"):
         return False
-    raise ConfigError(f"{value.where}: {given!r}: choose true or false")
+    raise ConfigError(f"{value.where}: {value.value!r}: choose true or false")
 
 
 def _token(value: Value, registry: OpRegistry, op_name: str | None = None) -> Token:
     token = Token.parse(value.value, value.where)
-    if token.vendor is not None:
-        _check_choice(value, token.vendor, known_vendors(registry), "vendor")
-    if token.impl_id is not None:
-        impls = registry.impls(op_name) if op_name is not None else registry.all_impls()
-        known = sorted(impl.impl_id for impl in impls)
-        # Forms of a layer's class are known by their class, which may not be loaded yet.
-        if ".forward_" not in token.impl_id:
-            _check_choice(value, token.impl_id, known, "implementation")
+    registry.check_token(token, value.where, op_name)
     return token
-
-
-def _preference(value: Value, registry: OpRegistry) -> Token:
-    return _token(value, registry)
 
 
 def _orders(value: Value, registry: OpRegistry) -> tuple[tuple[str, tuple[Token, ...]], ...]:
     orders: dict[str, tuple[Token, ...]] = {}
     for op_name, tokens in _pairs(value).items():
         where = f"{value.where}: {op_name}"
-        _check_choice(value, op_name, registry.op_names(), "operator")
-        if isinstance(tokens, str):
-            tokens = tokens.split("|")
-        if not isinstance(tokens, list) or not tokens:
+        registry.check_operator(op_name, value.where)
+        if not isinstance(tokens, (str, list)) or not tokens:
             raise ConfigError(f"{where}: {tokens!r}: write one token or a list of tokens, best first")
-        orders[op_name] = tuple(_token(Value(token, where), registry, op_name) for token in tokens)
+        orders[op_name] = tuple(_token(Value(each, where), registry, op_name) for each in listed(tokens, "|"))
     return tuple(sorted(orders.items()))
 
 
 def _shadow(value: Value, registry: OpRegistry) -> tuple[tuple[str, Token], ...]:
     shadow: dict[str, Token] = {}
     for op_name, token in _pairs(value).items():
-        _check_choice(value, op_name, [*registry.op_names(), "*"], "operator")
+        registry.check_operator(op_name, value.where, "*")
         where = Value(token, f"{value.where}: {op_name}")
         shadow[op_name] = _token(where, registry, None if op_name == "*" else op_name)
     return tuple(sorted(shadow.items()))
@@ -150,10 +139,12 @@ def _pairs(value: Value) -> dict[str, Any]:
     given = value.value
     if isinstance(given, str):
         pairs: dict[str, Any] = {}
-        for part in filter(None, (piece.strip() for piece in given.replace(",", ";").split(";"))):
+        for part in listed(given.replace(",", ";"), ";"):
             op_name, equals, tokens = part.partition("=")
             if not equals:
                 raise ConfigError(f"{value.where}: {part!r}: write operator=token|token;operator=token")
+            if op_name.strip() in pairs:
+                raise ConfigError(f"{value.where}: {op_name.strip()!r} is there twice: write operator=a|b")
             pairs[op_name.strip()] = tokens.strip()
         return pairs
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -171,13 +162,6 @@ def _share(value: Value, registry: OpRegistry) -> float:
     return share
 
 
-def _watched(value: Value, registry: OpRegistry) -> tuple[str, ...]:
-    names = _names(value)
-    for name in sorted(names):
-        _check_choice(value, name, [*registry.op_names(), "*"], "operator")
-    return tuple(sorted(names))
-
-
 def _path(value: Value, registry: OpRegistry) -> str:
     if not isinstance(value.value, str) or not value.value:
         raise ConfigError(f"{value.where}: {value.value!r}: write a path")
@@ -186,7 +170,7 @@ def _path(value: Value, registry: OpRegistry) -> str:
 
 #: Every key, with what reads its value.
 KEYS: dict[str, Callable[[Value, OpRegistry], Any]] = {
-    "prefer": _preference,
+    "prefer": _token,
     "per_op_order": _orders,
     "strict": _flag,
     "deny_vendors": _vendors,
@@ -199,23 +183,14 @@ KEYS: dict[str, Callable[[Value, OpRegistry], Any]] = {
     "control": _path,
     "log": _path,
 }
-_POLICY_KEYS = tuple(SelectionPolicy.__dataclass_fields__)
+POLICY_KEYS = tuple(SelectionPolicy.__dataclass_fields__)
+WATCH_KEYS = ("shadow", "shadow_rate", "summaries")
+DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
+#: What ``--set KEY=`` stands for: the default, whatever a file says.
+USUAL = object()
 #: What else a file may hold, and what else a variable may be called.
 _FILE_ONLY = ("platforms",)
 _VARIABLES_ONLY = ("CONFIG", "PLATFORM", "VENDOR_PATH", "ATTACH")
-
-
-def known_vendors(registry: OpRegistry) -> list[str]:
-    """Vendors with a registered implementation, and the platform's dispatch key, whose layer forms count."""
-    key = current_platform.get_dispatch_key_name()
-    return sorted(registry.vendors() | ({key} if key != "native" else set()))
-
-
-def _check_choice(value: Value, name: str, choices: list[str], what: str) -> None:
-    if name not in choices:
-        raise ConfigError(
-            f"{value.where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}"
-        )
 
 
 # -- sources ------------------------------------------------------------------------------------------------
@@ -240,17 +215,18 @@ def load_settings(registry: OpRegistry, said: Mapping[str, str] | None = None) -
 
 
 def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
-    """:raises ConfigError: an unknown key."""
+    """``{key: text}``; an empty text is the default.
+
+    :raises ConfigError: an unknown key.
+    """
     for key in said:
         if key not in KEYS:
             raise ConfigError(f"--set: unknown key {key!r}; choose from {', '.join(KEYS)}")
-    return {key: Value(value, f"--set {key}") for key, value in said.items()}
+    return {key: Value(USUAL if value == "" else value, f"--set {key}") for key, value in said.items()}
 
 
 def from_variables() -> dict[str, Value]:
     """:raises ConfigError: a variable begins as ours do and is none of them."""
-    import os
-
     known = [*map(_variable, KEYS), *_VARIABLES_ONLY]
     for variable in os.environ:
         if variable.startswith(PREFIX) and variable[len(PREFIX) :] not in known:
@@ -303,7 +279,7 @@ def find_platform_file() -> Path | None:
     if wanted == "none":
         return None
     if wanted is not None:
-        _check_choice(Value(wanted, PLATFORM_VARIABLE), wanted, [*ours, "none"], "platform file")
+        check_choice(PLATFORM_VARIABLE, "platform file", wanted, [*ours, "none"])
         return ours[wanted]
     own = current_platform.get_operator_config()
     if own is not None:
@@ -318,24 +294,24 @@ def find_platform_file() -> Path | None:
 def merged(sources: list[dict[str, Value]], registry: OpRegistry, files: tuple[str, ...] = ()) -> Settings:
     """Each key from the first source that says something about it; all of them are checked."""
     values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for source in sources:
+    first: dict[str, Value] = {}
+    rank: dict[str, int] = {}
+    for number, source in enumerate(sources):
         for key, value in source.items():
             if key in _FILE_ONLY:
                 _names(value)
                 continue
-            checked = KEYS[key](value, registry)
+            checked = DEFAULTS[key] if value.value is USUAL else KEYS[key](value, registry)
             if key not in values:
-                values[key], origins[key] = checked, value.where
+                values[key], first[key], rank[key] = checked, value, number
     # A list said in a variable replaces the other list of a file: they exclude each other in one source only.
-    if {"op_whitelist", "op_blacklist"} <= values.keys():
-        first = next(source for source in sources if source.keys() & {"op_whitelist", "op_blacklist"})
-        if {"op_whitelist", "op_blacklist"} <= first.keys():
-            raise ConfigError(
-                f"{first['op_whitelist'].where}: {first['op_whitelist'].value!r} and "
-                f"{first['op_blacklist'].where}: {first['op_blacklist'].value!r} exclude each other: keep one"
-            )
-        values.pop("op_blacklist" if "op_whitelist" in first else "op_whitelist")
-    policy = SelectionPolicy(**{key: values[key] for key in _POLICY_KEYS if key in values})
-    others = {key: value for key, value in values.items() if key not in _POLICY_KEYS}
+    white, black = "op_whitelist", "op_blacklist"
+    if values.get(white) is not None and values.get(black):
+        if rank[white] == rank[black]:
+            both = " and ".join(f"{first[key].where}: {first[key].value!r}" for key in (white, black))
+            raise ConfigError(f"{both} exclude each other: keep one")
+        values.pop(max(white, black, key=lambda key: rank[key]))
+    origins = {key: value.where for key, value in first.items() if key in values}
+    policy = SelectionPolicy(**{key: values[key] for key in POLICY_KEYS if key in values})
+    others = {key: value for key, value in values.items() if key not in POLICY_KEYS}
     return Settings(ConfiguredPolicy(policy, origins), files=files, **others)

@@ -7,7 +7,6 @@ is.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -62,13 +61,8 @@ def unbind() -> None:
 
 def _dispatched(reference: _F) -> _F:
     spec: OperatorSpec = next(spec for spec in OPERATORS if spec.reference is reference)
-    parameters = inspect.signature(reference).parameters
-    # A default of these operators is a number, a text, True, False or None: it can be written as it is.
-    signature = ", ".join(
-        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
-        for name, parameter in parameters.items()
-    )
-    source = _BODY.format(name=spec.name, signature=signature, names=", ".join(parameters))
+    signature, names = spec.written_signature()
+    source = _BODY.format(name=spec.name, signature=signature, names=names)
     # In this module's own namespace: compilers look a function's globals up by its module's name.
     exec(compile(source, f"<operator {spec.name}>", "exec"), globals())
     function = globals()[spec.name]

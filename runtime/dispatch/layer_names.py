@@ -6,6 +6,7 @@ called while none is running is a model: its parts get their names then.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import Any
@@ -40,6 +41,27 @@ class LayerNames:
         stack = self._stack()
         return self._names.get(stack[-1], (0, type(stack[-1]).__name__)) if stack else (0, "")
 
+    def name_of(self, layer: nn.Module | None) -> tuple[int, str]:
+        """Of a layer whose code was compiled, where no hook tells what is running; (0, "") of none."""
+        if layer is None:
+            return 0, ""
+        if layer not in self._names:
+            self._learn_all()
+        return self._names.setdefault(layer, (0, type(layer).__name__))
+
+    def _learn_all(self) -> None:
+        """Every model of the process: a module that is part of no other."""
+        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        parts = {id(part) for module in modules for part in module.children()}
+        for module in modules:
+            if id(module) not in parts:
+                self._learn(module)
+
+    def _learn(self, model: nn.Module) -> None:
+        for place, (path, part) in enumerate(model.named_modules()):
+            path = path.removeprefix("_orig_mod").lstrip(".")  # what torch.compile puts around a model
+            self._names.setdefault(part, (place, path or type(model).__name__))
+
     def _stack(self) -> list[nn.Module]:
         if not hasattr(self._running, "stack"):
             self._running.stack = []
@@ -51,9 +73,7 @@ class LayerNames:
             return
         stack = self._stack()
         if not stack and module not in self._names:
-            for place, (path, part) in enumerate(module.named_modules()):
-                path = path.removeprefix("_orig_mod").lstrip(".")  # what torch.compile puts around a model
-                self._names[part] = (place, path or type(module).__name__)
+            self._learn(module)
         stack.append(module)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -21,9 +21,7 @@ from sgl_aspects import env
 from sgl_aspects.errors import AspectsError, ConfigError
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.dispatch.configuration import Settings
     from sgl_aspects.runtime.dispatch.manager import OpManager
-    from sgl_aspects.runtime.dispatch.registry import OpRegistry
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
@@ -124,36 +122,41 @@ def _work(folder: Path, manager: OpManager) -> None:
 
 
 def obey(request: dict[str, Any], manager: OpManager) -> None:
-    """``set``: keys and values; ``shadow``, ``rate``, ``summaries``: a new watch, empty ones end it.
+    """``set``: keys and values; ``shadow``, ``rate``, ``summaries``: what is watched; nothing ends the watch.
 
-    :raises ConfigError: as for a file, naming the request.
+    :raises ConfigError: an unknown key, one that is read at start only, or a value that is not allowed.
     """
+    from sgl_aspects.runtime.dispatch.configuration import POLICY_KEYS, WATCH_KEYS, Value, from_words, merged
     from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
     from sgl_aspects.runtime.dispatch.watching import Watch
 
-    settings = check_request(request, manager.registry)
-    if request.get("set"):
-        current, said = manager.configured, settings.configured
-        fields = [name for name in said.origins if name in type(said.policy).__dataclass_fields__]
-        policy = dataclasses.replace(current.policy, **{name: getattr(said.policy, name) for name in fields})
-        manager.set_policy(ConfiguredPolicy(policy, {**current.origins, **said.origins}))
-    if "shadow" in request or "summaries" in request:
-        watch = Watch(dict(settings.shadow), settings.shadow_rate, settings.summaries)
-        manager.set_watch(watch if settings.shadow or settings.summaries else None)
-
-
-def check_request(request: dict[str, Any], registry: OpRegistry) -> Settings:
-    """What a request asks for.
-
-    :raises ConfigError: an unknown key, or a value that is not allowed.
-    """
-    from sgl_aspects.runtime.dispatch.configuration import Value, from_words, merged
-
     said = from_words(request.get("set") or {})
-    watched = {key: Value(request[key], f"--{key}") for key in ("shadow", "summaries") if request.get(key)}
-    if request.get("rate") is not None:
-        watched["shadow_rate"] = Value(request["rate"], "--rate")
-    return merged([{**said, **watched}], registry)
+    for key in said:
+        if key not in (*POLICY_KEYS, *WATCH_KEYS):
+            raise ConfigError(
+                f"--set {key}: it is read at start only; choose from {', '.join((*POLICY_KEYS, *WATCH_KEYS))}"
+            )
+    for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate"), ("summaries", "summaries")):
+        if request.get(flag) is not None:
+            said[key] = Value(request[flag], f"--{flag}")
+    settings = merged([said], manager.registry)
+    chosen = {key: getattr(settings.configured.policy, key) for key in POLICY_KEYS if key in said}
+    if chosen:
+        current = manager.configured
+        if chosen.get("op_whitelist") is not None:
+            chosen.setdefault("op_blacklist", frozenset())
+        elif chosen.get("op_blacklist"):
+            chosen.setdefault("op_whitelist", None)
+        policy = dataclasses.replace(current.policy, **chosen)
+        manager.set_policy(ConfiguredPolicy(policy, {**current.origins, **settings.configured.origins}))
+    if any(key in said for key in WATCH_KEYS):
+        old = manager.watch or Watch({})
+        shadow = dict(settings.shadow) if "shadow" in said else old.shadow
+        rate = settings.shadow_rate if "shadow_rate" in said else old.rate
+        summaries = settings.summaries if "summaries" in said else old.summaries
+        if not (shadow or summaries or "shadow" in said or "summaries" in said):
+            raise ConfigError("--rate: nothing is watched: name operators with --shadow or --summaries")
+        manager.set_watch(Watch(shadow, rate, summaries) if shadow or summaries else None)
 
 
 def state(manager: OpManager) -> dict[str, Any]:

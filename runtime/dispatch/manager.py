@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sgl_aspects.errors import OperatorError
+from sgl_aspects.errors import OperatorError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.call_site import CallSite, Key
 from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
@@ -29,7 +29,6 @@ logger = logging.getLogger("sgl_aspects.dispatch")
 
 #: After so many failures with one type and device an implementation is not tried again under that policy.
 FAILURES_BEFORE_SET_ASIDE = 3
-_USUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
@@ -51,11 +50,12 @@ class OpManager:
         self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
         self._functions: dict[str, CallSite] = {}
         self._failures: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
+        self._refusals: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
         self._selections: dict[tuple[Any, ...], Selection] = {}
         self._logged: set[tuple[str, Key, str]] = set()
         self._lock = threading.RLock()
         _managers.add(self)
-        registry.on_change(self, OpManager.bump_epoch)
+        registry.users.add(self)
 
     # -- policy --------------------------------------------------------------------------------------
 
@@ -68,17 +68,32 @@ class OpManager:
     def configured(self) -> ConfiguredPolicy:
         return self._configured
 
+    @property
+    def is_scoped(self) -> bool:
+        """Whether the policy depends on who calls: then nothing is resolved for good."""
+        return self._open_scopes > 0
+
     def set_policy(self, policy: SelectionPolicy | ConfiguredPolicy) -> None:
-        """For the whole process, from the next call on."""
-        if isinstance(policy, SelectionPolicy):
-            policy = ConfiguredPolicy(policy, dict.fromkeys(policy.__dataclass_fields__, "set_policy"))
+        """For the whole process, from the next call on.
+
+        :raises ConfigError: it names an operator, vendor or implementation that is not there.
+        """
+        if not isinstance(policy, ConfiguredPolicy):
+            policy = ConfiguredPolicy(
+                policy, dict.fromkeys(SelectionPolicy.__dataclass_fields__, "set_policy")
+            )
+        self.registry.check_policy(policy.policy)
         with self._lock:
             self._configured = policy
             self.bump_epoch()
 
     @contextlib.contextmanager
     def policy_context(self, policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
-        """This policy, in this thread or asyncio task, until the block ends."""
+        """This policy, in this thread or asyncio task, until the block ends.
+
+        :raises ConfigError: as :meth:`set_policy`.
+        """
+        self.registry.check_policy(policy)
         self._scope_opened(1)
         token = self._scoped.set(policy)
         try:
@@ -104,11 +119,12 @@ class OpManager:
 
     def site(self, op_name: str, layer: Any = None) -> CallSite:
         """A new place that calls ``op_name``."""
-        index = 0 if layer is not None else self.registry.spec(op_name).key_index
-        site = CallSite(self, op_name, layer, index)
+        if layer is None:
+            self.registry.spec(op_name)
+        site = CallSite(self, op_name, layer)
         with self._lock:
             self._sites.add(site)
-            self.install_early(site)
+            site.reset()
         return site
 
     def function_site(self, op_name: str) -> CallSite:
@@ -118,27 +134,11 @@ class OpManager:
                 self._functions[op_name] = self.site(op_name)
             return self._functions[op_name]
 
-    def install(self, site: CallSite, epoch: int, call: Callable[..., Any], *, guarded: bool) -> None:
-        """Make ``call`` what the site runs, unless the policy changed meanwhile or depends on the context."""
+    def install(self, site: CallSite, epoch: int, run: Callable[..., Any]) -> None:
+        """Make ``run`` what the site runs, unless the policy changed meanwhile or depends on the context."""
         with self._lock:
-            if epoch == self.epoch and not self._open_scopes:
-                site.run = site.guard(self._configured.policy) if guarded else call
-
-    def install_early(self, site: CallSite) -> None:
-        """Where no tensor has a say, the choice needs no first call: compiled code finds it made."""
-        with self._lock:
-            if self._open_scopes:
-                return
-            try:
-                selection = self.select(site.op_name, layer=site.layer)
-            except OperatorError:  # told at the call, with its tensors
-                return
-            if not selection.depends_on_tensors:
-                self.log_selection(site.op_name, (None, None), selection)
-                call = self.watched(site, selection, site.bound(selection.impl))
-                self.install(site, self.epoch, call, guarded=False)
-            else:
-                site.foresee(_usual_keys())
+            if epoch == self.epoch and not self.is_scoped:
+                site.run = run
 
     def candidates(self, op_name: str, layer: Any = None) -> tuple[OpImpl, ...]:
         """Every implementation that could serve here: the registry's, and forms of the layer's class."""
@@ -208,11 +208,21 @@ class OpManager:
     def count_failure(
         self, site: CallSite, key: Key, impl: OpImpl, error: Exception, served_by: OpImpl
     ) -> None:
-        """An implementation failed and another served. The third time it is set aside for such tensors."""
+        """An implementation failed and another served. The third time it is set aside for such tensors.
+
+        Not so for one that refused the call: it may serve the next.
+        """
         entry = (self.policy, site.op_name, impl.impl_id, key)
+        refused = isinstance(error, UnsupportedCallError)
         with self._lock:
-            self._failures[entry] += 1
-            count = self._failures[entry]
+            counts = self._refusals if refused else self._failures
+            counts[entry] += 1
+            count = counts[entry]
+        if refused:
+            if count == 1:
+                message = "%s: %s refused a call with %s on %s (%s); %s served it"
+                logger.info(message, site.op_name, impl.impl_id, *key, error, served_by.impl_id)
+            return
         if count in (1, FAILURES_BEFORE_SET_ASIDE):
             logger.warning(
                 "%s: %s failed with %s on %s (%s: %s); %s served the call%s",
@@ -259,10 +269,6 @@ class OpManager:
             for op, key, impl_id in sorted(self._logged, key=str)
         ]
 
-    def watched(self, site: CallSite, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, or the call with whatever watches it around it."""
-        return call if self.watch is None else self.watch.around(site, selection, call)
-
     def set_watch(self, watch: Watch | None) -> None:
         """Shadow calls or summaries, from the next call on; None: nothing."""
         with self._lock:
@@ -295,15 +301,6 @@ def _kind_of(layer: Any) -> Any:
     if layer is None:
         return None
     return (layer if isinstance(layer, type) else type(layer), layer.takes_functions)
-
-
-def _usual_keys() -> list[Key]:
-    """What most calls will come with: their choice is made before the first of them."""
-    try:
-        devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
-    except NotImplementedError:  # a platform in the making: its first calls choose
-        return []
-    return [(dtype, device) for device in devices for dtype in _USUAL_DTYPES]
 
 
 def _renew_locks() -> None:

@@ -11,12 +11,20 @@ from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
 DEFAULT_PREFERENCE = Token("default", kind=ImplKind.DEFAULT)
 
 
+def listed(names: str | Iterable[str], separator: str = ",") -> list[str]:
+    """A list of names, or ``"name,name"``."""
+    if not isinstance(names, str):
+        return list(names)
+    return [name for name in (part.strip() for part in names.split(separator)) if name]
+
+
 @dataclass(frozen=True)
 class SelectionPolicy:
     """Hashable, so that it can be part of a key.
 
     Without ``strict`` an order is a wish: what it does not name follows, the reference last. With ``strict``
-    what the order names must serve, and what was chosen must not fail.
+    what the order names must serve, and what was chosen must not fail; only where ``prefer`` names nothing
+    that an operator has, the others serve it.
     """
 
     #: What comes first where ``per_op_order`` says nothing.
@@ -51,19 +59,22 @@ class SelectionPolicy:
         op_whitelist: Iterable[str] | None = None,
         op_blacklist: Iterable[str] = (),
     ) -> SelectionPolicy:
-        """From plain values; the errors of :meth:`Token.parse`."""
+        """From plain values, lists also as a file has them: ``"a|b"`` and ``"a,b"``.
+
+        :raises ConfigError: as :meth:`Token.parse` does; both lists of operators.
+        """
         orders = {
-            op: tuple(Token.parse(token, f"per_op_order of {op}") for token in tokens)
+            op: tuple(Token.parse(token, f"per_op_order of {op}") for token in listed(tokens, "|"))
             for op, tokens in (per_op_order or {}).items()
         }
         return cls(
             prefer=Token.parse(prefer, "prefer"),
             per_op_order=tuple(sorted(orders.items())),
             strict=strict,
-            deny_vendors=frozenset(deny_vendors),
-            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
-            op_whitelist=None if op_whitelist is None else frozenset(op_whitelist),
-            op_blacklist=frozenset(op_blacklist),
+            deny_vendors=frozenset(listed(deny_vendors)),
+            allow_vendors=None if allow_vendors is None else frozenset(listed(allow_vendors)),
+            op_whitelist=None if op_whitelist is None else frozenset(listed(op_whitelist)),
+            op_blacklist=frozenset(listed(op_blacklist)),
         )
 
     def order_of(self, op_name: str) -> tuple[Token, ...]:
@@ -98,7 +109,7 @@ class SelectionPolicy:
         arranged: list[OpImpl] = []
         for token in self.order_of(op_name):
             arranged += [impl for impl in by_priority if token.matches(impl) and impl not in arranged]
-        if self.strict and arranged:
+        if self.strict and (arranged or op_name in dict(self.per_op_order)):
             return arranged
         return arranged + [impl for impl in by_priority if impl not in arranged]
 
@@ -116,8 +127,8 @@ class SelectionPolicy:
     def with_preference(self, token: str) -> SelectionPolicy:
         return replace(self, prefer=Token.parse(token, "with_preference"))
 
-    def with_order(self, op_name: str, tokens: Iterable[str]) -> SelectionPolicy:
-        parsed = tuple(Token.parse(token, f"order of {op_name}") for token in tokens)
+    def with_order(self, op_name: str, tokens: str | Iterable[str]) -> SelectionPolicy:
+        parsed = tuple(Token.parse(token, f"order of {op_name}") for token in listed(tokens, "|"))
         return replace(self, per_op_order=tuple(sorted({**dict(self.per_op_order), op_name: parsed}.items())))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,10 @@ from sgl_aspects.runtime.dispatch.backends import register_backends
 from sgl_aspects.runtime.dispatch.configuration import load_settings
 from sgl_aspects.runtime.dispatch.manager import OpManager
 from sgl_aspects.runtime.dispatch.operators import define_operators
-from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
+
+Scope = AbstractContextManager[SelectionPolicy]
 
 _lock = threading.RLock()
 _manager: OpManager | None = None
@@ -73,39 +75,31 @@ def call_op(op_name: str, *args: Any, **kwargs: Any) -> Any:
     return get_manager().call_op(op_name, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
+# -- another policy for a while: each is a context manager that gives the policy ---------------------------
+
+
+def policy_context(policy: SelectionPolicy) -> Scope:
     """:meth:`OpManager.policy_context` of the process's manager."""
-    with get_manager().policy_context(policy):
-        yield policy
+    return get_manager().policy_context(policy)
 
 
-@contextlib.contextmanager
-def with_preference(token: str) -> Iterator[SelectionPolicy]:
+def with_preference(token: str) -> Scope:
     """``with with_preference("reference"): …``"""
-    with policy_context(get_manager().policy.with_preference(token)) as policy:
-        yield policy
+    return policy_context(get_manager().policy.with_preference(token))
 
 
-@contextlib.contextmanager
-def with_strict_mode(strict: bool = True) -> Iterator[SelectionPolicy]:
-    with policy_context(replace(get_manager().policy, strict=strict)) as policy:
-        yield policy
+def with_strict_mode(strict: bool = True) -> Scope:
+    return policy_context(replace(get_manager().policy, strict=strict))
 
 
-@contextlib.contextmanager
-def with_allowed_vendors(vendors: Iterable[str]) -> Iterator[SelectionPolicy]:
-    with policy_context(replace(get_manager().policy, allow_vendors=frozenset(vendors))) as policy:
-        yield policy
+def with_allowed_vendors(vendors: str | Iterable[str]) -> Scope:
+    return policy_context(replace(get_manager().policy, allow_vendors=frozenset(listed(vendors))))
 
 
-@contextlib.contextmanager
-def with_denied_vendors(vendors: Iterable[str]) -> Iterator[SelectionPolicy]:
+def with_denied_vendors(vendors: str | Iterable[str]) -> Scope:
     """These as well as those that are denied already."""
-    current = get_manager().policy
-    denied = current.deny_vendors | frozenset(vendors)
-    with policy_context(replace(current, deny_vendors=denied)) as policy:
-        yield policy
+    policy = get_manager().policy
+    return policy_context(replace(policy, deny_vendors=policy.deny_vendors.union(listed(vendors))))
 
 
 def _renew_lock() -> None:

@@ -7,10 +7,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from sgl_aspects.errors import OperatorError, OperatorSignatureError
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.manager import OpManager
 
 
 @dataclass(frozen=True)
@@ -32,18 +38,34 @@ class OperatorSpec:
             if name not in parameters:
                 raise OperatorError(f"operator {self.name}: {name!r} is none of its arguments {parameters}")
 
-    @property
+    @cached_property
     def key_index(self) -> int:
         return list(inspect.signature(self.reference).parameters).index(self.keyed_by)
+
+    def written_signature(self) -> tuple[str, str]:
+        """For generated code: "x, eps=1e-06" and "x, eps"."""
+        parameters = inspect.signature(self.reference).parameters
+        # A default of these operators is a number, a text, True, False or None: it can be written as it is.
+        signature = ", ".join(
+            name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+            for name, parameter in parameters.items()
+        )
+        return signature, ", ".join(parameters)
 
     def check_signature(self, impl: OpImpl) -> None:
         """The reference's parameters under their names and in their order; more only with defaults.
 
         :raises OperatorSignatureError: says what differs.
         """
+        wanted = inspect.signature(self.reference)
+        for name in impl.mutates:
+            if name not in wanted.parameters:
+                raise OperatorError(
+                    f"{impl.impl_id}: mutates={name!r}; {self.name} has the arguments "
+                    f"{', '.join(wanted.parameters)}"
+                )
         if impl.takes_layer:
             return
-        wanted = inspect.signature(self.reference)
         try:
             found = inspect.signature(impl.fn)
         except (TypeError, ValueError):  # a builtin that tells nothing of itself
@@ -51,16 +73,18 @@ class OperatorSpec:
         parameters = list(found.parameters.values())
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             return
-        names = [parameter.name for parameter in parameters]
-        extra = parameters[len(wanted.parameters) :]
-        if names[: len(wanted.parameters)] != list(wanted.parameters) or any(
-            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            for parameter in extra
+        given, extra = parameters[: len(wanted.parameters)], parameters[len(wanted.parameters) :]
+        if (
+            [parameter.name for parameter in given] != list(wanted.parameters)
+            or any(parameter.kind is parameter.KEYWORD_ONLY for parameter in given)
+            or any(
+                parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+                for parameter in extra
+            )
         ):
             raise OperatorSignatureError(
-                f"{impl.impl_id} is {impl.fn.__module__}.{impl.fn.__qualname__}{found}, and operator "
-                f"{self.name} is called with {wanted}: take these arguments in this order, and others only "
-                f"with a default"
+                f"{impl.impl_id} is {_named(impl.fn)}{found}, and operator {self.name} is called with "
+                f"{wanted}: take these arguments in this order, and others only with a default"
             )
 
 
@@ -71,15 +95,12 @@ class OpRegistry:
         self._lock = threading.RLock()
         self._specs: dict[str, OperatorSpec] = {}
         self._impls: dict[str, tuple[OpImpl, ...]] = {}
-        self._listeners: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-
-    def on_change(self, who: Any, do: Callable[[Any], None]) -> None:
-        """Call ``do(who)`` after each registration, as long as ``who`` lives."""
-        self._listeners[who] = do
+        #: Managers, which choose anew after each registration.
+        self.users: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
     def _changed(self) -> None:
-        for who, do in list(self._listeners.items()):
-            do(who)
+        for manager in list(self.users):
+            manager.bump_epoch()
 
     def define(self, spec: OperatorSpec) -> None:
         """A new operator, with its reference as its first implementation."""
@@ -96,16 +117,10 @@ class OpRegistry:
         :raises OperatorError: of an unknown operator, or with an ``impl_id`` that is taken.
         :raises OperatorSignatureError: its function takes other arguments than the operator.
         """
+        if not isinstance(impl, OpImpl):
+            raise OperatorError(f"register({impl!r}): give an OpImpl")
         with self._lock:
-            spec = self.spec(impl.op_name)
-            spec.check_signature(impl)
-            arguments = list(inspect.signature(spec.reference).parameters)
-            for name in impl.mutates:
-                if name not in arguments:
-                    raise OperatorError(
-                        f"{impl.impl_id}: mutates={name!r}; {impl.op_name} has the arguments "
-                        f"{', '.join(arguments)}"
-                    )
+            self.spec(impl.op_name).check_signature(impl)
             known = self._impls[impl.op_name]
             if any(other.impl_id == impl.impl_id for other in known):
                 raise OperatorError(
@@ -149,6 +164,54 @@ class OpRegistry:
     def vendors(self) -> set[str]:
         return {impl.vendor for impl in self.all_impls() if impl.vendor is not None}
 
+    # -- names that people write ---------------------------------------------------------------------------
+
+    def check_operator(self, name: str, where: str, *more: str) -> None:
+        """:raises ConfigError: there is no such operator; as all of these, names ``where`` and the
+        choices."""
+        check_choice(where, "operator", name, [*self.op_names(), *more])
+
+    def check_vendor(self, name: str, where: str) -> None:
+        """Vendors of registered implementations, and the platform's dispatch key: forms of layers count."""
+        key = current_platform.get_dispatch_key_name()
+        check_choice(where, "vendor", name, sorted(self.vendors() | ({key} - {"native"})))
+
+    def check_token(self, token: Token, where: str, op_name: str | None = None) -> None:
+        if token.vendor is not None:
+            self.check_vendor(token.vendor, where)
+        # Forms of a layer's class are known by their class, which may not be loaded yet.
+        if token.impl_id is not None and ".forward_" not in token.impl_id:
+            impls = self.all_impls() if op_name is None else self.impls(op_name)
+            check_choice(where, "implementation", token.impl_id, sorted(impl.impl_id for impl in impls))
+
+    def check_policy(self, policy: SelectionPolicy) -> None:
+        """Every name in it."""
+        if not isinstance(policy, SelectionPolicy):
+            raise ConfigError(f"policy {policy!r}: give a SelectionPolicy, such as SelectionPolicy.of()")
+        self.check_token(policy.prefer, "prefer")
+        for op_name, tokens in policy.per_op_order:
+            self.check_operator(op_name, "per_op_order")
+            for token in tokens:
+                self.check_token(token, f"per_op_order: {op_name}", op_name)
+        for where in ("deny_vendors", "allow_vendors"):
+            for name in getattr(policy, where) or ():
+                self.check_vendor(name, where)
+        for where in ("op_whitelist", "op_blacklist"):
+            for name in getattr(policy, where) or ():
+                self.check_operator(name, where)
+
     def renew_lock(self) -> None:
         """In a forked child: the parent's lock may be held by a thread that is not here."""
         self._lock = threading.RLock()
+
+
+def check_choice(where: str, what: str, name: str, choices: list[str]) -> None:
+    """:raises ConfigError: ``name`` is none of the choices."""
+    if name not in choices:
+        raise ConfigError(f"{where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}")
+
+
+def _named(function: Any) -> str:
+    """A partial, or an object that can be called, has no name of its own."""
+    name = getattr(function, "__qualname__", None)
+    return f"{function.__module__}.{name}" if name else repr(function)

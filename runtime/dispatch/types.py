@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from sgl_aspects.errors import ConfigError, OperatorError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ImplKind(enum.Enum):
@@ -36,6 +35,10 @@ KIND_TOKENS: dict[str, ImplKind] = {
 
 def _always() -> bool:
     return True
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value)
 
 
 @dataclass(frozen=True)
@@ -67,26 +70,37 @@ class OpImpl:
     takes_layer: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("op_name", "impl_id"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise OperatorError(f"OpImpl: {name}={getattr(self, name)!r}: write a name")
-        kind: object = self.kind
-        if not isinstance(kind, ImplKind):
-            kinds = ", ".join(f"ImplKind.{kind.name}" for kind in ImplKind)
-            raise OperatorError(f"{self.impl_id}: kind={self.kind!r}: choose one of {kinds}")
-        if not callable(self.fn):
-            raise OperatorError(f"{self.impl_id}: fn={self.fn!r} cannot be called")
-        if (self.kind is ImplKind.VENDOR) != (self.vendor is not None):
-            raise OperatorError(
-                f"{self.impl_id}: kind {self.kind.value!r} with vendor={self.vendor!r}: an implementation of "
-                f"kind vendor names its vendor, and no other does"
-            )
-        for name in ("supported_dtypes", "device_types"):
+        """:raises OperatorError: a field does not hold what it should."""
+        for name in ("supported_dtypes", "device_types", "mutates"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, frozenset):
-                object.__setattr__(self, name, frozenset((value,) if isinstance(value, str) else value))
-        if self.priority is None:
+            if value is not None:
+                one = isinstance(value, (str, torch.dtype))
+                kind = tuple if name == "mutates" else frozenset
+                object.__setattr__(self, name, kind((value,) if one else value))
+        if self.priority is None and isinstance(self.kind, ImplKind):
             object.__setattr__(self, "priority", self.kind.priority)
+        kinds = ", ".join(f"ImplKind.{kind.name}" for kind in ImplKind)
+        for name, is_right, advice in (
+            ("op_name", isinstance(self.op_name, str) and self.op_name, ": write a name"),
+            ("impl_id", isinstance(self.impl_id, str) and self.impl_id, ": write a name"),
+            ("kind", isinstance(self.kind, ImplKind), f": choose one of {kinds}"),
+            ("fn", callable(self.fn), " cannot be called"),
+            (
+                "vendor",
+                bool(self.vendor) if self.kind is ImplKind.VENDOR else self.vendor is None,
+                ": an implementation of kind vendor names its vendor, and no other does",
+            ),
+            ("priority", isinstance(self.priority, int), ": write a whole number"),
+            (
+                "supported_dtypes",
+                all(isinstance(dtype, torch.dtype) for dtype in self.supported_dtypes or ()),
+                ": write types such as torch.bfloat16",
+            ),
+            ("min_arch", self.min_arch is None or _is_version(self.min_arch), ": write (major, minor)"),
+            ("is_available", callable(self.is_available), ": write a function that says True or why not"),
+        ):
+            if not is_right:
+                raise OperatorError(f"OpImpl {self.impl_id!r}: {name}={getattr(self, name)!r}{advice}")
 
     @property
     def depends_on_tensors(self) -> bool:

@@ -1,22 +1,33 @@
 """Shadow mode: run a second implementation on a share of the calls, and say which layer differs by how much.
 
 Both get the same inputs, so that a wrong kernel shows in its own layer only, and never in those after it. The
-engine goes on with the first one's output. Calls in compiled code and in graphs that are being captured or
-replayed are not compared: those stand aside, and are counted nowhere.
+engine goes on with the first one's output. Calls in compiled code are compared too (compiled_calls.py). Of a
+captured graph nothing can be seen: while a watch is on, the runtime runs a share of its steps without their
+graphs, and whatever a graph hides is counted and told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_aspects.errors import OperatorError
 from sgl_aspects.platforms import current_platform
+from sgl_aspects.runtime.dispatch import compiled_calls
+from sgl_aspects.runtime.dispatch.comparing import (
+    LayerComparison,
+    TensorSummary,
+    difference,
+    summary,
+    tensors_in,
+)
 from sgl_aspects.runtime.dispatch.layer_names import LayerNames
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.selection import Selection
@@ -25,46 +36,12 @@ from sgl_aspects.runtime.dispatch.types import OpImpl, Token
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.call_site import CallSite
 
+__all__ = ["LayerComparison", "TensorSummary", "Watch", "difference", "summary"]
+
 logger = logging.getLogger("sgl_aspects.dispatch")
 
-#: The largest difference, as a share of the largest value, that rounding explains.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _GOLDEN = 0.6180339887498949
 ALL = "*"
-
-
-@dataclass
-class LayerComparison:
-    """What the compared calls of one operator in one layer came to."""
-
-    layer: str
-    op: str
-    impl: str
-    shadow: str
-    #: The layer's place in the model.
-    place: int
-    compared: int = 0
-    #: How many of them differed by more than ``tolerance``.
-    differed: int = 0
-    #: The largest difference, as a share of the shadow's largest value. Infinite where one is not finite.
-    worst: float = 0.0
-    tolerance: float = 0.0
-    #: What went wrong in the shadow itself.
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class TensorSummary:
-    """One tensor of a call; numbers of its finite elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    min: float
-    max: float
-    mean: float
-    nan_count: int
-    inf_count: int
 
 
 class Watch:
@@ -82,7 +59,10 @@ class Watch:
         self.layers = LayerNames()
         self._comparisons: dict[tuple[str, str], LayerComparison] = {}
         self._summaries: dict[tuple[str, str], list[TensorSummary]] = {}
+        self._not_compared: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
         self._credit: dict[tuple[str, str], float] = {}
+        self._every_call = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -113,65 +93,83 @@ class Watch:
     def report(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         first = self.first_difference()
+        comparisons = self.comparisons()
+        compared_ops = {each.op for each in comparisons}
         return {
             "shadow": {op: token.text for op, token in self.shadow.items()},
             "rate": self.rate,
+            "compared": sum(each.compared for each in comparisons),
+            #: Calls seen while a graph was captured; steps that were replayed; steps that ran without their
+            #: graph instead, to be looked at.
+            "captured_calls": self._counts["captured"],
+            "replayed_steps": self._counts["replayed"],
+            "eager_steps": self._counts["eager"],
+            "not_compared": {op: why for op, why in self._not_compared.items() if op not in compared_ops},
             "first_difference": None if first is None else asdict(first),
-            "layers": [asdict(each) for each in self.comparisons()],
+            "layers": [asdict(each) for each in comparisons],
             "summaries": {
                 layer: {op: [asdict(tensor) for tensor in tensors] for op, tensors in ops.items()}
                 for layer, ops in self.tensor_summaries().items()
             },
         }
 
-    # -- calls -----------------------------------------------------------------------------------------------
+    # -- what is looked at ---------------------------------------------------------------------------------
 
     def around(self, site: CallSite, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call itself where nothing is asked about its operator."""
         shadow = self._shadow_impl(site, selection)
-        summed_up = site.op_name in self.summaries or ALL in self.summaries
-        if shadow is None and not summed_up:
+        if shadow is None and not {site.op_name, ALL}.intersection(self.summaries):
             return call
-        second = None if shadow is None else site.bound(shadow)
-        mutates = site.manager.mutated_by(selection.impl)
-        if shadow is not None:
-            mutates += site.manager.mutated_by(shadow)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or current_platform.is_capturing():
-                return call(*args, **kwargs)
-            place, layer = self.layers.current()
-            if not self._is_due((layer, site.op_name)):
-                return call(*args, **kwargs)
-            given = _copied(args, kwargs) if mutates else (args, kwargs)
-            result = call(*args, **kwargs)
-            if shadow is not None and second is not None:
-                entry = self._entry(layer, place, site.op_name, selection.impl, shadow)
-                self._compare(entry, second, given, result, (args, kwargs) if mutates else None)
-            if summed_up:
-                self._sum_up(layer, site.op_name, args, kwargs, result)
-            return result
-
-        return watched
+        return _WatchedCall(self, site, selection.impl, shadow, call).run
 
     def _shadow_impl(self, site: CallSite, selection: Selection) -> OpImpl | None:
         token = self.shadow.get(site.op_name) or self.shadow.get(ALL)
         if token is None:
             return None
         policy = SelectionPolicy(prefer=token, strict=True)
+        reason = None
         try:
             shadow = site.manager.select(site.op_name, layer=site.layer, policy=policy).impl
+            if not token.matches(shadow):
+                reason = f"{token.text} has none"
+            elif shadow == selection.impl:
+                reason = f"{shadow.impl_id} serves it itself"
         except OperatorError as error:
-            logger.warning("%s is not compared: %s", site.op_name, error)
-            return None
-        if not token.matches(shadow) or shadow == selection.impl:
-            if token.matches(shadow):
-                logger.info("%s is not compared: %s serves it itself", site.op_name, shadow.impl_id)
-            return None
-        return shadow
+            reason = str(error)
+        if reason is None:
+            return shadow
+        if site.op_name not in self._not_compared:
+            logger.info("%s is not compared: %s", site.op_name, reason)
+            self._not_compared[site.op_name] = reason
+        return None
 
-    def _is_due(self, key: tuple[str, str]) -> bool:
+    def is_due(self, key: tuple[str, str]) -> bool:
         """Each layer at its own share of the calls, the layers spread over the steps."""
+        return self._every_call or self._takes(key)
+
+    def takes_step(self) -> bool:
+        """Whether a step that has a graph is to run without it, in :meth:`every_call`; both are counted."""
+        takes = self._takes(("", "step"))
+        if takes:
+            self._counts["eager"] += 1
+        else:
+            self.count_replay()
+        return takes
+
+    def count_replay(self) -> None:
+        """A step that a captured graph ran."""
+        self._counts["replayed"] += 1
+
+    @contextlib.contextmanager
+    def every_call(self) -> Iterator[None]:
+        """Look at all calls: the share was taken of the steps."""
+        self._every_call = True
+        try:
+            yield
+        finally:
+            self._every_call = False
+
+    def _takes(self, key: tuple[str, str]) -> bool:
         with self._lock:
             credit = self._credit.get(key)
             if credit is None:
@@ -180,7 +178,13 @@ class Watch:
             self._credit[key] = credit - 1.0 if credit >= 1.0 else credit
         return credit >= 1.0
 
-    def _entry(self, layer: str, place: int, op: str, impl: OpImpl, shadow: OpImpl) -> LayerComparison:
+    def count_captured(self) -> None:
+        """A call that became part of a captured graph."""
+        self._counts["captured"] += 1
+
+    # -- results come in -----------------------------------------------------------------------------------
+
+    def entry(self, layer: str, place: int, op: str, impl: OpImpl, shadow: OpImpl) -> LayerComparison:
         with self._lock:
             entry = self._comparisons.get((layer, op))
             if entry is None or (entry.impl, entry.shadow) != (impl.impl_id, shadow.impl_id):
@@ -188,104 +192,108 @@ class Watch:
                 self._comparisons[layer, op] = entry
             return entry
 
-    def _compare(
-        self,
-        entry: LayerComparison,
-        second: Callable[..., Any],
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        result: Any,
-        written: tuple[tuple[Any, ...], dict[str, Any]] | None,
-    ) -> None:
+    def compare(self, entry: LayerComparison, second: Callable[[], list[torch.Tensor]], found: Any) -> None:
         """Never an exception: what fails in the shadow is told in the report."""
         try:
-            expected = second(*given[0], **given[1])
-            pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
-            if written is not None:
-                pairs += list(zip(_tensors(written), _tensors(given), strict=True))
-            errors = [difference(found, wanted) for found, wanted in pairs]
-        except Exception as error:  # noqa: BLE001  # the engine must not notice
+            wanted = second()
             with self._lock:
-                entry.error = f"{type(error).__name__}: {error}"
+                is_first = entry.take(found, wanted)
+        except Exception as error:  # noqa: BLE001  # the engine must not notice
+            entry.error = f"{type(error).__name__}: {error}"
             logger.warning("%s: the shadow %s failed: %s", entry.layer or entry.op, entry.shadow, entry.error)
             return
-        tolerance = max((TOLERANCES.get(found.dtype, 0.0) for found, _ in pairs), default=0.0)
-        worst = max(errors, default=0.0)
-        with self._lock:
-            entry.compared += 1
-            entry.tolerance = tolerance
-            entry.worst = max(entry.worst, worst)
-            entry.differed += worst > tolerance
-            first = entry.differed == 1 and worst > tolerance
-        if first:
+        if is_first:
             logger.warning(
-                "%s: %s differs from %s by %.3g of the largest value (%.3g is rounding) in layer %s",
+                "%s: %s differs from %s by %.3g of the largest value (%.3g is rounding) in layer %s%s",
                 entry.op,
                 entry.impl,
                 entry.shadow,
-                worst,
-                tolerance,
+                entry.worst,
+                entry.tolerance,
                 entry.layer or "(none)",
+                f": {entry.mismatch}" if entry.mismatch else "",
             )
 
-    def _sum_up(self, layer: str, op: str, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = [(f"input {i}", tensor) for i, tensor in enumerate(_tensors((args, kwargs)))]
-        tensors += [(f"output {i}", tensor) for i, tensor in enumerate(_tensors(result))]
-        found = [summary(name, tensor) for name, tensor in tensors]
+    def sum_up(self, layer: str, op: str, given: Any, found: list[torch.Tensor]) -> None:
+        tensors = [(f"input {i}", tensor) for i, tensor in enumerate(tensors_in(given))]
+        tensors += [(f"output {i}", tensor) for i, tensor in enumerate(found)]
+        summaries = [summary(name, tensor) for name, tensor in tensors]
         with self._lock:
-            self._summaries[layer, op] = found
+            self._summaries[layer, op] = summaries
 
 
-def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference as a share of the largest wanted value; for whole numbers the share that
-    differs.
+class _WatchedCall:
+    """The calls of one place: ``run`` is what the place runs while the watch is on."""
 
-    Infinite for another shape, and where one is finite and the other is not.
-    """
-    if found.shape != wanted.shape:
-        return float("inf")
-    if found.numel() == 0:
-        return 0.0
-    if not (found.is_floating_point() and wanted.is_floating_point()):
-        return float((found != wanted).double().mean())
-    one, other = found.detach().double(), wanted.detach().double()
-    finite = other.isfinite()
-    if not torch.equal(finite, one.isfinite()):
-        return float("inf")
-    one, other = one[finite], other[finite]
-    if one.numel() == 0:
-        return 0.0
-    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+    def __init__(
+        self, watch: Watch, site: CallSite, impl: OpImpl, shadow: OpImpl | None, call: Callable[..., Any]
+    ) -> None:
+        self._watch = watch
+        self._site = site
+        self._impl = impl
+        self._shadow = shadow
+        self._call = call
+        self._second = None if shadow is None else site.bound(shadow)
+        self._sums_up = bool({site.op_name, ALL}.intersection(watch.summaries))
+        #: Whether either writes to its arguments: then both get copies of them as they were.
+        self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow) if each is not None)
+        self._number = compiled_calls.numbered(self)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._run_compiled(args, kwargs)
+        if current_platform.is_capturing():
+            self._watch.count_captured()
+            return self._call(*args, **kwargs)
+        place, layer = self._watch.layers.current()
+        if not self._watch.is_due((layer, self._site.op_name)):
+            return self._call(*args, **kwargs)
+        given = self._before(args, kwargs)
+        result = self._call(*args, **kwargs)
+        self._look(place, layer, given, self._found(result, args, kwargs))
+        return result
+
+    def _run_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given_args, given_kwargs = self._before(args, kwargs)
+        result = self._call(*args, **kwargs)
+        compiled_calls.tell(self._number, given_args, given_kwargs, self._found(result, args, kwargs))
+        return result
+
+    def look_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]) -> None:
+        """Compiled code ran such a call."""
+        if current_platform.is_capturing():
+            self._watch.count_captured()
+            return
+        place, layer = self._watch.layers.name_of(self._site.layer)
+        if self._watch.is_due((layer, self._site.op_name)):
+            self._look(place, layer, (args, kwargs), found)
+
+    def _before(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._writes:
+            return args, kwargs
+        return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
+
+    def _found(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """What came of the call: its result, and its arguments where they were written to."""
+        return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
+
+    def _look(
+        self,
+        place: int,
+        layer: str,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        found: list[torch.Tensor],
+    ) -> None:
+        if self._sums_up:
+            self._watch.sum_up(layer, self._site.op_name, given, found)
+        second = self._second
+        if second is not None and self._shadow is not None:
+            entry = self._watch.entry(layer, place, self._site.op_name, self._impl, self._shadow)
+            args, kwargs = given
+            self._watch.compare(entry, lambda: self._found(second(*args, **kwargs), args, kwargs), found)
 
 
-def summary(name: str, tensor: torch.Tensor) -> TensorSummary:
-    exact = tensor.detach().double()
-    finite = exact[exact.isfinite()]
-    low, high, mean = (
-        (float(finite.min()), float(finite.max()), float(finite.mean()))
-        if finite.numel()
-        else (0.0, 0.0, 0.0)
-    )
-    nans = int(exact.isnan().sum())
-    infinities = int(exact.isinf().sum())
-    shape = tuple(tensor.shape)
-    return TensorSummary(
-        name, shape, str(tensor.dtype).removeprefix("torch."), low, high, mean, nans, infinities
-    )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a value, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
-
-
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
-
-    return tuple(copy(value) for value in args), {name: copy(value) for name, value in kwargs.items()}
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

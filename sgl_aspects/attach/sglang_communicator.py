@@ -39,46 +39,53 @@ def attach(class_name: str) -> None:
             )
         return communicators[id(group)]
 
-    def hook(work: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+    def hook(work: Callable[..., Any]) -> Callable[..., Any]:
         def around(original_fn: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.world_size == 1:
                 return original_fn(self, *args, **kwargs)
-            outcome = work(of(self), self, args, kwargs)
+            outcome = work(of(self), *args, **kwargs)
             return original_fn(self, *args, **kwargs) if outcome is NotImplemented else outcome
 
         return around
 
-    for name, work in _WORK.items():
-        HookRegistry.register(f"{GROUP_COORDINATOR}.{name}", hook(work), HookType.AROUND)
+    for work in _WORK:
+        HookRegistry.register(f"{GROUP_COORDINATOR}.{work.__name__}", hook(work), HookType.AROUND)
 
 
-def _all_reduce(communicator: Any, coordinator: Any, args: Any, kwargs: Any) -> Any:
-    return communicator.all_reduce(_one(args, kwargs, "input_"))
+# -- SGLang's collectives, by its names for them and their arguments ---------------------------------------
 
 
-def _all_gather(communicator: Any, coordinator: Any, args: Any, kwargs: Any) -> Any:
-    """Only into a new tensor: SGLang also gathers into tensors that it brings."""
-    others = [*args[2:], *(value for name, value in kwargs.items() if name not in ("input_", "dim"))]
-    if any(value is not None for value in others):
-        return NotImplemented
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-    return communicator.all_gather(_one(args, kwargs, "input_"), dim)
+def all_reduce(communicator: Any, input_: Any) -> Any:
+    return communicator.all_reduce(input_)
 
 
-def _broadcast(communicator: Any, coordinator: Any, args: Any, kwargs: Any) -> Any:
-    source = args[1] if len(args) > 1 else kwargs.get("src", 0)
-    return communicator.broadcast(_one(args, kwargs, "input_"), source)
+def all_gather(communicator: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None) -> Any:
+    """Only into a new tensor: SGLang also gathers into several that it brings."""
+    return NotImplemented if output_tensor_list is not None else communicator.all_gather(input_, dim)
 
 
-def _one(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    return args[0] if args else kwargs[name]
+def all_gather_into_tensor(communicator: Any, output: Any, input: Any) -> None:
+    output.copy_(communicator.all_gather(input, 0).view(output.shape))
 
 
-_WORK: dict[str, Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-}
+def reduce_scatter_tensor(communicator: Any, output: Any, input: Any) -> None:
+    output.copy_(communicator.reduce_scatter(input, 0).view(output.shape))
+
+
+def broadcast(communicator: Any, input_: Any, src: int = 0) -> Any:
+    return communicator.broadcast(input_, src)
+
+
+def send(communicator: Any, tensor: Any, dst: int | None = None) -> None:
+    communicator.send(tensor, (communicator.rank + 1) % communicator.world_size if dst is None else dst)
+
+
+def recv(communicator: Any, size: Any, dtype: Any, src: int | None = None) -> Any:
+    source = (communicator.rank - 1) % communicator.world_size if src is None else src
+    return communicator.recv(size, dtype, source)
+
+
+_WORK = (all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, broadcast, send, recv)
 
 
 def _communicator_class(class_name: str) -> Any:

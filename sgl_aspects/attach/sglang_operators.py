@@ -13,6 +13,7 @@ from typing import Any
 
 import wrapt
 
+from sgl_aspects.engines.sglang import SGLANG
 from sgl_aspects.engines.sglang_operators import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
 from sgl_aspects.errors import AspectsError
 from sgl_aspects.weaving.faces import HookRegistry
@@ -34,6 +35,8 @@ def attach() -> None:
     for op_name, targets in FUNCTIONS.items():
         for target in targets:
             HookRegistry.register(target, _function_hook(op_name), HookType.AROUND)
+    for target in SGLANG.roles["graph_replay"].targets:
+        HookRegistry.register(target, _graph_replayed, HookType.BEFORE)
 
 
 def _layers_loaded(module: Any) -> None:
@@ -95,6 +98,15 @@ def _function_hook(op_name: str) -> Callable[..., Any]:
         return original_fn(*args, **kwargs) if outcome is NotImplemented else outcome
 
     return dispatched
+
+
+def _graph_replayed(*args: Any, **kwargs: Any) -> None:
+    """BEFORE hook: shadow mode sees nothing of a graph, and says so."""
+    from sgl_aspects.runtime.dispatch.process import process_manager
+
+    manager = process_manager()
+    if manager is not None and manager.watch is not None:
+        manager.watch.count_replay()
 
 
 def _op_of(layer_class: type) -> str | None:

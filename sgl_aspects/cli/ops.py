@@ -224,8 +224,10 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
     if watch is None:
         return lines
     shadow = ", ".join(f"{op}={token}" for op, token in watch["shadow"].items())
-    compared = sum(layer["compared"] for layer in watch["layers"])
-    lines.append(f"  shadow {shadow or 'of nothing'} at {watch['rate']:g} of the calls: {compared} compared")
+    lines.append(
+        f"  shadow {shadow or 'of nothing'} at {watch['rate']:g} of the calls: {watch['compared']} compared"
+    )
+    lines += [f"  {line}" for line in _not_compared(watch)]
     first = watch["first_difference"]
     if first:
         lines.append(f"  the first layer that differs: {first['layer']} ({first['op']})")
@@ -239,10 +241,34 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _not_compared(watch: dict[str, Any]) -> list[str]:
+    """What hides calls from the watch, and which operators have nothing to be compared with."""
+    lines = [
+        f"{op} is not compared: {watch['not_compared'][op]}"
+        for op in watch["shadow"]
+        if op in watch["not_compared"]
+    ]
+    if watch["eager_steps"]:
+        lines.append(f"{watch['eager_steps']} steps ran without their captured graph, to be compared")
+    if watch["replayed_steps"] or watch["captured_calls"]:
+        lines.append(
+            f"{watch['replayed_steps']} replays of captured graphs, "
+            f"{watch['captured_calls']} captured calls: what a graph runs is not compared"
+        )
+    if watch["shadow"] and not watch["compared"]:
+        lines.append(
+            "nothing was compared yet. Where that stays so, start the engine without graphs (SGLang: "
+            "--disable-cuda-graph), or raise --rate"
+        )
+    return lines
+
+
 def _comparison(layer: dict[str, Any]) -> str:
     said = f"{layer['layer'] or '(no layer)'} {layer['op']}: {layer['impl']} against {layer['shadow']}"
     if layer["error"]:
         return f"{said}: the shadow failed: {layer['error']}"
+    if layer["mismatch"]:
+        return f"{said}: {layer['differed']} of {layer['compared']} calls differ: {layer['mismatch']}"
     return (
         f"{said}: {layer['differed']} of {layer['compared']} calls differ, by up to {layer['worst']:.3g} of "
         f"the largest value ({layer['tolerance']:.3g} is rounding)"

@@ -27,6 +27,8 @@ def fused_recurrent_gated_delta_rule(
     (logarithms, at most 0) and beta [batch, tokens, value_heads]. Several value heads may share a key head.
     ``scale`` of the queries is key_dim ** -0.5 where None. Returns like value.
     """
+    if value.shape[1] == 0:
+        return torch.empty_like(value)
     q, k, v, decay, rate, exact = _prepared(query, key, value, g, beta, scale, use_qk_l2norm)
     current = state.to(exact)
     outputs = []
@@ -61,7 +63,9 @@ def chunk_gated_delta_rule(
     if initial_state is None:
         state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=exact, device=v.device)
     else:
-        state = initial_state.to(exact)
+        state = initial_state.to(exact, copy=True)
+    if tokens == 0:
+        return torch.empty_like(value), state
     outputs = []
     for start in range(0, tokens, chunk_size):
         part = slice(start, min(start + chunk_size, tokens))

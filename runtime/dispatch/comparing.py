@@ -1,0 +1,122 @@
+"""What is said of the tensors of a watched call: how far they are from a second implementation's, and what is
+in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: The largest difference, as a share of the largest value, that rounding explains.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+@dataclass
+class LayerComparison:
+    """What the compared calls of one operator in one layer came to."""
+
+    layer: str
+    op: str
+    impl: str
+    shadow: str
+    #: The layer's place in the model.
+    place: int
+    compared: int = 0
+    #: How many of them differed by more than ``tolerance``.
+    differed: int = 0
+    #: The largest difference, as a share of the shadow's largest value. Infinite where one is not finite.
+    worst: float = 0.0
+    tolerance: float = 0.0
+    #: What could not be compared by numbers: other shapes, types or devices than the shadow's.
+    mismatch: str | None = None
+    #: What went wrong in the shadow itself.
+    error: str | None = None
+
+    def take(self, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+        """Count one call in; True where it is the first that differs."""
+        self.compared += 1
+        mismatch = _mismatch(found, wanted)
+        if mismatch is not None:
+            self.mismatch, worst = mismatch, float("inf")
+        else:
+            worst = max(map(difference, found, wanted), default=0.0)
+        tolerance = max((TOLERANCES.get(tensor.dtype, 0.0) for tensor in found), default=0.0)
+        self.tolerance, self.worst = tolerance, max(self.worst, worst)
+        self.differed += worst > tolerance
+        return self.differed == 1 and worst > tolerance
+
+
+def _mismatch(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str | None:
+    one, other = ([_kind(tensor) for tensor in tensors] for tensors in (found, wanted))
+    if one == other:
+        return None
+    return f"it gives {', '.join(one) or 'no tensor'}, the shadow {', '.join(other) or 'no tensor'}"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference as a share of the largest wanted value; for whole numbers the share that
+    differs.
+
+    Infinite for another shape, and where one is finite and the other is not.
+    """
+    if found.shape != wanted.shape:
+        return float("inf")
+    if found.numel() == 0:
+        return 0.0
+    if not (found.is_floating_point() and wanted.is_floating_point()):
+        return float((found != wanted).double().mean())
+    one, other = found.detach().double(), wanted.detach().double()
+    finite = other.isfinite()
+    if not torch.equal(finite, one.isfinite()):
+        return float("inf")
+    one, other = one[finite], other[finite]
+    if one.numel() == 0:
+        return 0.0
+    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """One tensor of a call; numbers of its finite elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    min: float
+    max: float
+    mean: float
+    nan_count: int
+    inf_count: int
+
+
+def summary(name: str, tensor: torch.Tensor) -> TensorSummary:
+    exact = tensor.detach().double()
+    finite = exact[exact.isfinite()]
+    numbers = finite if finite.numel() else exact.new_zeros(1)
+    return TensorSummary(
+        name,
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        float(numbers.min()),
+        float(numbers.max()),
+        float(numbers.mean()),
+        int(exact.isnan().sum()),
+        int(exact.isinf().sum()),
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
