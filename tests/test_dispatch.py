@@ -425,9 +425,10 @@ def test_what_an_implementation_says_wrongly_of_itself(fields: dict[str, Any], m
     with pytest.raises(OperatorError, match=message):
         small_registry().register(OpImpl(**{"op_name": "op", "impl_id": "x", "kind": ImplKind.DEFAULT,
                                             "fn": plus(1), **fields}))  # fmt: skip
-    assert OpImpl("op", "x", ImplKind.DEFAULT, plus(1), supported_dtypes=torch.half).supported_dtypes == {  # type: ignore[arg-type]
-        torch.half
-    }
+    one: Any = torch.half
+    assert OpImpl("op", "x", ImplKind.DEFAULT, plus(1), supported_dtypes=one).supported_dtypes == frozenset(
+        {one}
+    )
 
 
 def test_more_arguments_with_defaults_are_well_and_the_reference_stays() -> None:

@@ -484,7 +484,7 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
     )
     with pytest.raises(ConfigError, match="unknown vendor 'nobody'"):
         after(allow_vendors="", deny_vendors="nobody")
-    assert manager.policy.allow_vendors == {"cuda"}, "all of a request or nothing"
+    assert manager.policy.allow_vendors == frozenset({"cuda"}), "all of a request or nothing"
     assert after(allow_vendors="", deny_vendors="") == "prefer=default"
     after(per_op_order="rms_norm=reference", shadow="topk=reference", shadow_rate="0.5")
     assert manager.watch is not None

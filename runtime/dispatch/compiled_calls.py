@@ -65,7 +65,7 @@ def _look(
     who.look_compiled(tuple(values[:count]), dict(zip(names, values[count:])), found)
 
 
-_library.impl(_NAME, _look, "CompositeExplicitAutograd")
+_library.impl(_NAME, _look, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(f"sgl_aspects::{_NAME}", lambda *_: None, lib=_library)
 
 
