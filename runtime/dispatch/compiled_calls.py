@@ -30,7 +30,8 @@ class Looks(Protocol):
 _looking: weakref.WeakValueDictionary[int, Looks] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 _NAME = "look"
-_library = torch.library.Library("sgl_aspects", "FRAGMENT")  # goes, and the operator with it, at a reload
+#: Goes, and the operator with it, when the module is loaded anew.
+_library: Any = torch.library.Library("sgl_aspects", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"{_NAME}(Tensor(a!) told, Tensor[] given, Tensor[] found, int number, str call) -> ()")
 #: What the operator says it writes to; made outside of inference mode, so that every mode may.
 with torch.inference_mode(False):
@@ -65,7 +66,7 @@ def _look(
     who.look_compiled(tuple(values[:count]), dict(zip(names, values[count:])), found)
 
 
-_library.impl(_NAME, _look, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl(_NAME, _look, "CompositeExplicitAutograd")
 torch.library.register_fake(f"sgl_aspects::{_NAME}", lambda *_: None, lib=_library)
 
 
