@@ -16,6 +16,9 @@
         ├── QueueFullError                  a request too many: it can be served later
         └── SchedulerDiedError (ConnectionError)  the scheduler process is gone
 
+    SystemExit
+    └── Stop                                what was asked for cannot be: the process ends
+
 Each doubles a standard type, so that callers who do not know this package catch what they expect.
 A message names the offender, the alternatives, and the next step.
 """
@@ -25,6 +28,16 @@ from __future__ import annotations
 
 class AspectsError(Exception):
     """Base of all of them."""
+
+
+class Stop(SystemExit):
+    """Raised to end the process, where an engine that went on would serve without what was asked for.
+
+    No error that the engine might catch; a plugin's own SystemExit is contained, this one is not.
+    """
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(f"sgl-aspects: {reason}")
 
 
 class TargetError(AspectsError, ValueError):

@@ -11,7 +11,7 @@ import threading
 from importlib.metadata import EntryPoint, entry_points
 
 from sgl_aspects import adoption, env
-from sgl_aspects.errors import AspectsError
+from sgl_aspects.errors import AspectsError, MissingTargetError, Stop
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookSource, current_source
 
@@ -39,22 +39,21 @@ def load_plugins() -> None:
     platform are skipped unimported. A plugin that fails is logged with its name and distribution, and
     the rest go on. With SGLang its registry's hooks are adopted (see adoption.py).
 
-    :raises SystemExit: a hook that a plugin marked as required cannot be woven.
+    :raises Stop: a hook that is marked as required cannot be woven, or a setting is wrong.
     """
     global _loaded
     with _lock:
         if _loaded:
             return
         _loaded = True
-        adoption.adopt()
-        for plugin in _selected():
-            _run(plugin)
         try:
+            adoption.adopt()
+            for plugin in _selected():
+                _run(plugin)
             _register_declared_hooks()
             HookRegistry.apply_hooks()
         except AspectsError as error:
-            # Not as an error that the engine might catch: it would serve without the hook.
-            raise SystemExit(f"sgl-aspects: {error}") from error
+            raise Stop(error) from error
         adoption.reach_children()
         _write_report()
 
@@ -126,7 +125,9 @@ def _run(plugin: EntryPoint) -> None:
     token = current_source.set(source)
     try:
         plugin.load()()
-    except Exception:
+    except (MissingTargetError, Stop):
+        raise  # a hook that it marked as required has no target
+    except (Exception, SystemExit):
         logger.exception("plugin %s failed; the others go on", source)
     finally:
         current_source.reset(token)

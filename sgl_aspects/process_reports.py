@@ -2,12 +2,14 @@
 
 With ``SGL_ASPECTS_REPORT=FOLDER`` (`sgl-aspects run --report FOLDER`) each process writes its report when its
 hooks are set up, every two seconds, and when it ends. A process that is killed leaves its latest one.
+A folder that cannot be written, or is full, is told once a process, and disturbs nobody.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import sys
 import threading
@@ -22,6 +24,8 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
 from sgl_aspects.weaving import report as current_report
+
+logger = logging.getLogger("sgl_aspects")
 
 VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
@@ -53,6 +57,7 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._has_complained = False
 
     def start(self) -> None:
         self._begin()
@@ -96,9 +101,14 @@ class _Writer:
     def _write(self, *, ended: bool) -> None:
         found = ProcessReport(os.getpid(), " ".join(sys.orig_argv), ended, current_report())
         part = self._path.with_suffix(".part")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(found), default=str))
-        part.replace(self._path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(asdict(found), default=str), encoding="utf-8")
+            part.replace(self._path)
+        except OSError as error:
+            if not self._has_complained:
+                logger.warning("no report of the hooks: %s=%s: %s", VARIABLE, self._folder, error.strerror)
+            self._has_complained = True
 
 
 def read_all(folder: str | Path) -> Iterator[ProcessReport]:
@@ -113,8 +123,8 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
         )
     for file in files:
         try:
-            yield _decoded(json.loads(file.read_text()))
-        except (ValueError, KeyError, TypeError) as error:
+            yield _decoded(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{file} is no report of this version: {error!r}; delete it") from error
 
 

@@ -124,6 +124,8 @@ def test_plugins_of_other_platforms_are_skipped_unimported(site: Site) -> None:
     ("module", "entry", "fault"),
     [
         ("raise OSError('no such library')", None, "no such library"),
+        ("import sys; sys.exit('no licence')", None, "SystemExit: no licence"),
+        ("def activate(): raise SystemExit(3)", None, "SystemExit: 3"),
         ("import a_module_that_is_not_there", None, "a_module_that_is_not_there"),
         ("def activate(): raise KeyError('in the plugin')", None, "in the plugin"),
         ("def something(): pass", None, "activate"),
@@ -174,14 +176,21 @@ def test_a_hook_of_a_plugin_that_cannot_be_woven_is_named_with_its_plugin(site: 
 
 
 @pytest.mark.parametrize("loaded", ["import served", ""])
-def test_a_required_hook_of_a_plugin_stops_the_process(site: Site, loaded: str) -> None:
+@pytest.mark.parametrize(
+    "activate",
+    [
+        "aspects.HookRegistry.register('served.gone', needed, required=True)",
+        "aspects.weave(aspects.after('served.gone', required=True)(needed))",
+        "aspects.weave(aspects.after('served.gone', required=True)(needed)); import served",
+    ],
+)
+def test_a_required_hook_of_a_plugin_stops_the_process(site: Site, activate: str, loaded: str) -> None:
     site.install(
         "strict",
-        """
+        f"""
         import sgl_aspects as aspects
         def needed(result): pass
-        def activate():
-            aspects.HookRegistry.register("served.gone", needed, required=True)
+        def activate(): {activate}
         """,
     )
     ended = site.engine.run(
@@ -307,8 +316,12 @@ def test_without_plugins_nothing_happens(site: Site) -> None:
     assert told == [[], True]
 
 
-def test_a_faulty_setting_is_told(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"), [("SGL_ASPECTS_CONFIG", "/nowhere/gone.toml"), ("SGL_ASPECTS_ADOPT", "perhaps")]
+)
+def test_a_faulty_setting_is_told_in_one_line(site: Site, variable: str, value: str) -> None:
     site.install("one")
-    ended = site.engine.run(LOAD, SGL_ASPECTS_CONFIG=str(site.engine.folder / "gone.toml"))
-    assert ended.returncode != 0
-    assert "gone.toml" in ended.stderr
+    ended = site.engine.run(LOAD, **{variable: value})
+    assert ended.returncode == 1
+    assert value in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("sgl-aspects: ")

@@ -107,6 +107,14 @@ def test_another_sitecustomize_still_runs(site: Path) -> None:
     assert done.stdout.split() == [own, own, "101"], done.stderr
 
 
+def test_a_report_that_cannot_be_written_disturbs_no_process(site: Path) -> None:
+    done = sgl_aspects_run(site, sys.executable, "program.py", SGL_ASPECTS_REPORT="/dev/null/reports")
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"101"}, done.stderr
+    assert set(done.stderr.splitlines()) == {
+        "no report of the hooks: SGL_ASPECTS_REPORT=/dev/null/reports: Not a directory"
+    }
+
+
 def test_the_program_does_not_find_our_folder_on_its_path(site: Path) -> None:
     code = "import sys; print([path for path in sys.path if 'bootstrap' in path])"
     assert sgl_aspects_run(site, sys.executable, "-c", code).stdout == "[]\n"
@@ -121,6 +129,7 @@ def test_the_exit_status_is_the_programs_own(site: Path) -> None:
     [
         ((), (), "nothing to run"),
         (("no-such-program",), (), "'no-such-program' is no program"),
+        ((sys.executable, "-V"), ("--report", "/dev/null/reports"), "--report /dev/null/reports: Not a dir"),
         ((sys.executable, "-V"), ("--level", "9"), "SGL_ASPECTS_TRACE='9'"),
         ((sys.executable, "-V"), ("--endpoint", "collector"), "OTLP endpoint 'collector'"),
     ],

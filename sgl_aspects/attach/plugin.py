@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgl_aspects import env
-from sgl_aspects.errors import AspectsError
+from sgl_aspects.errors import AspectsError, Stop
 
 OPERATORS_VARIABLE = "SGL_ASPECTS_OP_ATTACH"
 COMMUNICATOR_VARIABLE = "SGL_ASPECTS_COMMUNICATOR"
@@ -12,7 +12,7 @@ COMMUNICATOR_VARIABLE = "SGL_ASPECTS_COMMUNICATOR"
 def activate() -> None:
     """Called in each process of an engine; imports nothing where nothing is asked for.
 
-    :raises SystemExit: what is asked for cannot be: the engine would serve without it.
+    :raises Stop: what is asked for cannot be: the engine would serve without it.
     """
     try:
         if env.flag(OPERATORS_VARIABLE):
@@ -24,4 +24,4 @@ def activate() -> None:
 
             sglang_communicator.attach(str(env.text(COMMUNICATOR_VARIABLE)))
     except AspectsError as error:
-        raise SystemExit(f"sgl-aspects: {error}") from error
+        raise Stop(error) from error

@@ -15,7 +15,7 @@ import wrapt
 
 from sgl_aspects.engines.sglang import SGLANG
 from sgl_aspects.engines.sglang_operators import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
-from sgl_aspects.errors import AspectsError
+from sgl_aspects.errors import AspectsError, Stop
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookType
 
@@ -44,7 +44,7 @@ def _layers_loaded(module: Any) -> None:
     try:
         manager = _manager()
     except AspectsError as error:
-        raise SystemExit(f"sgl-aspects: operators cannot be attached: {error}") from error
+        raise Stop(f"operators cannot be attached: {error}") from error
     key = _out_of_tree_key()
     bases = [_loaded((target,)) for target in REGISTRATIONS]
     base = next((base for base in bases if hasattr(base, "register_oot_forward")), None)

@@ -28,13 +28,14 @@ def _is_helper_of_multiprocessing() -> bool:
     return any("multiprocessing.resource_tracker" in word for word in sys.orig_argv)
 
 
-if os.environ.get("SGL_ASPECTS_RUN") and not _is_helper_of_multiprocessing():
-    try:
+try:
+    if os.environ.get("SGL_ASPECTS_RUN") and not _is_helper_of_multiprocessing():
         from sgl_aspects.plugins import load_plugins
 
         load_plugins()
-    except SystemExit as stop:
-        # A required hook is missing. At this point of its start Python would print a page of its own.
-        print(stop, file=sys.stderr, flush=True)
-        os._exit(1)
-_run_the_other_one()
+except SystemExit as stop:
+    # A required hook is missing. At this point of its start Python would print a page of its own.
+    print(stop, file=sys.stderr, flush=True)
+    os._exit(1)
+finally:
+    _run_the_other_one()

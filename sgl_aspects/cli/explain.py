@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.module:
         try:
             importlib.import_module(arguments.module)
-        except ImportError as error:
+        except (ImportError, TypeError) as error:  # TypeError: a relative name
             raise ConfigError(f"--import {arguments.module}: {error}") from error
     print(explain(arguments.target))
     return 0

@@ -42,10 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
         config.read(arguments.config)  # its faults are told here, in one line
         environment[config.VARIABLE] = os.path.abspath(arguments.config)
     if arguments.report:
-        environment[process_reports.VARIABLE] = os.path.abspath(arguments.report)
+        environment[process_reports.VARIABLE] = _made(os.path.abspath(arguments.report))
     _choose_exporters(environment, arguments)
     sys.stdout.flush()
     os.execve(program, command, environment)
+
+
+def _made(folder: str) -> str:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--report {folder}: {error.strerror}; name a folder that can be written") from error
+    return folder
 
 
 def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ PROPERTY_PARTS = ("fget", "fset", "fdel")
 # One for all: rebinding remembers ids, and a new dictionary might get that of another object.
 _EMPTY: dict[str, Any] = {}
 
+# Of every module, whatever its class says.
+_MODULE_NAMESPACE: Any = types.ModuleType.__dict__["__dict__"]
+
 
 @dataclass(frozen=True)
 class Place:
@@ -75,10 +78,12 @@ def namespace(owner: Any) -> dict[str, Any]:
     """The dictionary of ``owner``, read without waking a lazy module; empty where it has none."""
     if is_class(owner):
         return dict(type.__dict__["__dict__"].__get__(owner))
-    try:
-        found = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return _EMPTY
+    if is_module(owner):
+        found = _MODULE_NAMESPACE.__get__(owner)
+    else:
+        # A property of this name would be somebody's own code.
+        descriptor = _among(type(owner).__mro__, "__dict__")
+        found = descriptor.__get__(owner) if is_a(descriptor, types.GetSetDescriptorType) else None
     return found if is_a(found, dict) else _EMPTY
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sgl_aspects.errors import HookError, MissingTargetError
+from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving import missing
 from sgl_aspects.weaving.fabric import Fabric, Outcome, Point
 from sgl_aspects.weaving.hooks import Advice, HookType, State
@@ -342,9 +342,9 @@ def _stop(message: str) -> None:
         "or do without required=True"
     )
     logger.critical("%s", message)
-    error = SystemExit(f"sgl-aspects: {message}")
+    error = Stop(message)
     if threading.current_thread() is threading.main_thread():
         raise error
-    # SystemExit in another thread would end only that thread.
+    # In another thread it would end only that thread.
     print(error, file=sys.stderr, flush=True)
     os._exit(1)
