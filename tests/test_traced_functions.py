@@ -210,6 +210,30 @@ def test_an_exception_is_named_by_its_type_and_its_text_kept_out(traced: Any) ->
     assert "xylophone" not in repr(failed)
 
 
+def test_a_generator_whose_reader_stops_early_has_not_failed(traced: Any) -> None:
+    found, _ = traced(DECLARED, PROGRAM + "\nnext(worker.stream(Batch('e', 'f')))\n")
+    assert [span.is_error for span in found["Worker.stream"]] == [False, False]
+
+
+def test_what_an_attribute_holds_is_bounded(traced: Any) -> None:
+    program = "from work import free\nfree([*range(5000)], ['x' * 5000] * 5000, text='y' * 5000)\n"
+    found, _ = traced(
+        """
+        [[trace]]
+        target = "work:free"
+        [trace.attributes]
+        numbers = "args.0"
+        texts = "args.1"
+        text = "kwargs.text"
+        """,
+        program,
+    )
+    attributes = found["free"][0].attributes
+    assert attributes["numbers"] == [*range(256)]
+    assert attributes["texts"] == ["x" * 1024] * 256
+    assert attributes["text"] == "y" * 1024
+
+
 def test_levels_hold_for_declared_functions_too(traced: Any) -> None:
     found, _ = traced(DECLARED, PROGRAM, "--level", "4")
     assert len(found["detail"]) == 6

@@ -17,6 +17,7 @@ from sgl_aspects.tracing.records import AttributeValue, SpanBegin, SpanType
 from sgl_aspects.weaving.arguments import argument_reader
 
 _LONGEST_TEXT = 1024
+_LONGEST_LIST = 256
 _PLAIN = (bool, int, float, str)
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
@@ -95,6 +96,8 @@ class TracedFunction:
         if opened is not None:
             close_span(opened)
         values = [_plain(read(args, kwargs, result)) for read in self._readers]
+        if self._is_generator and isinstance(error, GeneratorExit):
+            error = None  # its reader had enough
         self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
 
     def _step(self) -> tuple[int, int]:
@@ -138,6 +141,6 @@ def _plain(value: Any) -> AttributeValue:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)) and value and type(value[0]) in (int, float, str):
-        kind = type(value[0])
-        return [item for item in value if type(item) is kind]
+        kind, some = type(value[0]), value[:_LONGEST_LIST]
+        return [item[:_LONGEST_TEXT] if kind is str else item for item in some if type(item) is kind]
     return None
