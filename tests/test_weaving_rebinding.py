@@ -677,10 +677,20 @@ def test_no_lazy_module_is_woken(engine: Any, tmp_path: Path) -> None:
         def __getattribute__(self, name: str) -> Any:
             raise AssertionError(f"{name} of a lazy module was asked for")
 
+    class Proxying:
+        @property
+        def __dict__(self) -> Any:
+            raise AssertionError("the dictionary of what a proxy stands for was asked for")
+
+    class ProxyingModule(Proxying, types.ModuleType):
+        pass
+
     strange: dict[str, Any] = {
         "sleeper": sleeper,
         "waking": Waking(),
         "lazy_module": LazyModule("lazy_module"),
+        "proxying": Proxying(),
+        "proxying_module": ProxyingModule("proxying_module"),
         "nothing": None,
         "number": 5,
     }

@@ -423,6 +423,17 @@ def test_a_missing_attribute_is_a_state_with_close_names(
     assert close in told[0].getMessage()
 
 
+def test_a_path_through_a_module_says_how_to_write_it(engine: Engine) -> None:
+    """Also where the package makes attributes of its own: what is there already is not waited for."""
+    engine.write("pkg/__init__.py", "def __getattr__(name): raise AttributeError(name)\n")
+    engine.write("pkg/mod.py", FUNCTIONS)
+    engine.load("pkg.mod")
+    advice = mark("pkg:mod.Class.method")
+    with aspects.woven(advice):
+        assert state(advice) is State.MISSING
+        assert advice.detail == "pkg.mod is a module: write 'pkg.mod:Class.method'"
+
+
 def test_alternates_that_are_gone_are_told_apart_from_those_that_may_come(engine: Engine) -> None:
     engine.write("mod.py", FUNCTIONS)
     engine.load("mod")

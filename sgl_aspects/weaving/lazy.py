@@ -28,7 +28,9 @@ class LazyAttributes:
         self._watched: dict[int, _Watched] = {}
 
     def wait(self, name: str, module: Any, attribute: str) -> bool:
-        """Wait for ``attribute``; False where ``module`` makes none by itself."""
+        """Wait for ``attribute``; False where ``module`` has it already, or makes none by itself."""
+        if current(module, attribute) is not MISSING:
+            return False
         if id(module) not in self._watched:
             function = current(module, _FUNCTION)
             if not is_a(function, types.FunctionType):

@@ -39,6 +39,9 @@ def what_is_there(path: tuple[str, ...], name: str, module: Any) -> str:
 
     names = [key for key in namespace(module) if not key.startswith("__")]
     close = difflib.get_close_matches(path[0], names, n=3)
+    within = f"{name}.{path[0]}"
+    if len(path) > 1 and within in sys.modules:
+        return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
     if path[0] in names:
         owner = current(module, path[0])
         names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
