@@ -52,7 +52,9 @@ def _made(folder: str) -> str:
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--report {folder}: {error.strerror}; name a folder that can be written") from error
+        raise ConfigError(
+            f"--report {folder}: {error.strerror}; name a folder that can be written"
+        ) from error
     return folder
 
 
