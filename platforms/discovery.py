@@ -20,13 +20,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_aspects import env
-from sgl_aspects.errors import PlatformError, PlatformTypeError
+from sgl_aspects.errors import ConfigError, PlatformError, PlatformTypeError
 from sgl_aspects.platforms.bounded import DetectionTimeoutError, ask_within_bound
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS, BuiltinPlatform
+from sgl_aspects.platforms.identity import PlatformCapabilities, PlatformEnum
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 ENTRY_POINT_GROUP = "sgl_aspects.platforms"
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
+#: What every platform says of itself, and as what.
+_IDENTITY = {
+    "_enum": PlatformEnum,
+    "device_name": str,
+    "device_type": str,
+    "capabilities": PlatformCapabilities,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class PlatformPlugin:
         """Import the plugin and ask it: its class's qualified name, or None where the hardware is absent."""
         try:
             answer = ask_within_bound(f"Platform plugin {self}", lambda: self.entry_point.load()())
-        except DetectionTimeoutError:
+        except (DetectionTimeoutError, ConfigError):
             raise
         except (Exception, SystemExit) as error:  # a plugin that exits does not end the engine unexplained
             raise PlatformError(
@@ -115,7 +123,7 @@ def resolve_qualified_name(name: str | type) -> type:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise PlatformError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise PlatformError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}.") from error
     if not isinstance(found, type):
         raise PlatformTypeError(f"{name!r} is a {type(found).__qualname__}, and a class is needed.")
     return found
@@ -230,7 +238,7 @@ def _detect(row: BuiltinPlatform) -> str | None:
 
         reason: str | None = ask_within_bound(f"Built-in platform {row.name!r}", row.detect)
         return reason
-    except DetectionTimeoutError:
+    except (DetectionTimeoutError, ConfigError):
         raise
     except Exception as error:
         raise PlatformError(
@@ -258,11 +266,18 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
             f"bases {bases}. Derive it from SRTPlatform."
         )
     try:
-        return cls()
+        platform = cls()
+        identity = {name: getattr(platform, name) for name in _IDENTITY}
     except (Exception, SystemExit) as error:
         raise PlatformError(
             f"{class_name} of {provider} failed while it was created: {type(error).__name__}: {error}"
         ) from error
+    for name, kind in _IDENTITY.items():
+        if not isinstance(identity[name], kind):
+            raise PlatformTypeError(
+                f"{class_name} of {provider}: {name} = {identity[name]!r}, and a {kind.__name__} is needed."
+            )
+    return platform
 
 
 def _distribution_of(point: importlib.metadata.EntryPoint) -> str:

@@ -279,6 +279,29 @@ def test_a_constructor_that_raises_names_the_class_and_its_package(site: Site) -
         assert part in error
 
 
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ('_enum = "OOT"', "_enum = 'OOT', and a PlatformEnum is needed"),
+        ("device_name = None", "device_name = None, and a str is needed"),
+        ("device_type = 5", "device_type = 5, and a str is needed"),
+        ("capabilities = dict(graph_capture=True)", "and a PlatformCapabilities is needed"),
+        ("def __new__(cls): return None", "failed while it was created"),
+    ],
+)
+def test_an_identity_of_the_wrong_type_is_told_when_it_is_chosen(site: Site, line: str, part: str) -> None:
+    site.install("acme", HERE.format("acme"), module=f"{GOOD}    {line}\n")
+    error = error_of(site.choose(), "PlatformError")
+    assert part in error
+    assert "acme_pkg.platform:Platform of plugin 'acme' of acme-dist 1.2" in error
+
+
+def test_a_faulty_setting_is_not_blamed_on_a_plugin(site: Site) -> None:
+    site.install("acme", ABSENT)
+    error = error_of(site.choose(SGL_ASPECTS_DETECT_SECONDS="soon"), "ConfigError")
+    assert error.startswith("SGL_ASPECTS_DETECT_SECONDS='soon'")
+
+
 def test_a_plugin_that_asks_for_the_platform_while_it_is_chosen(site: Site) -> None:
     site.install("acme", "from sgl_aspects.platforms import current_platform as c; return c.device_name")
     error = error_of(site.choose(), "PlatformError")

@@ -679,7 +679,7 @@ def test_no_lazy_module_is_woken(engine: Any, tmp_path: Path) -> None:
 
     class Proxying:
         @property
-        def __dict__(self) -> Any:
+        def __dict__(self) -> Any:  # type: ignore[override]
             raise AssertionError("the dictionary of what a proxy stands for was asked for")
 
     class ProxyingModule(Proxying, types.ModuleType):

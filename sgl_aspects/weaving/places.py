@@ -20,7 +20,7 @@ PROPERTY_PARTS = ("fget", "fset", "fdel")
 _EMPTY: dict[str, Any] = {}
 
 # Of every module, whatever its class says.
-_MODULE_NAMESPACE: Any = types.ModuleType.__dict__["__dict__"]
+_MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]
 
 
 @dataclass(frozen=True)
