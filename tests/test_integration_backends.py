@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +109,7 @@ def test_phoenix_holds_whole_traces(
     assert {span["parent_id"] for span in forwards} == set(runs)
 
 
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: apt-get install prometheus")
 def test_prometheus_scrapes_what_the_engine_does(model: Path, tmp_path: Path) -> None:
     port = free_port()
     sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)

@@ -21,6 +21,8 @@ import pytest
 
 from sgl_aspects.errors import ConfigError, EngineError, ModelLoadError, SchedulerDiedError
 from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.runtime.model_runner import ModelRunner
+from sgl_aspects.runtime.server_args import ServerArgs
 from tests.tiny_models import make_llama
 from tests.workers import own_an_engine
 
@@ -226,6 +228,12 @@ def expect_load_error(path: Path, message: str, **settings: Any) -> None:
     assert not scheduler_children()
 
 
+def expect_error_of_the_scheduler(error: type[Exception], path: Path, message: str, **settings: Any) -> None:
+    """What its process finds, without the process: ``test_configs_that_do_not_fit`` has one case with it."""
+    with pytest.raises(error, match=message):
+        ModelRunner(ServerArgs(str(path), **settings))
+
+
 def test_no_folder_and_wrong_files(tmp_path: Path) -> None:
     expect_load_error(tmp_path / "nowhere", "nowhere: it does not exist")
     expect_load_error(tmp_path, "holds neither config.json nor a GGUF file")
@@ -264,12 +272,6 @@ def edited_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"dtype": "float8"}, "float8"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported; known: default"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        (
-            {"vocab_size": 400},
-            r"'(lm_head|model.embed_tokens).weight' has shape \[\d+, 64\].*asks for \[400, 64\]",
-        ),
-        ({"num_hidden_layers": 4}, r"lacks model.layers.3.input_layernorm.weight,.* and 4 more"),
-        ({"num_hidden_layers": 2}, r"no place for: model.layers.2.input_layernorm.weight"),
         ({"attention_bias": True}, r"lacks model.layers.0.self_attn.k_proj.bias"),
     ],
 )
@@ -277,20 +279,35 @@ def test_configs_that_do_not_fit(folder: Path, tmp_path: Path, changes: dict[str
     expect_load_error(edited_config(folder, tmp_path, **changes), message)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vocab_size": 400},
+            r"'(lm_head|model.embed_tokens).weight' has shape \[\d+, 64\].*asks for \[400, 64\]",
+        ),
+        ({"num_hidden_layers": 4}, r"lacks model.layers.3.input_layernorm.weight,.* and 4 more"),
+        ({"num_hidden_layers": 2}, r"no place for: model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit(folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    expect_error_of_the_scheduler(ModelLoadError, edited_config(folder, tmp_path, **changes), message)
+
+
 def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     copy = edited_config(folder, tmp_path)
     shards = sorted(copy.glob("*.safetensors"))
     whole = shards[0].read_bytes()
     shards[0].write_bytes(whole[: len(whole) // 2])
-    expect_load_error(copy, f"{shards[0].name} cannot be read")
+    expect_error_of_the_scheduler(ModelLoadError, copy, f"{shards[0].name} cannot be read")
     shards[0].unlink()
-    expect_load_error(copy, f"names {shards[0].name}, which is not there")
+    expect_error_of_the_scheduler(ModelLoadError, copy, f"names {shards[0].name}, which is not there")
     (copy / "model.safetensors.index.json").write_text("{")
-    expect_load_error(copy, "index.json cannot be read as JSON")
+    expect_error_of_the_scheduler(ModelLoadError, copy, "index.json cannot be read as JSON")
     for file in (*copy.glob("*.safetensors"), copy / "model.safetensors.index.json"):
         file.unlink()
     (copy / "pytorch_model.bin").write_text("")
-    expect_load_error(copy, "pytorch_model.bin cannot be read: convert to safetensors")
+    expect_error_of_the_scheduler(ModelLoadError, copy, "pytorch_model.bin cannot be read: convert")
     (copy / "tokenizer.json").write_text("{}")
     expect_load_error(copy, "tokenizer.json cannot be read")
     (copy / "tokenizer.json").unlink()
@@ -300,12 +317,12 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
 
 
 def test_settings_that_the_model_or_machine_cannot_meet(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="attention_backend='magic': choose one of torch_native"):
-        Engine(model_path=folder, attention_backend="magic")
+    no_backend = "attention_backend='magic': choose one of torch_native"
+    expect_error_of_the_scheduler(ConfigError, folder, no_backend, attention_backend="magic")
+    no_room = "no room for a key-value cache of 100000000000 tokens"
+    expect_error_of_the_scheduler(ConfigError, folder, no_room, max_total_tokens=10**11)
     with pytest.raises(ConfigError, match="context_length=99999 is more than the 16384"):
         Engine(model_path=folder, context_length=99999)
-    with pytest.raises(ConfigError, match="no room for a key-value cache of 100000000000 tokens"):
-        Engine(model_path=folder, max_total_tokens=10**11)
     with pytest.raises(EngineError, match=r"did not load the model within 0\.01 s"):
         Engine(model_path=folder, startup_timeout=0.01)
     assert not scheduler_children()
