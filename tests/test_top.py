@@ -97,6 +97,7 @@ def test_the_screen(live: LiveRun, width: int) -> None:
     assert max(map(len, lines)) <= width
     assert "\x1b" not in text.replace("\x1b[0m", "")
     assert "slow·[31m one"[: 10 if width < 120 else 99] in text
+    assert "queue prefill decode" in text or width < 80
     rows = [line for line in lines if re.search(r"quick|slow|open ", line)]
     assert [re.search(r"\b(open|slow|quick)", row.split("█")[-1]).group() for row in rows] == [  # type: ignore[union-attr]
         "open",

@@ -174,8 +174,11 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
     table.add_column(justify="right", width=9, no_wrap=True)
     table.add_column(justify="right", width=6, no_wrap=True)
     table.add_column(width=id_width, no_wrap=True)
-    headings = ("time", "", "queue, prefill, decode", "1st token", "tokens", "request")
-    table.add_row(*(Text(heading, style="dim", overflow="ellipsis") for heading in headings))
+    phases_by_colour = Text(" ").join(Text(phase, style=STYLES[phase]) for phase in REQUEST_PHASES)
+    if width >= _WIDE:
+        phases_by_colour.append(" ░ elsewhere", style="dim")
+    headings = ("time", "", phases_by_colour, "1st token", "tokens", "request")
+    table.add_row(*(Text(text, style="dim") if isinstance(text, str) else text for text in headings))
     longest = max(found[0].seconds(now_ns), 1e-9)
     for request in found:
         phases = run.phases.get(request.id)
@@ -191,7 +194,7 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
         table.add_row(
             Text(duration(request.seconds(now_ns)), style="bold"),
             Text(state, style="red" if request.is_error else STYLES.get(state, "cyan")),
-            _bar(times, longest, bar_width),
+            _bar(times, request.seconds(now_ns), longest, bar_width),
             "" if first is None else duration(first),
             str(request.output_tokens) if request.end_ns else "",
             Text(one_line(request.id, id_width)),
@@ -199,14 +202,14 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
     return table
 
 
-def _bar(times: dict[str, float], longest: float, width: int) -> Text:
+def _bar(times: dict[str, float], seconds: float, longest: float, width: int) -> Text:
     text, reached, drawn = Text(), 0.0, 0
     for phase in REQUEST_PHASES:
         reached += times.get(phase, 0.0)
         cells = round(min(1.0, reached / longest) * width) - drawn
         text.append("█" * cells, style=STYLES[phase])
         drawn += cells
-    return text
+    return text.append("░" * (round(seconds / longest * width) - drawn), style="dim")
 
 
 def spark(values: Sequence[float], top: float | None = None) -> str:
