@@ -29,7 +29,7 @@ ARGUMENTS = {
     "--context-length": "1024",
     "--log-level": "warning",
 }
-SWITCHES = ("--disable-cuda-graph", "--enable-cache-report")
+SWITCHES: tuple[str, ...] = ("--disable-cuda-graph", "--enable-cache-report")
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.aspects.options import AspectOptions
-from sgl_aspects.tracing.context import OpenSpan, open_span
+from sgl_aspects.tracing.context import Opened, open_span
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from tests.stand_ins import Engine
@@ -56,7 +56,7 @@ class Memory:
     def spans(self, type: SpanType) -> SpanWriter:
         return lambda *fields, **named: self.ended.append(SpanEnd(type, *fields, **named))
 
-    def begin(self, type: SpanType, span_id: int, root_id: int, *_: Any) -> OpenSpan:
+    def begin(self, type: SpanType, span_id: int, root_id: int, *_: Any) -> Opened:
         return open_span(root_id, span_id)
 
     def named(self, name: str) -> list[SpanEnd]:

@@ -136,7 +136,7 @@ def test_the_aspect_asks_the_sampler() -> None:
         def write(self, event: RequestBegin) -> None:
             self.events.append(event)
 
-        def begin(self, *_: object) -> context.OpenSpan:
+        def begin(self, *_: object) -> context.Opened:
             return context.open_span(1, 1)
 
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}

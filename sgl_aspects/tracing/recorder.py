@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sgl_aspects.tracing.context import OpenSpan, TraceContext
+from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
 
@@ -58,7 +58,7 @@ class Recorder(Protocol):
         parent_id: int,
         start_ns: int,
         trace: TraceContext | None = None,
-    ) -> OpenSpan:
+    ) -> Opened:
         """A span that this process will record has begun: it is current until ``context.close_span``.
 
         ``trace``: that of the root, for what belongs to a request.

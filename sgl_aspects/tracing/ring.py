@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.context import OpenSpan, TraceContext, open_span
+from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
@@ -151,7 +151,7 @@ class RingRecorder:
         parent_id: int,
         start_ns: int,
         trace: TraceContext | None = None,
-    ) -> OpenSpan:
+    ) -> Opened:
         return open_span(root_id, span_id, trace)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
-from sgl_aspects.tracing.context import OpenSpan, TraceContext, open_span
+from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
@@ -82,7 +82,7 @@ class SdkRecorder:
         parent_id: int,
         start_ns: int,
         trace: TraceContext | None = None,
-    ) -> OpenSpan:
+    ) -> Opened:
         with self._lock:
             span = self._open.get(span_id)
             if span is None:

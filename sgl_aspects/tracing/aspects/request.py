@@ -200,7 +200,7 @@ class RequestAspect:
         live.detokenize_busy += live.detokenize_end - start_ns
         live.detokenize_calls += 1
 
-    def _open(self, type: SpanType, live: _Live, span_id: int, start_ns: int) -> context.OpenSpan:
+    def _open(self, type: SpanType, live: _Live, span_id: int, start_ns: int) -> context.Opened:
         """The request itself or a child of it is current while the function runs."""
         root = live.span_id
         parent_id = 0 if span_id == root else root
