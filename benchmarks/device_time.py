@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_decode import SHAPE, write_model
-from benchmarks.levels import interval
+from benchmarks.turns import interval
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.messages import TokenizedRequest

@@ -1,124 +1,126 @@
 """What tracing costs an engine with a real small model, at each level: python -m benchmarks.levels [MINUTES].
 
-One traced engine whose level is changed live, so that nothing else differs, and two that were never traced:
-what these two differ by is what two processes that do the same differ by. They work in turns of half a
-second (see :mod:`.turns`). The engines compute on one processor, as one does whose model runs on an
-accelerator, and start anew several times. The collector exports over OTLP at once, so that what it does in
-a turn belongs to that turn.
+One engine that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`): its
+level is changed live, so that nothing else differs. The collector, which exports over OTLP, is stopped while
+the level is 0: what it has to do for a level is done in that level's turns. The engine computes on one
+processor, as one does whose model runs on an accelerator.
+
+"attached" compares level 0 with hooks and level 0 without any, each function the engine's own again;
+"nothing" compares level 0 with itself: its distance from 0 is noise.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
 from benchmarks.receiver import receiver
 from benchmarks.spans import processor_seconds
-from benchmarks.turns import cycles, interval, more, ratios
+from benchmarks.switch import Switch
+from benchmarks.turns import alternate, more
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import ring_format
 from sgl_aspects.tracing.control import Control, write_control
-from sgl_aspects.tracing.session import attach
+from sgl_aspects.tracing.session import TraceSession, attach
 
-UNTRACED, CONTROL = "untraced", "untraced too"
-SETTINGS = (UNTRACED, CONTROL, "0", "1", "2", "3", "4")
-RESTARTS, REQUESTS, SETTLING, TOKENS = 4, 2, 6, 12
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+NOTHING, ATTACHED = "nothing", "attached"
+SUBJECTS = (NOTHING, ATTACHED, "1", "2", "3", "4")
+SECONDS = 8  # of one subject before the next
+TOKENS = 200
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "500"}
 
 
-class Costs:
-    """Of all restarts: each cycle's seconds by setting, and the processor time of the collector by level."""
+class Subject:
+    """The ratios of a step with it to without, and the collector's share of a processor meanwhile."""
 
     def __init__(self) -> None:
-        self.restarts: list[list[dict[str, float]]] = []
-        self.collector: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
-
-    @property
-    def cycles(self) -> list[dict[str, float]]:
-        return [cycle for restart in self.restarts for cycle in restart]
-
-    def of_processes(self, setting: str) -> list[float]:
-        """The ratios to an untraced engine of one start."""
-        return [statistics.median(ratios(found, setting, UNTRACED)) for found in self.restarts]
+        self.ratios: list[float] = []
+        self.collector: list[float] = []
 
 
-@contextmanager
-def turn(costs: Costs) -> Iterator[Callable[[str], float]]:
-    """Three new engines, and what gives the seconds of a batch with one setting."""
-    model = ensure_model()
-    with (
-        receiver() as url,
-        Engine(model_path=model, max_total_tokens=4096) as untraced,
-        Engine(model_path=model, max_total_tokens=4096) as control,
-        attach(level=4, endpoint=url + "/levels") as session,
-        Engine(model_path=model, max_total_tokens=4096) as traced,
-    ):
-        traced.generate("warm", SamplingParams(max_new_tokens=2))
-        (ring,) = Path(session.run_folder).glob(f"{traced.scheduler_pid}-*.ring")
-        collector = session.collector_process_id or 0
+class Traced:
+    """An engine at work, and what switches tracing on and off in it."""
 
-        def seconds(setting: str) -> float:
-            level = int(setting) if setting.isdecimal() else 0
-            engine = traced if setting.isdecimal() else control if setting == CONTROL else untraced
-            write_control(ring, Control(level, 4))
+    def __init__(self, engine: Engine, session: TraceSession, switch: Switch) -> None:
+        self._engine, self._session, self._switch = engine, session, switch
+        self.collector = session.collector_process_id or 0
+        (self._ring,) = Path(session.run_folder).glob(f"{engine.scheduler_pid}-*.ring")
+
+    def be(self, subject: str, is_on: bool) -> None:
+        if subject == ATTACHED:
+            self._switch.turn(is_on)
+        elif subject != NOTHING:
+            level = int(subject) if is_on else 0
+            write_control(self._ring, Control(level, 4))
             # This process's own: opening the file would give its lock up.
-            session.recorder._words[ring_format.WORD_LEVEL] = level  # type: ignore[union-attr]
-            _generate(engine, SETTLING)  # what the turn before has left to do is done
-            busy, start = processor_seconds(collector), time.perf_counter()
-            _generate(engine, TOKENS)
-            took = time.perf_counter() - start
-            costs.collector[setting].append((processor_seconds(collector) - busy) / took)
-            return took
+            self._session.recorder._words[ring_format.WORD_LEVEL] = level  # type: ignore[union-attr]
+            os.kill(self.collector, signal.SIGCONT if is_on else signal.SIGSTOP)
 
-        for setting in SETTINGS:
-            seconds(setting)
-        yield seconds
-
-
-def _generate(engine: Engine, tokens: int) -> None:
-    engine.generate(["Once upon a time"] * REQUESTS, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+    def steps(self) -> Generator[float, None, None]:
+        """The seconds from one token to the next."""
+        while True:
+            before = 0.0
+            sampling = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
+            for _ in self._engine.stream("Once upon a time", sampling):
+                now = time.perf_counter()
+                if before:
+                    yield now - before
+                before = now
 
 
-def measure(minutes: float) -> Costs:
-    os.environ.update(ENVIRONMENT)
-    costs = Costs()
-    for _ in range(RESTARTS):
-        with turn(costs) as seconds:
-            costs.restarts.append(cycles(SETTINGS, minutes * 60 / RESTARTS, seconds))
-    return costs
+def measure(minutes: float) -> tuple[dict[str, Subject], float]:
+    """By subject; and the milliseconds of a step."""
+    found = {subject: Subject() for subject in SUBJECTS}
+    with tempfile.TemporaryDirectory() as folder, receiver() as url:
+        switch = Switch(Path(folder))
+        os.environ.update(ENVIRONMENT | switch.environment)
+        sys.path.insert(0, folder)
+        with (
+            attach(level=4, endpoint=url + "/levels") as session,
+            Engine(model_path=ensure_model(), max_total_tokens=4096) as engine,
+        ):
+            engine.generate("warm", SamplingParams(max_new_tokens=2))
+            traced = Traced(engine, session, switch)
+            steps = traced.steps()
+            traced.be("1", False)
+            step = statistics.median(next(steps) for _ in range(50))
+            end = time.monotonic() + minutes * 60
+            while time.monotonic() < end:
+                for name in random.sample(SUBJECTS, len(SUBJECTS)):
+                    busy, start = processor_seconds(traced.collector), time.monotonic()
+                    found[name].ratios += alternate(steps, partial(traced.be, name), SECONDS)
+                    spent = processor_seconds(traced.collector) - busy
+                    found[name].collector.append(2 * spent / (time.monotonic() - start))
+                    traced.be("1", False)
+                    traced.be(ATTACHED, True)
+            steps.close()
+            os.kill(traced.collector, signal.SIGCONT)
+    return found, step * 1e3
 
 
 def table(minutes: float = 5) -> str:
-    """One row a level: how much longer the same work takes."""
-    costs = measure(minutes)
-    found = costs.cycles
-    step = statistics.median(cycle["0"] for cycle in found) / 2 / (TOKENS + 1) * 1e3
+    """One row a subject: how much longer a step takes."""
+    found, step = measure(minutes)
     lines = [
-        f"{REQUESTS} requests, {step:.0f} ms a step, {len(found)} cycles, {RESTARTS} starts of the engines.",
+        f"A step of {step:.0f} ms; {len(found['3'].ratios)} pairs of turns a level.",
         "",
-        "| level | time | collector, of one processor |",
+        "| level | time of a step | collector, of one processor |",
         "| --- | --- | --- |",
     ]
-    for name, setting in (("an untraced engine, against another", CONTROL), ("0, against untraced", "0")):
-        _, middle, _ = interval(costs.of_processes(setting))
-        low, high = min(costs.of_processes(setting)), max(costs.of_processes(setting))
-        cell = f"{100 * (middle - 1):+.2f} % ({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f}, by start)"
-        lines.append(f"| {name} | {cell} | {_share(costs, setting)} |")
-    for level in ("1", "2", "3", "4"):
-        cell = more(ratios(found, level, "0"))
-        lines.append(f"| {level}, against 0 | {cell} | {_share(costs, level)} |")
+    for name, subject in found.items():
+        collector = 100 * statistics.fmean(subject.collector)
+        lines.append(f"| {name} | {more(subject.ratios)} | {collector:.1f} % |")
     return "\n".join(lines)
-
-
-def _share(costs: Costs, setting: str) -> str:
-    return f"{100 * statistics.fmean(costs.collector[setting]):.2f} %"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A backend on loopback, in a process of its own, that counts the spans it is sent.
 
-python -m benchmarks.receiver prints its port. POST /NAME/v1/traces takes OTLP, GET / tells the counts by name
-as JSON; whatever else is posted (ddtrace speaks to an agent of its own kind) is answered and not counted.
+python -m benchmarks.receiver PORT well|slow|refusing prints its port. POST /NAME/v1/traces takes OTLP, GET /
+tells the counts by name as JSON; whatever else is posted (ddtrace speaks to an agent of its own kind) is
+answered and not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from benchmarks.turns import step_aside
 
 counts: collections.Counter[str] = collections.Counter()
+state = "well"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -30,6 +33,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if state == "slow":
+            time.sleep(2)
+        if state == "refusing":
+            self.send_error(503)
+            return
         name, _, rest = self.path.lstrip("/").partition("/")
         if rest == "v1/traces":
             message = ExportTraceServiceRequest.FromString(body)
@@ -53,14 +61,21 @@ class _Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+def start(port: int = 0, state: str = "well") -> tuple[subprocess.Popen[str], int]:
+    """A running receiver and its port, 0 for any that is free. ``state``: well, slow or refusing."""
+    command = [sys.executable, "-m", "benchmarks.receiver", str(port), state]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
 @contextmanager
 def receiver() -> Iterator[str]:
     """A running receiver's URL."""
-    command = [sys.executable, "-m", "benchmarks.receiver"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    process, port = start()
+    with process:
         try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()
 
@@ -74,6 +89,7 @@ def counted(url: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     step_aside()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    port, state = int(sys.argv[1] if sys.argv[1:] else 0), sys.argv[2] if sys.argv[2:] else "well"
+    server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

@@ -1,4 +1,4 @@
-"""Comparing settings on a machine that others disturb: in turns, again and again."""
+"""Comparing an engine's steps with and without something, on a machine that others disturb."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
-
-Setting = TypeVar("Setting")
 
 
-def cycles(
-    settings: Sequence[Setting], seconds: float, measure: Callable[[Setting], float]
-) -> list[dict[Setting, float]]:
-    """For so many seconds: cycles in which each setting is measured twice, and both are added up.
+def alternate(
+    steps: Iterator[float], switch: Callable[[bool], None], seconds: float, *, skip: int = 1, count: int = 5
+) -> list[float]:
+    """What a step with it takes, as a ratio to the steps right before and after without it; many times.
 
-    The order is another one in each cycle, and goes forth and back: what makes the machine slower or faster
-    in the meantime changes all settings alike.
+    ``steps`` gives the seconds of a step, forever. It is switched every few steps, the disturbed first ones
+    left out: a machine that gets slower or faster for a while does so for all three parts of a ratio.
     """
-    found: list[dict[Setting, float]] = []
+
+    def turn(is_on: bool) -> float:
+        switch(is_on)
+        for _ in range(skip + random.randrange(2)):  # no rhythm that something else may have, too
+            next(steps)
+        return statistics.fmean(next(steps) for _ in range(count))
+
+    found: list[float] = []
     end = time.monotonic() + seconds
+    before = turn(False)
     while time.monotonic() < end:
-        order = random.sample(settings, len(settings))
-        first = {setting: measure(setting) for setting in order}
-        found.append({setting: first[setting] + measure(setting) for setting in reversed(order)})
+        during, after = turn(True), turn(False)
+        found.append(2 * during / (before + after))
+        before = after
     return found
-
-
-def ratios(found: Sequence[dict[Setting, float]], setting: Setting, base: Setting) -> list[float]:
-    """Of each cycle."""
-    return [cycle[setting] / cycle[base] for cycle in found]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

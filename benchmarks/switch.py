@@ -1,0 +1,54 @@
+"""Tracing's hooks, taken off every process of a live engine and put on again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+# In each process of the engine: a thread that follows the file, and says when it has.
+_PLUGIN = """
+import os, threading, time
+from sgl_aspects.weaving.faces import weaver
+
+def follow():
+    path, known = os.environ["SWITCH"], "on"
+    while os.path.exists(path):
+        with open(path) as file:
+            wanted = file.read()
+        if wanted != known:
+            known = wanted
+            traced = [a for a in weaver.advices if a.source and a.source.plugin_name == "tracing"]
+            weaver.set_enabled(traced, wanted == "on")
+        with open(f"{path}.{os.getpid()}", "w") as file:
+            file.write(known)
+        time.sleep(0.02)
+
+def activate():
+    threading.Thread(target=follow, daemon=True).start()
+"""
+
+
+class Switch:
+    """A plugin in ``folder``; processes with ``environment`` have it. Begins with the hooks on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "switch"
+        self._file.write_text("on")
+        (folder / "follow_switch.py").write_text(_PLUGIN)
+        info = folder / "follow_switch-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: follow-switch\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nswitch = follow_switch:activate\n")
+        path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        self.environment = {"PYTHONPATH": path, "SWITCH": str(self._file)}
+
+    def turn(self, is_on: bool) -> None:
+        """Returns when every process has done it."""
+        wanted = "on" if is_on else "off"
+        self._file.write_text(wanted)
+        deadline = time.monotonic() + 10
+        while any(told.read_text() != wanted for told in self._file.parent.glob("switch.*")):
+            if time.monotonic() > deadline:
+                raise TimeoutError("not every process of the engine has followed the switch")
+            time.sleep(0.005)
