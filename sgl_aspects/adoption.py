@@ -1,9 +1,9 @@
 """SGLang's other plugins: the hooks that they register with SGLang's registry are woven by ours.
 
 SGLang applies a hook by importing its target and setting one attribute. With ours in its place nothing is
-imported, and copies are found wherever they are. The registry keeps what it was told: ``_hooks`` as they were
-registered, ``_patched`` with the targets that are taken care of; ``reset()`` takes the hooks away, too.
-``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
+imported, and copies are found wherever they are. To whoever asks it, SGLang's registry is as before: what it
+refuses, forgets, warns of and lists as patched is the same, and a hook gets its arguments as they were
+written. ``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
 import wrapt
 
 from sgl_aspects import bootstrap, env
-from sgl_aspects.errors import AspectsError
+from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving.faces import HookRegistry, weaver
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State
 from sgl_aspects.weaving.targets import Target
@@ -26,11 +27,14 @@ from sgl_aspects.weaving.targets import Target
 logger = logging.getLogger("sgl_aspects")
 
 _MODULE = "sglang.srt.plugins.hook_registry"
+# What goes wrong with a hook is told where its author looks for it.
+_their_logger = logging.getLogger(_MODULE)
 
-# What SGLang's registry holds of a hook, and ours; None for one that can be none of ours.
-Entry = tuple[Any, "Advice | None"]
-# By registry (SGLang has a second one for diffusion models) and target.
-_adopted: dict[type, dict[str, list[Entry]]] = {}
+# What SGLang's registry holds of a hook: its type, the hook, its source.
+Entry = tuple[Any, Any, Any]
+# By registry (SGLang has a second one for diffusion models) and target, what we made of its entries. What a
+# registry has forgotten since is still here, because it still is in place.
+_adopted: dict[type, dict[str, list[tuple[Entry, Advice]]]] = {}
 _is_asked = False
 
 
@@ -56,80 +60,138 @@ def reach_children() -> None:
 
 def _take_over(module: Any) -> None:
     registry: Any = getattr(module, "HookRegistry", None)
-    lacking = [name for name in ("_hooks", "_patched", "apply_hooks", "reset") if not hasattr(registry, name)]
+    lacking = [name for name in ("_hooks", "_patched", "apply_hooks") if not hasattr(registry, name)]
     if lacking:
         logger.warning(
             "SGLang's hook registry has no %s in this version: hooks of other plugins are left to SGLang",
             ", ".join(lacking),
         )
         return
-    # Its two methods are set, and not woven: nobody holds them, and looking for holders takes its time.
-    forget = registry.reset.__func__
-
-    def reset(registry: Any) -> None:
-        _give_up(registry)
-        forget(registry)
-
+    # Set, and not woven: nobody holds these methods, and looking for holders takes its time.
     registry.apply_hooks = classmethod(_apply_hooks)
-    registry.reset = classmethod(reset)
+    if hasattr(registry, "is_hook_applied"):  # in SGLang after 0.5.23
+        registry.is_hook_applied = classmethod(_is_hook_applied_by(registry.is_hook_applied.__func__))
 
 
 def _apply_hooks(registry: Any) -> None:
-    """In place of SGLang's: everything that is registered, but what SGLang had applied before we came."""
+    """In place of SGLang's: the hooks of every target that it does not list as patched."""
     adopted = _adopted.setdefault(registry, {})
-    fresh = [
-        (target, entry)
-        for target, entries in registry._hooks.items()
-        if target in adopted or target not in registry._patched
-        for entry in entries
-        if not any(entry is known for known, _ in adopted.get(target, ()))
-    ]
-    for target, entry in fresh:
-        advice = _advice(target, *entry)
-        adopted.setdefault(target, []).append((entry, advice))
-        if advice is not None:
-            HookRegistry.adopt(advice)
+    fresh = {name: list(found) for name, found in registry._hooks.items() if name not in registry._patched}
+    faults: dict[str, AspectsError] = {}
+    for target, entries in fresh.items():
+        try:
+            advices = [_advice(target, *entry) for entry in entries]
+        except AspectsError as error:
+            faults[target] = error
+            continue
+        before = adopted.get(target, [])
+        # What failed before is tried anew. A registry that was reset has forgotten its hooks and left them in
+        # place: a REPLACE hook covers them.
+        covers = any(advice.hook_type is HookType.REPLACE for advice in advices)
+        gone = [pair for pair in before if covers or _holds(entries, pair[0])]
+        HookRegistry.disown(advice for _, advice in gone)
+        adopted[target] = [pair for pair in before if pair not in gone] + list(zip(entries, advices))
+        HookRegistry.adopt(advices)
     HookRegistry.apply_hooks()
-    registry._patched.update(target for target, entries in adopted.items() if any(map(_is_in_place, entries)))
-    if fresh:
-        logger.info("adopted %d hooks of other SGLang plugins", len(fresh))
+    for target, entries in fresh.items():
+        mine = [advice for entry, advice in adopted.get(target, ()) if _holds(entries, entry)]
+        fault = faults.get(target) or next(filter(None, map(_fault, mine)), None)
+        if fault is None:
+            registry._patched.add(target)
+        else:
+            # All of them or none, as in SGLang; they stay in the report.
+            weaver.set_enabled([advice for advice in mine if advice.state is State.WOVEN], False)
+            _their_logger.error("Failed to apply hooks to %s: %s", target, fault)
+    for target in fresh.keys() & registry._patched:
+        _tell(registry, target, fresh[target])
 
 
-def _give_up(registry: Any) -> None:
-    for entries in _adopted.pop(registry, {}).values():
-        for _, advice in entries:
-            if advice is not None:
-                HookRegistry.disown(advice)
+def _holds(entries: list[Entry], entry: Entry) -> bool:
+    return any(entry is other for other in entries)
 
 
-def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice | None:
+def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice:
     try:
         ours = HookType(hook_type.value)
-        return Advice(Target.parse(target), ours, hook, source=HookSource(*source) if source else None)
-    except AspectsError as fault:
-        logger.warning("hook %r of %s is not woven: %s", hook, source, fault)
-        return None
+    except (AttributeError, ValueError):
+        raise HookError(f"{target}: {hook_type!r} is no HookType") from None
+    origin = HookSource(*source) if source else None
+    return Advice(Target.parse(target), ours, hook, source=origin, as_called=True)
 
 
-def _is_in_place(entry: Entry) -> bool:
-    """Whether SGLang would count the target as patched; one that waits for its module will be."""
-    _, advice = entry
-    if advice is None or advice.state in (State.MISSING, State.FAILED):
-        return False
-    return advice.state is not State.PENDING or _has_module(str(advice.target))
+def _fault(advice: Advice) -> HookError | None:
+    """Why SGLang would not count the hook as applied; one that waits for its module will be."""
+    if advice.state in (State.MISSING, State.FAILED):
+        return HookError(advice.detail)
+    if advice.state is State.PENDING and not _has_module(str(advice.target).replace(":", ".")):
+        return HookError("there is no such module")
+    return None
 
 
 def _has_module(target: str) -> bool:
-    """Whether there is a module to wait for: what follows it may be ``function`` or ``Class.method``.
+    """Whether there is a module to wait for.
 
     Nothing is imported for that, so that what a package makes up when it is asked is not known.
     """
     first, *rest = target.split(".")
-    spec = importlib.util.find_spec(first)
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # somebody made the module by hand
+        return True
     while spec is not None and spec.submodule_search_locations is not None and rest:
         # By its last name: of a dotted one the finder may want the parent imported.
         inner = PathFinder.find_spec(rest[0], list(spec.submodule_search_locations))
         if inner is None:
             break
         spec, rest = inner, rest[1:]
-    return spec is not None and 1 <= len(rest) <= 2
+    # In a package itself there may be `function` or `Class.method`; deeper paths miss a module.
+    deepest = 2 if spec is not None and spec.submodule_search_locations is not None else len(rest)
+    return spec is not None and 1 <= len(rest) <= deepest
+
+
+def _is_hook_applied_by(original: Callable[..., bool]) -> Callable[..., bool]:
+    def is_hook_applied(registry: Any, target: str, hook: Any, *args: Any, **kwargs: Any) -> bool:
+        adopted = _adopted.get(registry, {}).get(target)
+        if target not in registry._patched or not adopted:
+            return original(registry, target, hook, *args, **kwargs)
+        hook_type = next(iter([*args, *kwargs.values()]), HookType.AFTER)
+        entries = registry._hooks.get(target, [])
+        return any(
+            entry[1] is hook and advice.hook_type.value == hook_type.value and _holds(entries, entry)
+            for entry, advice in adopted
+        )
+
+    return is_hook_applied
+
+
+# -- what SGLang says of hooks that get into each other's way --------------------------------------------
+
+
+def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
+    types = [hook_type.value for hook_type, *_ in entries]
+    sources = ", ".join(dict.fromkeys(_named(source) for *_, source in entries))
+    owner, _, name = target.rpartition(".")
+    classes = [hook for _, hook, _ in registry._hooks.get(owner, ()) if isinstance(hook, type)]
+    if "replace" in types and classes and owner in registry._patched and name in vars(classes[-1]):
+        _their_logger.warning(
+            "Method REPLACE on '%s' (from: %s) will override %s of %s, which replaces '%s'. Use AROUND to "
+            "wrap it, or change that class.",
+            target,
+            sources,
+            name,
+            classes[-1].__name__,
+            owner,
+        )
+    if types.count("around") > 1:
+        _their_logger.warning(
+            "Multiple AROUND hooks on '%s' (%d, from: %s): one that does not call original_fn leaves out "
+            "those below it.",
+            target,
+            types.count("around"),
+            sources,
+        )
+    _their_logger.info("Applied %d hook(s) to %s (from: %s)", len(entries), target, sources)
+
+
+def _named(source: Any) -> str:
+    return str(HookSource(*source)) if source else "unknown"

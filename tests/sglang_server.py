@@ -30,6 +30,8 @@ ARGUMENTS = {
     "--log-level": "warning",
 }
 SWITCHES: tuple[str, ...] = ("--disable-cuda-graph", "--enable-cache-report")
+LAUNCH = (sys.executable, "-m", "sglang.launch_server", "--model-path")
+SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 @dataclass
@@ -153,21 +155,29 @@ class Server:
 
 @contextmanager
 def serve(
-    model: Path, log: Path, *, prefix: Sequence[str] = (), environment: dict[str, str] | None = None
+    model: Path,
+    log: Path,
+    *,
+    prefix: Sequence[str] = (),
+    command: Sequence[str] = LAUNCH,
+    more: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
-    """SGLang, unmodified, with ``prefix`` before its command; all of its processes are gone afterwards."""
+    """SGLang, unmodified, with ``prefix`` before its command; all of its processes are gone afterwards.
+
+    :param command: up to the model's path; the options of every server come after it, then ``more``.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--served-model-name", "mini", "--port", str(port), *SWITCHES]
-    command += [word for pair in ARGUMENTS.items() for word in pair]
+    words = [*prefix, *command, str(model), "--served-model-name", "mini", "--port", str(port), *SWITCHES]
+    words += [word for pair in ARGUMENTS.items() for word in pair] + list(more)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL_ASPECTS", "OTEL_"))}
     settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            words,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**clean, **settings, **(environment or {})},

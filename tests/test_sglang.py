@@ -12,17 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
 from sgl_aspects import process_reports
-from tests import sglang_server
 from tests.otlp_receiver import Receiver, Span, http_receiver
 from tests.sglang_models import make_mini
-from tests.sglang_server import Answer, Server, serve
+from tests.sglang_server import SGLANG_SERVE, Answer, Server, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -158,7 +156,7 @@ def install(folder: Path, name: str, code: str, group: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Under `sgl-aspects run`, on another vendor's platform: tracing at level 3, and hooks."""
+    """`sgl-aspects run -- sglang serve`, on another vendor's platform: tracing at level 3, and hooks."""
     folder = tmp_path_factory.mktemp("run")
     hooked = folder / "hooked"
     hooked.touch()
@@ -172,7 +170,9 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             "SGLANG_PLATFORM": "acme",
             "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         }
-        with serve(model, folder / "log", prefix=command, environment=environment) as server:
+        with serve(
+            model, folder / "log", prefix=command, command=SGLANG_SERVE, environment=environment
+        ) as server:
             assert server.get("/get_model_info") == 200
             # Twice, so that the second time the prompts are in the prefix cache.
             server.chats(PROMPTS, [{}] * len(PROMPTS))
@@ -420,21 +420,20 @@ def test_greedy_answers_are_the_same_with_nothing_attached(run: Run, model: Path
     assert all(same), f"{same.count(False)} of {len(same)} differ"
 
 
-def test_several_workers_and_replicas_beside_sglangs_own_tracing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the entry point alone: two HTTP workers, two schedulers, and SGLang's spans in the same traces."""
+def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tmp_path: Path) -> None:
+    """`sglang serve`, the entry point alone: two HTTP workers and schedulers, SGLang's spans beside ours."""
     with http_receiver() as receiver:
         more = ["--tokenizer-worker-num", "2", "--dp-size", "2", "--enable-trace"]
         more += ["--otlp-traces-endpoint", f"{receiver.endpoint}/v1/traces"]
-        monkeypatch.setattr(sglang_server, "SWITCHES", (*sglang_server.SWITCHES, *more))
         environment = {
             "SGL_ASPECTS_TRACE": "2",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
         }
-        with serve(model, tmp_path / "log", environment=environment) as server:
+        with serve(
+            model, tmp_path / "log", command=SGLANG_SERVE, more=more, environment=environment
+        ) as server:
             server.chats(PROMPTS[:8], [parent(number) for number in range(8)])
             ids = {trace_id(number) for number in range(8)}
             receiver.wait_for(
@@ -647,83 +646,6 @@ def test_sglangs_own_plugin_loader_activates_once_and_imports_nothing_of_sglang(
         "tracing": asked,
         "torch": False,
     }
-
-
-ADOPTION = """
-import json, sys
-from sglang.srt import plugins
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-import sgl_aspects as aspects
-
-def around(original_fn, *args, **kwargs):
-    return original_fn(*args, **kwargs)
-
-late, known, missing = (
-    "sglang.srt.layers.rotary_embedding.factory.get_rope",
-    "sglang.srt.plugins._get_excluded_dists",
-    "sglang.srt.environ.nothing",
-)
-source = HookSource("neighbour", "neighbour-dist")
-for target in (late, known, missing):
-    HookRegistry.register(target, around, HookType.AROUND, source=source)
-before = set(sys.modules)
-plugins.load_plugins()
-answer = {
-    "patched": sorted(HookRegistry._patched),
-    "registered": sorted(HookRegistry._hooks),
-    "states": {hook.target: hook.state.value for hook in aspects.report().hooks},
-    "sources": [list(hook.source) for hook in aspects.report().hooks],
-    "imported": [name for name in set(sys.modules) - before if name.startswith("sglang")],
-}
-# SGLang drops a second hook on a target that it has patched.
-HookRegistry.register(known, lambda original_fn, *args: "changed", HookType.AROUND)
-HookRegistry.apply_hooks()
-answer["second"] = plugins._get_excluded_dists()
-HookRegistry.reset()
-answer["after reset"] = [len(aspects.report().hooks), len(HookRegistry._patched), len(HookRegistry._hooks)]
-answer["original"] = plugins._get_excluded_dists() == set()
-print(json.dumps(answer, default=list))
-"""
-
-
-def run_script(script: str, folder: Path, **settings: str) -> Any:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL", "OTEL_"))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env={**clean, **settings},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_hooks_of_other_plugins_are_ours_and_sglangs_registry_still_answers(tmp_path: Path) -> None:
-    late, known = (
-        "sglang.srt.layers.rotary_embedding.factory.get_rope",
-        "sglang.srt.plugins._get_excluded_dists",
-    )
-    missing = "sglang.srt.environ.nothing"
-    answer = run_script(ADOPTION, tmp_path)
-    assert answer["patched"] == [late, known]  # the first one as soon as its module is there
-    assert answer["registered"] == sorted([late, known, missing])
-    assert answer["states"] == {late: "pending", known: "woven", missing: "missing"}
-    assert answer["sources"] == [["neighbour", "neighbour-dist"]] * 3
-    assert answer["imported"] == []
-    assert answer["second"] == "changed"
-    assert answer["after reset"] == [0, 0, 0]
-    assert answer["original"]
-
-
-def test_adoption_can_be_declined(tmp_path: Path) -> None:
-    answer = run_script(ADOPTION, tmp_path, SGL_ASPECTS_ADOPT="0")
-    assert answer["states"] == {}
-    assert len(answer["patched"]) == 2
-    assert answer["imported"]
-    assert answer["second"] != "changed"
 
 
 def test_the_platform_answers_what_the_installed_sglang_asks() -> None:

@@ -169,6 +169,20 @@ def test_a_replace_has_its_own_defaults(engine: Any) -> None:
         engine.f(1)
 
 
+def test_a_hook_may_ask_for_the_arguments_as_they_were_written(engine: Any) -> None:
+    seen: list[Any] = []
+    written = aspects.Advice(
+        aspects.Target.parse("engine:f"),
+        HookType.BEFORE,
+        lambda *args, **kwargs: seen.append((args, kwargs)),
+        as_called=True,
+    )
+    with aspects.woven(written):
+        assert (engine.f(1), engine.f(1, 3), engine.f(b=4, a=1)) == (3, 4, 5)
+        assert str(inspect.signature(engine.f)) == "(a, b=2)"
+    assert seen == [((1,), {}), ((1, 3), {}), ((), {"b": 4, "a": 1})]
+
+
 def test_a_replace_may_be_any_callable(engine: Any) -> None:
     for replacement, result in ((max, 5), (C_ADD(3).__call__, 9), (C_ADD(4), 10)):
         with aspects.woven(advice("engine:f", HookType.REPLACE, replacement)):

@@ -237,15 +237,16 @@ class HookRegistry:
             weaver.add([advice], strict=required)
 
     @classmethod
-    def adopt(cls, advice: Advice) -> None:
-        """Register a hook that is made already. It takes effect with :meth:`apply_hooks`."""
-        cls._advices.append(advice)
+    def adopt(cls, advices: Iterable[Advice]) -> None:
+        """Register hooks that are made already. They take effect with :meth:`apply_hooks`."""
+        cls._advices += advices
 
     @classmethod
-    def disown(cls, advice: Advice) -> None:
-        """Take this very hook away."""
-        weaver.remove([advice])
-        cls._advices = [other for other in cls._advices if other is not advice]
+    def disown(cls, advices: Iterable[Advice]) -> None:
+        """Take these very hooks away."""
+        gone = list(advices)
+        weaver.remove(gone)
+        cls._advices = [advice for advice in cls._advices if advice not in gone]
 
     @classmethod
     def apply_hooks(cls) -> None:

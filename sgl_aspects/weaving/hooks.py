@@ -98,6 +98,7 @@ class Advice:
 
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
     :param required: the process stops, with a message that says why, if the target turns out to be missing.
+    :param as_called: the hook gets the arguments as the caller wrote them, with no default filled in.
     """
 
     target: Target
@@ -106,6 +107,7 @@ class Advice:
     order: int = 0
     source: HookSource | None = None
     required: bool = False
+    as_called: bool = False
     enabled: bool = True
     errors: int = 0
     state: State = State.REMOVED

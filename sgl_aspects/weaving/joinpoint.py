@@ -103,7 +103,7 @@ class JoinPoint:
         self.woven.steer(
             self._head,
             tuple(self._observing(advice) for advice in observers),
-            signature=self._accepted(replaces[-1].hook) if replaces else None,
+            signature=self._accepted(active, replaces),
             compiling=compiling,
         )
 
@@ -115,10 +115,15 @@ class JoinPoint:
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
-    def _accepted(self, replacement: Any) -> Signature | None:
-        """The parameters to accept for a REPLACE hook: the target's, or anything where they differ."""
+    def _accepted(self, active: list[Advice], replaces: list[Advice]) -> Signature | None:
+        """The parameters to accept: the target's, or anything for a hook that needs it."""
         if not isinstance(self.woven, WovenFunction):
             return None
+        if any(advice.as_called for advice in active):
+            return ANYTHING
+        if not replaces:
+            return None
+        replacement = replaces[-1].hook
         same = (
             type(replacement) is types.FunctionType
             and Signature.of(replacement) == self.woven.signature

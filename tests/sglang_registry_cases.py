@@ -1,0 +1,768 @@
+"""What SGLang's hook registry answers, case by case, as JSON: run with its hooks adopted and without.
+
+Each case makes modules of its own. It answers with what calls gave, what the registry lists, or the type of
+an exception; with it goes what the registry's logger said, by level.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import logging
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from sglang.srt import plugins
+from sglang.srt.plugins import hook_registry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType, plugin_hook
+
+AROUND, AFTER, BEFORE, REPLACE = HookType.AROUND, HookType.AFTER, HookType.BEFORE, HookType.REPLACE
+CASES: dict[str, Callable[[], Any]] = {}
+said: list[str] = []
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+class Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        said.append(record.levelname)
+
+
+def module(**content: Any) -> tuple[Any, str]:
+    made = types.ModuleType(f"case_{len(sys.modules)}")
+    vars(made).update(content)
+    sys.modules[made.__name__] = made
+    return made, made.__name__
+
+
+def double(x: Any, y: int = 0) -> Any:
+    """Twice x."""
+    return 2 * x + y
+
+
+def fresh(function: Any = double) -> Any:
+    """A copy, so that no case sees another one's hooks."""
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    return functools.update_wrapper(copied, function, updated=()) and copied
+
+
+def hook(target: str, *hooks: tuple[HookType, Any]) -> None:
+    for hook_type, one in hooks:
+        HookRegistry.register(target, one, hook_type)
+    HookRegistry.apply_hooks()
+
+
+def plus(number: Any) -> Any:
+    def around(original_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return original_fn(*args, **kwargs) + number
+
+    return around
+
+
+def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
+        return type(error).__name__
+
+
+# -- kinds of hooks ---------------------------------------------------------------------------------------
+
+
+@case
+def each_kind_alone() -> Any:
+    found = []
+    for kind, one in (
+        (AROUND, plus(1)),
+        (BEFORE, lambda x: ((10 * x,), {"y": 1})),
+        (BEFORE, lambda x: None),
+        (BEFORE, lambda x: [[x + 1], {}]),
+        (AFTER, lambda result, x: result + 5),
+        (AFTER, lambda result, x: None),
+        (AFTER, lambda result, x: 0),
+        (AFTER, lambda result, x: False),
+        (REPLACE, lambda x: 100 * x),
+        (REPLACE, lambda *args, **kwargs: [args, kwargs]),
+    ):
+        made, name = module(f=fresh())
+        hook(f"{name}.f", (kind, one))
+        found.append(made.f(3))
+    return found
+
+
+@case
+def the_default_kind_is_after() -> Any:
+    made, name = module(f=fresh())
+    HookRegistry.register(f"{name}.f", lambda result, x: result + 1)
+    HookRegistry.apply_hooks()
+    return made.f(3)
+
+
+@case
+def hooks_get_the_arguments_as_they_were_written() -> Any:
+    seen: list[Any] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        seen.append([args, kwargs])
+
+    def around(original_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return original_fn(*args, **kwargs)
+
+    for kind, one in (
+        (AROUND, around),
+        (BEFORE, note),
+        (AFTER, lambda result, *a, **k: note(*a, **k)),
+        (REPLACE, note),
+    ):
+        made, name = module(f=fresh())
+        hook(f"{name}.f", (kind, one))
+        for args, kwargs in (
+            ((1,), {}),
+            ((1, 2), {}),
+            ((1,), {"y": 2}),
+            ((), {"x": 1}),
+            ((), {"y": 2, "x": 1}),
+        ):
+            attempt(made.f, *args, **kwargs)
+    return seen
+
+
+@case
+def a_hook_may_take_what_its_target_does_not() -> Any:
+    made, name = module(f=fresh())
+
+    def around(original_fn: Any, *args: Any, extra: int = 0, **kwargs: Any) -> Any:
+        return original_fn(*args[:1], **kwargs) + extra
+
+    hook(f"{name}.f", (AROUND, around))
+    return [made.f(1, extra=5), made.f(1, 2, 3, 4)]
+
+
+@case
+def wrong_calls_raise() -> Any:
+    made, name = module(f=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    return [attempt(made.f), attempt(made.f, 1, 2, 3), attempt(made.f, 1, nothing=2)]
+
+
+@case
+def what_hooks_raise_gets_through() -> Any:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("hook")
+
+    found = []
+    for kind in (AROUND, BEFORE, AFTER, REPLACE):
+        made, name = module(f=fresh())
+        hook(f"{name}.f", (kind, fails))
+        found.append(attempt(made.f, 1))
+    return found
+
+
+@case
+def what_the_target_raises_gets_through() -> Any:
+    seen = []
+
+    def broken(x: Any) -> Any:
+        raise ZeroDivisionError
+
+    made, name = module(f=fresh(broken))
+    hook(f"{name}.f", (AFTER, lambda result, x: seen.append(result)), (BEFORE, lambda x: None))
+    return [attempt(made.f, 1), seen]
+
+
+@case
+def callables_of_every_kind_are_hooks() -> Any:
+    class Instance:
+        def __call__(self, original_fn: Any, x: Any) -> Any:
+            return original_fn(x) + 1
+
+        def method(self, original_fn: Any, x: Any) -> Any:
+            return original_fn(x) + 2
+
+    def with_number(number: int, original_fn: Any, x: Any) -> Any:
+        return original_fn(x) + number
+
+    found = []
+    for one in (Instance(), Instance().method, functools.partial(with_number, 3)):
+        made, name = module(f=fresh())
+        hook(f"{name}.f", (AROUND, one))
+        found.append(made.f(1))
+    return found
+
+
+# -- several ----------------------------------------------------------------------------------------------
+
+
+@case
+def order_is_that_of_registration_with_replace_innermost() -> Any:
+    calls: list[Any] = []
+
+    def noting(label: str) -> Any:
+        def around(original_fn: Any, x: Any) -> Any:
+            calls.append(label)
+            return [*original_fn(x), label]
+
+        return around
+
+    made, name = module(f=fresh())
+    hook(
+        f"{name}.f",
+        (AROUND, noting("first")),
+        (BEFORE, lambda x: ((x + 1,), {})),
+        (REPLACE, lambda x: [x]),
+        (AROUND, noting("second")),
+        (AFTER, lambda result, x: [*result, "after"]),
+    )
+    return [made.f(3), calls]
+
+
+@case
+def the_same_hook_twice_runs_twice() -> Any:
+    made, name = module(f=fresh())
+    one = plus(1)
+    hook(f"{name}.f", (AROUND, one), (AROUND, one))
+    return made.f(0)
+
+
+@case
+def the_last_replace_wins_and_the_others_are_told() -> Any:
+    made, name = module(f=fresh())
+    hook(f"{name}.f", (REPLACE, lambda x: 1), (REPLACE, lambda x: 2), (AROUND, plus(10)))
+    return made.f(0)
+
+
+@case
+def applying_again_changes_nothing() -> Any:
+    made, name = module(f=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    before = made.f
+    HookRegistry.apply_hooks()
+    plugins.HookRegistry.apply_hooks()
+    return [made.f(0), made.f is before]
+
+
+@case
+def a_late_hook_on_a_patched_target_is_not_applied() -> Any:
+    made, name = module(f=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    hook(f"{name}.f", (AROUND, plus(100)))
+    return [made.f(0), len(HookRegistry._hooks[f"{name}.f"])]
+
+
+@case
+def a_late_hook_on_another_target_is_applied() -> Any:
+    made, name = module(f=fresh(), g=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    hook(f"{name}.g", (AROUND, plus(2)))
+    return [made.f(0), made.g(0)]
+
+
+# -- what the registry tells ------------------------------------------------------------------------------
+
+
+@case
+def lists_of_the_registry() -> Any:
+    _, name = module(f=fresh(), g=fresh())
+    one = plus(1)
+    HookRegistry.register(f"{name}.f", one, AROUND, source=HookSource("plugin", "dist"))
+    token = hook_registry._current_plugin_source.set(HookSource("current", None))
+    HookRegistry.register(f"{name}.g", one, AROUND)
+    hook_registry._current_plugin_source.reset(token)
+    before = sorted(HookRegistry._patched)
+    HookRegistry.apply_hooks()
+    entries = [
+        [key.partition(".")[2], kind.value, same is one, source and list(source)]
+        for key, found in HookRegistry._hooks.items()
+        for kind, same, source in found
+    ]
+    return [before, [target.partition(".")[2] for target in sorted(HookRegistry._patched)], entries]
+
+
+@case
+def reset_forgets_and_leaves_what_is_in_place() -> Any:
+    made, name = module(f=fresh(), g=fresh())
+    HookRegistry.register(f"{name}.g", plus(1), AROUND)
+    hook(f"{name}.f", (AROUND, plus(1)))
+    HookRegistry.reset()
+    HookRegistry.apply_hooks()
+    return [made.f(0), made.g(0), len(HookRegistry._hooks), len(HookRegistry._patched)]
+
+
+@case
+def a_registered_hook_that_was_reset_before_it_was_applied() -> Any:
+    made, name = module(f=fresh())
+    HookRegistry.register(f"{name}.f", plus(1), AROUND)
+    HookRegistry.reset()
+    HookRegistry.apply_hooks()
+    return made.f(0)
+
+
+@case
+def hooks_after_a_reset_come_on_top() -> Any:
+    made, name = module(f=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    HookRegistry.reset()
+    hook(f"{name}.f", (AROUND, plus(10)))
+    HookRegistry.reset()
+    hook(f"{name}.f", (BEFORE, lambda x: ((x + 100,), {})))
+    return made.f(0)
+
+
+@case
+def a_replace_after_a_reset_covers_what_was_there() -> Any:
+    made, name = module(f=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    HookRegistry.reset()
+    hook(f"{name}.f", (AROUND, plus(10)), (REPLACE, lambda x: 7))
+    return made.f(0)
+
+
+@case
+def a_target_that_was_restored_by_hand_is_hooked_again() -> Any:
+    class Thing:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    _, name = module(Thing=Thing)
+    found = []
+    for _ in range(3):
+        seen: list[Any] = []
+        before = Thing.__dict__["__init__"]
+        HookRegistry.reset()
+        hook(f"{name}.Thing.__init__", (BEFORE, lambda self, x, seen=seen: seen.append(x)))
+        found.append([Thing(3).x, seen])
+        Thing.__init__ = before  # type: ignore[method-assign]
+        found.append([Thing(4).x, list(seen)])
+    return found
+
+
+@case
+def the_decorator_answers_the_hook_itself() -> Any:
+    made, name = module(f=fresh(), Thing=type("Thing", (), {}))
+
+    @plugin_hook(f"{name}.f", type=REPLACE)  # type: ignore[untyped-decorator]
+    def replacement(x: Any) -> Any:
+        return x + 42
+
+    @plugin_hook(f"{name}.Thing", type=REPLACE)
+    class Other(made.Thing):  # type: ignore[misc,name-defined]
+        pass
+
+    HookRegistry.apply_hooks()
+    return [replacement(0), made.f(0), made.Thing is Other]
+
+
+# -- what cannot be -----------------------------------------------------------------------------------------
+
+
+@case
+def a_class_is_a_replace_hook_only() -> Any:
+    class Hook:
+        pass
+
+    found = [attempt(HookRegistry.register, "a.b", Hook, kind) for kind in (BEFORE, AFTER, AROUND)]
+    return [found, len(HookRegistry._hooks)]
+
+
+@case
+def a_class_target_takes_replace_only() -> Any:
+    class Thing:
+        pass
+
+    made, name = module(Thing=Thing, f=fresh())
+    HookRegistry.register(f"{name}.f", plus(1), AROUND)
+    hook(f"{name}.Thing", (AROUND, plus(1)))
+    return [made.Thing is Thing, sorted(HookRegistry._patched) == [f"{name}.f"], made.f(0)]
+
+
+@case
+def hooks_of_a_target_are_applied_together_or_not_at_all() -> Any:
+    class Thing:
+        pass
+
+    class Other(Thing):
+        pass
+
+    made, name = module(Thing=Thing)
+    hook(f"{name}.Thing", (REPLACE, Other), (AROUND, plus(1)))
+    return [made.Thing is Thing, len(HookRegistry._patched)]
+
+
+@case
+def what_is_missing_is_tried_again() -> Any:
+    made, name = module()
+    hook(f"{name}.f", (AROUND, plus(1)))
+    patched = len(HookRegistry._patched)
+    HookRegistry.apply_hooks()
+    made.f = fresh()
+    HookRegistry.apply_hooks()
+    HookRegistry.apply_hooks()
+    return [patched, made.f(0), len(HookRegistry._patched)]
+
+
+@case
+def a_module_that_is_missing_is_tried_again() -> Any:
+    hook("case_of_no_module.f", (AROUND, plus(1)))
+    patched = len(HookRegistry._patched)
+    made = types.ModuleType("case_of_no_module")
+    made.f = fresh()  # type: ignore[attr-defined]
+    sys.modules[made.__name__] = made
+    HookRegistry.apply_hooks()
+    return [patched, made.f(0), len(HookRegistry._patched)]
+
+
+@case
+def a_member_that_is_missing() -> Any:
+    class Thing:
+        pass
+
+    _, name = module(Thing=Thing)
+    hook(f"{name}.Thing.method", (AROUND, plus(1)))
+    return len(HookRegistry._patched)
+
+
+@case
+def odd_targets_leave_the_others_alone() -> Any:
+    made, name = module(f=fresh())
+    for target in ("nodots", "", "case_gone.sub.f", "sglang.srt.gone.f", ".", "a b.c", f"{name}.f.g.h"):
+        HookRegistry.register(target, plus(1), AROUND)
+    hook(f"{name}.f", (AROUND, plus(1)))
+    return [made.f(0), sorted(HookRegistry._patched) == [f"{name}.f"]]
+
+
+@case
+def a_type_that_is_none() -> Any:
+    made, name = module(f=fresh(), g=fresh())
+    found = attempt(HookRegistry.register, f"{name}.f", plus(1), "around")
+    hook(f"{name}.g", (AROUND, plus(1)))
+    return [found, made.f(0), made.g(0), len(HookRegistry._patched)]
+
+
+# -- classes and their members ------------------------------------------------------------------------------
+
+
+@case
+def methods_of_every_kind() -> Any:
+    class Thing:
+        def method(self, x: Any) -> Any:
+            return ["method", x]
+
+        @classmethod
+        def of_class(cls, x: Any) -> Any:
+            return [cls.__name__, x]
+
+        @staticmethod
+        def static(x: Any) -> Any:
+            return ["static", x]
+
+        def __call__(self, x: Any) -> Any:
+            return ["call", x]
+
+        async def later(self, x: Any) -> Any:
+            return ["later", x]
+
+    class Derived(Thing):
+        pass
+
+    _, name = module(Thing=Thing)
+    for member in ("method", "of_class", "static", "__call__"):
+        HookRegistry.register(f"{name}.Thing.{member}", plus(["around"]), AROUND)
+    HookRegistry.apply_hooks()
+    found = []
+    for cls in (Thing, Derived):
+        found += [
+            cls().method(1),
+            cls.of_class(2),
+            cls().of_class(3),
+            cls.static(4),
+            cls().static(5),
+            cls()(6),
+        ]
+    kinds = [type(vars(Thing)[member]).__name__ for member in ("method", "of_class", "static")]
+    return [found, kinds]
+
+
+@case
+def members_get_self_and_cls() -> Any:
+    class Thing:
+        def method(self, x: int) -> Any:
+            return x
+
+        @classmethod
+        def of_class(cls, x: int) -> Any:
+            return x
+
+    _, name = module(Thing=Thing)
+    seen: list[Any] = []
+    HookRegistry.register(f"{name}.Thing.method", lambda self, x: seen.append(type(self).__name__), BEFORE)
+    HookRegistry.register(f"{name}.Thing.of_class", lambda result, cls, x: seen.append(cls.__name__), AFTER)
+    HookRegistry.apply_hooks()
+    return [Thing().method(1), Thing.of_class(x=2), seen]
+
+
+@case
+def a_replaced_member() -> Any:
+    class Thing:
+        def method(self, x: int) -> Any:
+            return x
+
+        @classmethod
+        def of_class(cls, x: int) -> Any:
+            return x
+
+        @staticmethod
+        def static(x: int) -> Any:
+            return x
+
+    _, name = module(Thing=Thing)
+    HookRegistry.register(f"{name}.Thing.method", lambda self, x: ["new", x], REPLACE)
+    HookRegistry.register(f"{name}.Thing.of_class", lambda cls, x: [cls.__name__, x], REPLACE)
+    HookRegistry.register(f"{name}.Thing.static", lambda x: ["new", x], REPLACE)
+    HookRegistry.apply_hooks()
+    return [Thing().method(1), Thing.of_class(2), Thing.static(3)]
+
+
+@case
+def an_inherited_method_is_hooked_for_the_class_that_is_named() -> Any:
+    class Base:
+        def method(self) -> int:
+            return 1
+
+    class Derived(Base):
+        pass
+
+    _, name = module(Base=Base, Derived=Derived)
+    hook(f"{name}.Derived.method", (AROUND, plus(1)))
+    return [Base().method(), Derived().method()]
+
+
+@case
+def a_nested_class() -> Any:
+    class Thing:
+        class Inner:
+            def method(self) -> int:
+                return 1
+
+    _, name = module(Thing=Thing)
+    hook(f"{name}.Thing.Inner.method", (AROUND, plus(1)))
+    return Thing.Inner().method()
+
+
+@case
+def a_class_in_the_place_of_another() -> Any:
+    class Thing:
+        def greet(self) -> str:
+            return "thing"
+
+    class Other(Thing):
+        def greet(self) -> str:
+            return "other"
+
+    made, name = module(Thing=Thing)
+    copy, _ = module(Alias=Thing)
+    HookRegistry.register(f"{name}.Thing.greet", plus("!"), AROUND)
+    hook(f"{name}.Thing", (REPLACE, Other))
+    answer = [made.Thing is Other, copy.Alias is Other, made.Thing().greet(), isinstance(made.Thing(), Thing)]
+    return [*answer, Thing().greet()]
+
+
+@case
+def a_method_replaced_in_the_class_that_replaces() -> Any:
+    class Thing:
+        def greet(self) -> str:
+            return "thing"
+
+    class Other(Thing):
+        def greet(self) -> str:
+            return "other"
+
+    made, name = module(Thing=Thing)
+    HookRegistry.register(f"{name}.Thing", Other, REPLACE)
+    hook(f"{name}.Thing.greet", (REPLACE, lambda self: "method"))
+    return made.Thing().greet()
+
+
+@case
+def a_member_only_the_replacement_has() -> Any:
+    class Thing:
+        pass
+
+    class Other(Thing):
+        def more(self) -> int:
+            return 1
+
+    made, name = module(Thing=Thing)
+    HookRegistry.register(f"{name}.Thing.more", plus(1), AROUND)
+    hook(f"{name}.Thing", (REPLACE, Other))
+    return [made.Thing().more(), len(HookRegistry._patched)]
+
+
+@case
+def an_instance_in_a_module() -> Any:
+    class Thing:
+        def method(self, x: int) -> int:
+            return x
+
+    made, name = module(thing=Thing(), other=Thing())
+    hook(f"{name}.thing.method", (AROUND, plus(1)))
+    return [made.thing.method(1), made.other.method(1)]
+
+
+# -- functions ----------------------------------------------------------------------------------------------
+
+
+@case
+def copies_in_other_modules_follow() -> Any:
+    shared = fresh()
+    made, name = module(f=shared)
+    first, _ = module(f=shared, again=shared)
+    second, _ = module(f=fresh())
+    hook(f"{name}.f", (AROUND, plus(1)))
+    return [made.f(0), first.f(0), first.again(0), second.f(0), first.f is made.f]
+
+
+@case
+def a_hooked_function_looks_like_its_target() -> Any:
+    made, name = module(f=fresh())
+    original = made.f
+    hook(f"{name}.f", (AROUND, plus(1)))
+    found = made.f
+    return [
+        found.__name__,
+        found.__qualname__,
+        found.__module__,
+        found.__doc__,
+        str(inspect.signature(found)),
+        found.__wrapped__ is original,
+        isinstance(found, types.FunctionType),
+    ]
+
+
+@case
+def generators() -> Any:
+    def counted(x: int) -> Any:
+        yield from range(x)
+
+    made, name = module(f=counted)
+
+    def around(original_fn: Any, x: int) -> Any:
+        yield "first"
+        yield from original_fn(x)
+
+    hook(f"{name}.f", (AROUND, around))
+    return list(made.f(3))
+
+
+@case
+def async_targets() -> Any:
+    async def later(x: int) -> int:
+        return x
+
+    found = []
+
+    async def around(original_fn: Any, x: int) -> Any:
+        return await original_fn(x) + 1
+
+    async def replacement(x: int) -> Any:
+        return x + 100
+
+    for kind, one in (
+        (AROUND, around),
+        (AROUND, lambda original_fn, x: original_fn(x)),
+        (REPLACE, replacement),
+        (BEFORE, lambda x: ((x + 5,), {})),
+    ):
+        made, name = module(f=fresh(later))
+        hook(f"{name}.f", (kind, one))
+        found.append(asyncio.run(made.f(1)))
+    return found
+
+
+@case
+def async_generators() -> Any:
+    async def counted(x: int) -> Any:
+        for number in range(x):
+            yield number
+
+    made, name = module(f=counted)
+
+    async def around(original_fn: Any, x: int) -> Any:
+        async for number in original_fn(x):
+            yield number + 1
+
+    hook(f"{name}.f", (AROUND, around))
+
+    async def collect() -> list[int]:
+        return [number async for number in made.f(3)]
+
+    return asyncio.run(collect())
+
+
+@case
+def callables_that_are_no_functions() -> Any:
+    class Instance:
+        def __call__(self, x: int) -> int:
+            return x
+
+    made, name = module(
+        builtin=math.sinh,
+        partial=functools.partial(double, 3),
+        instance=Instance(),
+        cached=functools.lru_cache(double),
+    )
+    for target in ("builtin", "partial", "instance", "cached"):
+        HookRegistry.register(f"{name}.{target}", plus(1), AROUND)
+    HookRegistry.apply_hooks()
+    return [made.builtin(0), made.partial(), made.instance(1), made.cached(2)]
+
+
+@case
+def a_second_registry_has_hooks_of_its_own() -> Any:
+    class Second(HookRegistry):  # type: ignore[misc]
+        _hooks = type(HookRegistry._hooks)(list)
+        _patched: ClassVar[set[str]] = set()
+
+    made, name = module(f=fresh(), g=fresh())
+    Second.register(f"{name}.f", plus(1), AROUND)
+    HookRegistry.register(f"{name}.g", plus(2), AROUND)
+    HookRegistry.apply_hooks()
+    before = [made.f(0), made.g(0), len(Second._patched)]
+    Second.apply_hooks()
+    HookRegistry.reset()
+    return [before, made.f(0), made.g(0), len(Second._patched), len(Second._hooks)]
+
+
+def main() -> None:
+    if sys.argv[1] == "adopted":
+        from sgl_aspects import load_plugins
+
+        load_plugins()
+        assert HookRegistry.apply_hooks.__func__.__module__ == "sgl_aspects.adoption"
+    listener = Listener(logging.WARNING)
+    hook_registry.logger.addHandler(listener)
+    logging.getLogger("sgl_aspects").setLevel(logging.CRITICAL)
+    answers = {}
+    for name, function in CASES.items():
+        HookRegistry.reset()
+        said.clear()
+        try:
+            answer = function()
+        except Exception as error:  # noqa: BLE001  likewise
+            answer = f"raises {type(error).__name__}: {error}"
+        answers[name] = {"answer": answer, "said": list(said)}
+    print(json.dumps(answers, default=list))
+
+
+if __name__ == "__main__":
+    main()
