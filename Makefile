@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
-	test-integration
+	sglang-wheels sglang-version test-integration
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -18,6 +18,8 @@ help:
 	@echo "make soak    ten minutes of a server under everything at once (MINUTES=60 for an hour)"
 	@echo "make bench-gpu   decode steps on this machine's device, against its memory bandwidth"
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
+	@echo "make sglang-wheels   roles and platform methods in the wheels of SGLang 0.5.10 to 0.5.23"
+	@echo "make sglang-version VERSION=0.5.20   a server of that version, traced"
 	@echo "make test-integration   spans in Phoenix, metrics in Prometheus (.integration-venv, 0.9 GB)"
 	@echo "make clean   remove .venv and build output"
 
@@ -84,19 +86,37 @@ soak: $(VENV)/.dev
 # Real SGLang on a plain CPU. Plain `pip install sglang` would bring gigabytes of CUDA: what a CPU needs is
 # listed, the rest is left out.
 SGLANG_VENV := .sglang-venv
-SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 
 sglang-env: $(SGLANG_VENV)/.ready
 
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py tests/test_sglang_example.py
+	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py tests/test_sglang_adoption.py \
+		tests/test_sglang_faults.py tests/test_sglang_example.py tests/test_sglang_operators.py
+
+# Other versions: their wheels to read, and folders to serve from, beside the packages of the environment above.
+SGLANG_WHEELS := .sglang-wheels
+VERSION ?= 0.5.20
+
+sglang-wheels: $(SGLANG_VENV)/.ready
+	for version in 0.5.10 0.5.12 0.5.16 0.5.20 0.5.23; do \
+		$(SGLANG_PIP) download --no-deps --dest $(SGLANG_WHEELS) sglang==$$version || exit 1; done
+	SGLANG_WHEELS=$(CURDIR)/$(SGLANG_WHEELS) $(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang_versions.py
+
+sglang-version: $(SGLANG_VENV)/.ready
+	test -d $(SGLANG_WHEELS)/$(VERSION) || { \
+		$(SGLANG_PIP) install --no-deps --target $(SGLANG_WHEELS)/$(VERSION) sglang==$(VERSION) && \
+		$(SGLANG_PIP) install --no-deps --target $(SGLANG_WHEELS)/$(VERSION) --upgrade \
+			transformers==5.12.1 tokenizers==0.22.2 huggingface_hub==1.5.0; }
+	SGLANG_VERSIONS=$(CURDIR)/$(SGLANG_WHEELS)/$(VERSION) \
+		$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang_versions.py
 
 $(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang-requirements-alone.txt
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 2.6 GB, two minutes) ..."
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PIP) -r tests/sglang-requirements.txt
-	$(SGLANG_PIP) --no-deps -r tests/sglang-requirements-alone.txt
-	$(SGLANG_PIP) --no-deps -e .
+	$(SGLANG_PIP) install -r tests/sglang-requirements.txt
+	$(SGLANG_PIP) install --no-deps -r tests/sglang-requirements-alone.txt
+	$(SGLANG_PIP) install --no-deps -e .
 	@touch $@
 
 # Real backends, in an environment of their own: Phoenix from the package index, Prometheus from PATH or else
@@ -116,7 +136,7 @@ $(BACKENDS)/.ready: tests/backend-requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

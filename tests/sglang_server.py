@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,13 +35,14 @@ SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 @dataclass
 class Answer:
-    """What a client saw: text, SGLang's own numbers, and when the first chunk came (``time_ns``)."""
+    """What a client saw: text, SGLang's own numbers, and when it was sent and its first chunk came."""
 
     rid: str = ""
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = ""
     sent_ns: int = 0
+    sent_until_ns: int = 0
     first_ns: int = 0
 
 
@@ -110,47 +110,63 @@ class Server:
         connection.close()
         return response.status
 
-    def chat(self, text: str, *, max_tokens: int = 8, headers: dict[str, str] | None = None) -> Answer:
+    def chat(self, text: str, *, headers: dict[str, str] | None = None, **options: Any) -> Answer:
         """One streamed greedy answer."""
-        body = {
-            "model": "mini",
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.connect()
-        answer = Answer(sent_ns=time.time_ns())
-        connection.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps(body),
-            {"content-type": "application/json", **(headers or {})},
-        )
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            answer.first_ns = answer.first_ns or time.time_ns()
-            chunk = json.loads(line[len(b"data: ") :])
-            answer.rid = chunk["id"]
-            answer.usage = chunk.get("usage") or answer.usage
-            for choice in chunk["choices"]:
-                answer.text += choice["delta"].get("content") or ""
-                answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-        connection.close()
-        return answer
+        return self.chats([text], [headers or {}], **options)[0]
 
-    def chats(self, texts: Sequence[str], headers: Sequence[dict[str, str]], **options: Any) -> list[Answer]:
-        """All at once."""
-        with ThreadPoolExecutor(len(texts)) as pool:
-            futures = [
-                pool.submit(self.chat, text, headers=head, **options) for text, head in zip(texts, headers)
-            ]
-            return [future.result() for future in futures]
+    def chats(
+        self, texts: Sequence[str], headers: Sequence[dict[str, str]], *, max_tokens: int = 8
+    ) -> list[Answer]:
+        """All at once, each streamed."""
+        requests = [
+            {
+                "path": "/v1/chat/completions",
+                "headers": head,
+                "body": {
+                    "model": "mini",
+                    "messages": [{"role": "user", "content": text}],
+                    "max_tokens": max_tokens,
+                    "temperature": 0,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            }
+            for text, head in zip(texts, headers)
+        ]
+        results = self.exchange(requests)
+        assert [result["status"] for result in results] == [200] * len(requests), results
+        return [_answer(result) for result in results]
+
+    def exchange(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """All at once, by a client that sees when the first parts come (tests/streaming_client.py)."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.streaming_client", str(self.port)],
+            input=json.dumps(requests),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=Path(__file__).resolve().parent.parent,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+        return found
+
+
+def _answer(result: dict[str, Any]) -> Answer:
+    answer = Answer(
+        sent_ns=result["sent_ns"], sent_until_ns=result["sent_until_ns"], first_ns=result["first_ns"]
+    )
+    for line in result["text"].splitlines():
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line[len("data: ") :])
+        answer.rid = chunk["id"]
+        answer.usage = chunk.get("usage") or answer.usage
+        for choice in chunk["choices"]:
+            answer.text += choice["delta"].get("content") or ""
+            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+    return answer
 
 
 @contextmanager

@@ -24,6 +24,7 @@ try:
 except ImportError:
     def fallback(): ...
 class Loop(Base):
+    "\\("
     if True:
         async def step(self): ...
     alias = step

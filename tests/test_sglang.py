@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -257,17 +256,20 @@ def test_token_counts_are_those_of_the_responses(run: Run) -> None:
         assert prefill.attributes["sgl_aspects.prefill.tokens"] == answer.usage["prompt_tokens"] - cached
 
 
-def test_time_to_first_token_is_what_the_client_saw(run: Run) -> None:
+def test_time_to_first_token_is_what_each_client_saw(run: Run) -> None:
+    """32 at once and 5 alone. The kernel says in ticks of up to 4 ms when a request came: the larger part."""
     differences = []
     requests = [(200 + turn, answer) for turn, answer in enumerate(run.alone)]
     for number, answer in [*enumerate(run.answers), *requests]:
         root = one(run.traces[trace_id(number)], "chat mini")
         recorded = root.attributes["gen_ai.latency.time_to_first_token"]
         assert recorded == root.attributes["gen_ai.response.time_to_first_chunk"]
-        differences.append((answer.first_ns - answer.sent_ns) / 1e9 - recorded)
-    print(f"time to first token, client - recorded: {[round(d * 1e3, 1) for d in sorted(differences)]} ms")
-    # The kernel tells in ticks of 4 ms when a request came. The median, for the clients' machine may be busy.
-    assert statistics.median(abs(difference) for difference in differences) < 0.005
+        # Sent between two moments, of which a busy machine makes more than one.
+        longest, shortest = answer.first_ns - answer.sent_ns, answer.first_ns - answer.sent_until_ns
+        seen = min(max(recorded * 1e9, shortest), longest)
+        differences.append(round((seen - recorded * 1e9) / 1e6, 1))
+    print(f"time to first token, client - recorded: {sorted(differences)} ms")
+    assert max(map(abs, differences)) < 5
 
 
 def test_an_answer_in_one_piece_has_its_first_tokens_time_from_the_scheduler(run: Run) -> None:
@@ -430,6 +432,7 @@ def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tm
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+            "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120",  # on a slow machine they import for long
         }
         with serve(
             model, tmp_path / "log", command=SGLANG_SERVE, more=more, environment=environment

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ class Source:
         for name in (f"{stem}.py", f"{stem}/__init__.py"):
             text = self._read(name)
             if text is not None:
-                return ast.parse(text)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the engine's own spelling
+                    return ast.parse(text)
         return None
 
     def _modules(self) -> Iterator[str]:
