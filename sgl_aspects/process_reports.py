@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -68,34 +67,33 @@ class _Writer:
         from multiprocessing import util
 
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        self._has_ended = False
-        self._lock = threading.Lock()
+        self._over, self._lock = threading.Event(), threading.Lock()
         self._write(ended=False)
         # Before other finalizers take their hooks away, and in children of multiprocessing instead of atexit.
         util.Finalize(None, self._end, exitpriority=0)
-        threading.Thread(
-            target=self._keep, args=(self._lock,), name="sgl-aspects-report", daemon=True
-        ).start()
+        keep = threading.Thread(
+            target=self._keep, args=(self._over, self._lock), name="sgl-aspects-report", daemon=True
+        )
+        keep.start()
 
     def _start_again(self) -> None:
         from multiprocessing import util
 
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        self._has_ended, self._lock = False, threading.Lock()
+        self._over, self._lock = threading.Event(), threading.Lock()
         # A forked child of multiprocessing forgets its parent's finalizers; and threads do not come along.
         util.register_after_fork(self, _Writer._begin)
 
-    def _keep(self, lock: threading.Lock) -> None:
-        while not self._has_ended:
-            time.sleep(_SECONDS)
+    def _keep(self, over: threading.Event, lock: threading.Lock) -> None:
+        while not over.wait(_SECONDS):
             with lock:
-                if not self._has_ended:
+                if not over.is_set():
                     self._write(ended=False)
 
     def _end(self) -> None:
         with self._lock:
-            if not self._has_ended:
-                self._has_ended = True
+            if not self._over.is_set():
+                self._over.set()
                 self._write(ended=True)
 
     def _write(self, *, ended: bool) -> None:

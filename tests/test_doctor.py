@@ -91,6 +91,38 @@ def test_every_process_leaves_a_report_with_what_its_hooks_did(folder: Path) -> 
     assert sources == {("victim", "hooks-of-victim")}
 
 
+THREADS = """
+import atexit, json, os, sys, threading, time
+def look():  # registered first, so it runs last
+    deadline = time.monotonic() + 10
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    print(json.dumps([thread.name for thread in threading.enumerate()]))
+atexit.register(look)
+import sgl_aspects
+sgl_aspects.load_plugins()
+print(json.dumps([thread.name for thread in threading.enumerate()]))
+"""
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_the_one_thread_is_that_of_reports_and_ends_with_its_process(reports: bool, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SGL_ASPECTS")}
+    if reports:
+        environment["SGL_ASPECTS_REPORT"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    running, at_the_end = map(json.loads, done.stdout.splitlines())
+    assert running == ["MainThread", *(["sgl-aspects-report"] if reports else [])]
+    assert at_the_end == ["MainThread"]
+
+
 def test_doctor_names_what_is_wrong_and_what_to_do(folder: Path) -> None:
     done = command("doctor", "--from", str(folder), "--json")
     findings = {finding["what"].rpartition(" on ")[2]: finding for finding in json.loads(done.stdout)}

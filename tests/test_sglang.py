@@ -605,7 +605,7 @@ def test_holders_in_loaded_modules_are_rebound_and_put_back(tmp_path: Path) -> N
 
 
 ACTIVATION = """
-import json, sys
+import json, sys, threading
 import sglang.srt.plugins as plugins
 import sgl_aspects as aspects
 
@@ -620,6 +620,7 @@ print(json.dumps({
     "sglang": sorted(name for name in new if name.startswith("sglang")),
     "tracing": "sgl_aspects.tracing.session" in new,
     "torch": "torch" in new,
+    "threads": [thread.name for thread in threading.enumerate()],
 }))
 """
 
@@ -648,6 +649,7 @@ def test_sglangs_own_plugin_loader_activates_once_and_imports_nothing_of_sglang(
         "sglang": [],
         "tracing": asked,
         "torch": False,
+        "threads": ["MainThread"],
     }
 
 

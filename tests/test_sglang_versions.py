@@ -106,6 +106,7 @@ def code_of(method: Any) -> list[str]:
     return [] if code is None else list(code.co_names)
 
 
+@pytest.mark.filterwarnings("ignore:Failed to load image Python extension")
 @pytest.mark.skipif(not VERSIONS, reason="SGLANG_VERSIONS names no folders (make sglang-version VERSION=…)")
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
 def test_a_server_of_that_version_is_traced(folder: Path, tmp_path: Path) -> None:
