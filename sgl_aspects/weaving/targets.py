@@ -52,6 +52,14 @@ class Alternate:
             return self.path if _module_regex(self.module).fullmatch(module_name) else None
         return self.path if module_name == self.module else None
 
+    def names_among(self, modules: Iterable[str]) -> Iterator[str]:
+        """The names of ``modules`` that this alternate may be about, found by how they begin."""
+        if self.module is None or not self.has_module_pattern:
+            yield from self.module_names()
+            return
+        stem, fits = self.module.partition("*")[0].rstrip("."), _module_regex(self.module).fullmatch
+        yield from [name for name in modules if name.startswith(stem) and fits(name)]
+
     def module_names(self) -> Iterator[str]:
         """Every plain module name that this alternate may be found in; none for a pattern."""
         if self.module is None:

@@ -303,11 +303,8 @@ def _module_names(advice: Advice) -> Iterator[str]:
 
 def _loaded(target: Target) -> Iterator[tuple[str, Any]]:
     """The loaded modules that ``target`` may be about."""
-    if any(alternate.has_module_pattern for alternate in target.alternates):
-        names = list(sys.modules)
-    else:
-        names = list(dict.fromkeys(name for one in target.alternates for name in one.module_names()))
-    for name in names:
+    modules = list(sys.modules)
+    for name in dict.fromkeys(name for one in target.alternates for name in one.names_among(modules)):
         module = sys.modules.get(name)
         if module is not None and any(one.attribute_path(name) for one in target.alternates):
             yield name, module

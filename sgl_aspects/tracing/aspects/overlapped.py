@@ -285,6 +285,8 @@ class OverlappedStepAspect:
         step.links = self._links
         run_id = self._recorder.new_id()
         self._state.step_id, self._state.run_id = step.id, run_id
+        # Where the process is killed in it, what was below it has a parent.
+        self._recorder.write(SpanBegin(RUN_BATCH, run_id, step.id, step.id, now))
         return now, step, self._recorder.begin(RUN_BATCH, run_id, step.id, step.id, now)
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:

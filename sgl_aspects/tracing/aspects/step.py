@@ -150,7 +150,9 @@ class StepAspect:
             self._linked_reqs = list(reqs)
         self._links = self._step_links
         token = self._begin(RUN_BATCH, state.step_id)
-        state.run_id = token[0]
+        state.run_id, start_ns, _ = token
+        # Where the process is killed in it, what was below it has a parent.
+        self._recorder.write(SpanBegin(RUN_BATCH, state.run_id, state.step_id, state.step_id, start_ns))
         return token
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
