@@ -115,6 +115,16 @@ def test_a_report_that_cannot_be_written_disturbs_no_process(site: Path) -> None
     }
 
 
+def test_a_folder_that_is_gone_while_a_child_starts_in_it(site: Path) -> None:
+    (site / "program.py").write_text(
+        "import os, subprocess, sys, tempfile\n"
+        "os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())\n"
+        "subprocess.run([sys.executable, '-c', 'import victim; print(victim.f(1))'], check=True)\n"
+    )
+    done = sgl_aspects_run(site, sys.executable, "program.py")
+    assert (done.stdout, done.stderr) == ("101\n", "")
+
+
 def test_the_program_does_not_find_our_folder_on_its_path(site: Path) -> None:
     code = "import sys; print([path for path in sys.path if 'bootstrap' in path])"
     assert sgl_aspects_run(site, sys.executable, "-c", code).stdout == "[]\n"

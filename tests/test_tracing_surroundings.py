@@ -111,6 +111,31 @@ def test_a_run_folder_that_vanishes_ends_the_recording(
     assert caplog.records == []  # the run has ended: nothing to be told
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+def test_a_process_that_becomes_another_user_goes_on_untraced(tmp_path: Path) -> None:
+    """And one that closes all descriptors, as daemons do: neither sees an error of the recorder."""
+    script = f"""
+import os
+from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring import RingRecorder
+recorder = RingRecorder({str(tmp_path)!r})
+assert recorder.open()
+os.closerange(3, 64)
+if os.fork() == 0:
+    os.setuid(65534)
+    for number in range(1, 4):
+        recorder.spans(SpanType("s"))(number, 1, 0, 1, 2)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+recorder.close()
+"""
+    tmp_path.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+    assert len(done.stderr.splitlines()) == 1
+    assert "Permission denied" in done.stderr
+
+
 def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     recorder = RingRecorder(str(tmp_path / "file"))

@@ -12,9 +12,9 @@ import sys
 
 
 def _run_the_other_one() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
+    here = os.path.dirname(__file__)
     # The program must not find this folder on its path; its children find it through PYTHONPATH.
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    sys.path[:] = [path for path in sys.path if path != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return

@@ -97,7 +97,7 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
     for path in found:
         try:
             yield RingReader(path, read_only=True)
-        except (DamagedError, FileNotFoundError):
+        except (DamagedError, OSError):
             continue
 
 
@@ -123,8 +123,8 @@ def write_run_control(folder: Path, control: Control) -> None:
 
 
 def run_control(folder: str) -> Control | None:
-    """What ``write_run_control`` wrote; None where nothing was changed."""
+    """What ``write_run_control`` wrote; None where nothing was changed, or this user may not read it."""
     try:
         return Control.unpack(Path(folder, _FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, struct.error):
+    except (OSError, struct.error):
         return None

@@ -26,6 +26,8 @@ class OtlpJsonFileExporter(SpanExporter):
         self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 (open as long as the exporter)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._file.closed:  # the time for the last flush was over
+            return SpanExportResult.FAILURE
         self._file.write(json.dumps(to_json(spans), separators=(",", ":")) + "\n")
         self._file.flush()
         return SpanExportResult.SUCCESS

@@ -87,13 +87,17 @@ class RingFile:
     def end(self) -> None:
         """This process writes no more. The mapping lives on for a thread that is just writing to it."""
         self.words[layout.WORD_CLOSED] = 1
-        os.close(self._descriptor)  # and with it the lock is gone
+        self._close()  # and with it the lock is gone
 
     def close(self) -> None:
         """In a forked child: gives up the copy, with nothing said to anybody."""
         self.words.release()
         self.memory.close()
-        os.close(self._descriptor)
+        self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # what becomes a daemon closes all descriptors, ours too
+            os.close(self._descriptor)
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:
