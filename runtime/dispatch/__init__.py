@@ -5,6 +5,18 @@ from sgl_aspects.runtime import dispatch
 dispatch.rms_norm(x, weight, 1e-6)                     # what the policy chooses
 with dispatch.with_preference("reference"): ...        # another policy, for a while
 print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
+
+The modules, in the order to read them:
+
+    types, registry, operators    an implementation; an operator, and all that is known of each; the twelve
+    reference/                    what each of them means, in PyTorch
+    policy, selection             what a person wants; which implementation that is for such tensors
+    call_site, manager            a place that calls, down to a plain call; all places, kept up to date
+    functions, process            the operators as functions; the one manager of this process
+    backends, flaggems, vendors/  where implementations come from
+    configuration, live           what variables and files say; what `sgl-aspects ops` says to live processes
+    watching, comparing           shadow mode; with layer_names (whose call) and compiled_calls (in graphs)
+    bridge                        other engines' layers, called as their engines call them
 """
 
 from sgl_aspects.runtime.dispatch.functions import (

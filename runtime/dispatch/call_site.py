@@ -111,7 +111,7 @@ class CallSite:
         call = calls.get(policy, {}).get(key)
         if call is None:
             selection = self.select((dtype, device))
-            manager.log_selection(self.op_name, (dtype, device), selection)
+            manager.note_selection(self, (dtype, device), selection)
             call = self.bound(selection.impl)
             if manager.watch is not None:
                 call = manager.watch.around(self, selection, call)
@@ -128,11 +128,11 @@ class CallSite:
             return _guard_maker(self.manager.registry.spec(self.op_name))(calls, resolve)
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[0] if args else self._key_tensor(args, kwargs)
+            tensor = self._key_tensor(args, kwargs)
             call = calls.get((tensor.dtype, tensor.get_device())) or resolve(tensor.dtype, tensor.device)
             return call(*args, **kwargs)
 
-        return self.resolve_and_call if type(self.layer).has_own_key else guarded
+        return guarded
 
     # -- when an implementation fails ------------------------------------------------------------------
 

@@ -54,7 +54,6 @@ class Settings:
     #: The folder through which `sgl-aspects ops` talks to live processes.
     control: str | None = None
     log: str | None = None
-    platform_file: str | None = None
     files: tuple[str, ...] = ()
 
     def start_watching(self, manager: OpManager) -> None:

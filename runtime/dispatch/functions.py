@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
+
 from sgl_aspects.runtime.dispatch.operators import OPERATORS
 from sgl_aspects.runtime.dispatch.reference import delta_rule, dense, experts, rotary
 from sgl_aspects.runtime.dispatch.registry import OperatorSpec
@@ -32,29 +34,31 @@ class _Unbound:
         self.op_name = op_name
 
     def run(self, *args: Any) -> Any:
-        return self._bind().run(*args)
+        _find_site(self.op_name)
+        if not torch.compiler.is_compiling():
+            globals()[f"_site_{self.op_name}"] = _found_sites[self.op_name]
+        return _found_sites[self.op_name].run(*args)
 
     def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from sgl_aspects.runtime.dispatch.process import process_manager
-
-        if process_manager() is None:
-            raise error  # a configuration that cannot be read
-        return self._bind().recover(error, args, kwargs)
-
-    def _bind(self) -> Any:
-        from sgl_aspects.runtime.dispatch.process import get_manager
-
-        return get_manager().function_site(self.op_name)
+        raise error  # a configuration that cannot be read
 
 
-def bind(manager: Any) -> None:
-    """Give every function its site: compiled code then meets no first call."""
-    for spec in OPERATORS:
-        globals()[f"_site_{spec.name}"] = manager.function_site(spec.name)
+#: A compiler traces no change of the globals that it traces: it finds the sites in here.
+_found_sites: dict[str, Any] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _find_site(op_name: str) -> bool:
+    """A compiler does this for real while it compiles."""
+    from sgl_aspects.runtime.dispatch.process import get_manager
+
+    _found_sites[op_name] = get_manager().function_site(op_name)
+    return True
 
 
 def unbind() -> None:
     """Ask for the process's manager again at the next call."""
+    _found_sites.clear()
     for spec in OPERATORS:
         globals()[f"_site_{spec.name}"] = _Unbound(spec.name)
 

@@ -38,7 +38,7 @@ class OpManager:
 
     def __init__(self, registry: OpRegistry, configured: ConfiguredPolicy | None = None) -> None:
         self.registry = registry
-        self.availability = Availability()
+        self._availability = Availability()
         #: Grows with each change of policy: what was resolved before is void.
         self.epoch = 0
         self.watch: Watch | None = None
@@ -49,10 +49,12 @@ class OpManager:
         self._open_scopes = 0
         self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
         self._functions: dict[str, CallSite] = {}
+        #: (policy, operator, implementation, tensors) → how often.
         self._failures: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
-        self._refusals: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
         self._selections: dict[tuple[Any, ...], Selection] = {}
-        self._logged: set[tuple[str, Key, str]] = set()
+        #: (operator, layer's kind, tensors) → implementation, since the last change.
+        self._resolved: dict[tuple[str, Any, Key], str] = {}
+        self._logged: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
         _managers.add(self)
         registry.users.add(self)
@@ -111,7 +113,7 @@ class OpManager:
         """Void everything that was resolved: each place chooses anew at its next call."""
         with self._lock:
             self.epoch += 1
-            self._selections = {}
+            self._selections, self._resolved = {}, {}
             for site in list(self._sites):
                 site.reset()
 
@@ -181,7 +183,7 @@ class OpManager:
             and (dtype is None or key == (dtype, device))
         }
         candidates = self.candidates(op_name, layer)
-        return choose(op_name, candidates, policy, self.availability, dtype, device, failed)
+        return choose(op_name, candidates, policy, self._availability, dtype, device, failed)
 
     def resolve_op(
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -212,28 +214,17 @@ class OpManager:
 
         Not so for one that refused the call: it may serve the next.
         """
-        entry = (self.policy, site.op_name, impl.impl_id, key)
-        refused = isinstance(error, UnsupportedCallError)
-        with self._lock:
-            counts = self._refusals if refused else self._failures
-            counts[entry] += 1
-            count = counts[entry]
-        if refused:
-            if count == 1:
-                message = "%s: %s refused a call with %s on %s (%s); %s served it"
-                logger.info(message, site.op_name, impl.impl_id, *key, error, served_by.impl_id)
+        said = f"{site.op_name}: {impl.impl_id} %s {key[0]} on {key[1]} ({type(error).__name__}: {error}); "
+        if isinstance(error, UnsupportedCallError):
+            self._log_once(("refused", site.op_name, impl.impl_id, key), said % "refused a call with")
             return
+        entry = (self.policy, site.op_name, impl.impl_id, key)
+        with self._lock:
+            self._failures[entry] += 1
+            count = self._failures[entry]
         if count in (1, FAILURES_BEFORE_SET_ASIDE):
-            logger.warning(
-                "%s: %s failed with %s on %s (%s: %s); %s served the call%s",
-                site.op_name,
-                impl.impl_id,
-                *key,
-                type(error).__name__,
-                error,
-                served_by.impl_id,
-                "" if count == 1 else ", and serves such calls from now on",
-            )
+            after = "" if count == 1 else ", and serves such calls from now on"
+            logger.warning("%s%s served the call%s", said % "failed with", served_by.impl_id, after)
         if count >= FAILURES_BEFORE_SET_ASIDE:
             self.bump_epoch()
 
@@ -251,23 +242,28 @@ class OpManager:
             self._failures.clear()
             self.bump_epoch()
 
-    def log_selection(self, op_name: str, key: Key, selection: Selection) -> None:
-        """Once for each operator, key and implementation."""
-        entry = (op_name, key, selection.impl.impl_id)
-        if entry in self._logged:
-            return
-        self._logged.add(entry)
-        tensors = "" if key[0] is None else f" for {key[0]} on {key[1]}"
-        logger.info(
-            "%s resolves to %s%s (%s)", op_name, selection.impl.impl_id, tensors, self.policy.describe()
-        )
+    def note_selection(self, site: CallSite, key: Key, selection: Selection) -> None:
+        """For :meth:`resolved`; in the log once for each operator, tensors and implementation."""
+        impl_id = selection.impl.impl_id
+        if not self.is_scoped:
+            self._resolved[site.op_name, _kind_of(site.layer), key] = impl_id
+        said = f"{site.op_name} resolves to {impl_id}"
+        said += "" if key[0] is None else f" for {key[0]} on {key[1]}"
+        self._log_once(("resolved", site.op_name, key, impl_id), f"{said} ({self.policy.describe()})")
+
+    def _log_once(self, what: tuple[Any, ...], message: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            logger.info("%s", message)
 
     def resolved(self) -> list[tuple[str, str, str]]:
-        """(operator, tensors, implementation) of everything that was resolved in this process."""
-        return [
-            (op, "any" if key[0] is None else f"{key[0]} on {key[1]}", impl_id)
-            for op, key, impl_id in sorted(self._logged, key=str)
-        ]
+        """(operator, tensors, implementation) of everything that is resolved in this process now."""
+        with self._lock:
+            found = {
+                (op, "any" if dtype is None else f"{dtype} on {device}", impl_id)
+                for (op, _, (dtype, device)), impl_id in self._resolved.items()
+            }
+        return sorted(found)
 
     def set_watch(self, watch: Watch | None) -> None:
         """Shadow calls or summaries, from the next call on; None: nothing."""

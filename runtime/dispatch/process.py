@@ -36,7 +36,6 @@ def get_manager() -> OpManager:
             manager = OpManager(registry, settings.configured)
             settings.start_watching(manager)
             _manager = manager
-            functions.bind(manager)
         return _manager
 
 

@@ -36,30 +36,16 @@ class Selection:
     others: tuple[OpImpl, ...]
 
 
-class Availability:
-    """Each implementation's own answer, asked once in a process."""
+class Availability(dict[OpImpl, "str | None"]):
+    """Implementation → why it is not available, None where it is: its own answer, asked once."""
 
-    def __init__(self) -> None:
-        self._answers: dict[OpImpl, str | None] = {}
-
-    def reason_against(self, impl: OpImpl) -> str | None:
-        """None: it is available."""
-        if impl not in self._answers:
-            self._answers[impl] = self._ask(impl)
-        return self._answers[impl]
-
-    def forget(self) -> None:
-        self._answers.clear()
-
-    @staticmethod
-    def _ask(impl: OpImpl) -> str | None:
+    def __missing__(self, impl: OpImpl) -> str | None:
         try:
-            answer = impl.is_available()
+            answer = impl.is_available() or "it says no more"
         except Exception as error:  # noqa: BLE001  # a library that does not load, and says so in the report
-            return f"not available: {type(error).__name__}: {error}"
-        if isinstance(answer, str):
-            return f"not available: {answer}"
-        return None if answer else "not available"
+            answer = f"{type(error).__name__}: {error}"
+        self[impl] = f"not available: {answer}" if isinstance(answer, str) else None
+        return self[impl]
 
 
 def choose(
@@ -84,7 +70,7 @@ def choose(
     others: list[OpImpl] = []
     depends = False
     for impl in arranged:
-        reason = policy.refuses(impl) or availability.reason_against(impl)
+        reason = policy.refuses(impl) or availability[impl]
         if reason is None:
             reason = _mismatch(impl, dtype, device)
             if reason is None and impl.impl_id in failed:

@@ -25,8 +25,6 @@ class Operator(nn.Module):
     op_name: ClassVar[str] = ""
     #: True where ``call_function`` is written.
     takes_functions: bool = False
-    #: True where another tensor than the first argument decides who serves.
-    has_own_key: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -35,7 +33,6 @@ class Operator(nn.Module):
         if not cls.op_name:
             cls.op_name = re.sub(r"(?<!^)(?<![A-Z_])(?=[A-Z])", "_", cls.__name__).lower()
         cls.takes_functions = "call_function" in cls.__dict__ or cls.takes_functions
-        cls.has_own_key = "key_tensor" in cls.__dict__ or cls.has_own_key
 
     def __init__(self) -> None:
         super().__init__()
