@@ -163,6 +163,23 @@ def test_arguments_may_have_names_however_a_call_is_resolved() -> None:
         manager.call_op("op")
 
 
+def test_what_a_call_leaves_out_is_what_the_operator_says_it_is() -> None:
+    def others(x: Any, weight: Any, eps: float = 1.0, residual: Any = 7) -> Any:
+        return eps, residual
+
+    def none(x: Any, weight: Any, eps: float, residual: Any) -> Any:
+        return eps, residual
+
+    manager = dispatch.get_manager()
+    for number, function in enumerate((others, none, lambda *args: args[2:])):
+        impl_id = f"vendor.a.{number}"
+        manager.registry.register(
+            OpImpl("rms_norm", impl_id, ImplKind.VENDOR, function, vendor="a", priority=900 + number)
+        )
+        assert manager.call_op("rms_norm", X, X) == (1e-6, None), impl_id
+        assert dispatch.rms_norm(X, X, residual=X)[0] == 1e-6
+
+
 def test_what_was_resolved_while_the_registry_changed_is_not_kept() -> None:
     registry = OpRegistry()
     registry.define(OperatorSpec("op", plus(1)))

@@ -94,18 +94,17 @@ class CallSite:
 
     def bound(self, impl: OpImpl) -> Callable[..., Any]:
         """The implementation as this place calls it."""
-        if self.layer is None:
-            return impl.fn
         if impl.takes_layer:
             return impl.fn.__get__(self.layer)  # type: ignore[no-any-return]
-        return partial(self.layer.call_function, impl.fn)
+        function = self.manager.registry.spec(self.op_name).with_defaults(impl.fn)
+        return function if self.layer is None else partial(self.layer.call_function, function)
 
     def resolve_and_call(self, *args: Any, **kwargs: Any) -> Any:
         return self._resolve(*self.key(args, kwargs))(*args, **kwargs)
 
     def _resolve(self, dtype: Any, device: Any) -> Callable[..., Any]:
         manager = self.manager
-        epoch, calls, policy = manager.epoch, self._calls, manager.policy
+        calls, policy = self._calls, manager.policy
         # A device's number, -1 for the host's: asking a tensor for it makes no object.
         key = (dtype, -1 if device is None or device.index is None else device.index)
         call = calls.get(policy, {}).get(key)
@@ -118,8 +117,14 @@ class CallSite:
             calls.setdefault(policy, {})[key] = call
             # Once tensors have a say here they keep it: another type's choice must not replace the guard.
             self._guarded = self._guarded or selection.depends_on_tensors
-            manager.install(self, epoch, self._guard(calls[policy]) if self._guarded else call)
+            self._install(calls, self._guard(calls[policy]) if self._guarded else call)
         return call
+
+    def _install(self, calls: dict[SelectionPolicy, Any], run: Callable[..., Any]) -> None:
+        """Run this from now on, unless what it was chosen from is void by now, or depends on the context."""
+        with self.manager.lock:
+            if calls is self._calls and not self.manager.is_scoped:
+                self.run = run
 
     def _guard(self, calls: dict[Key, Callable[..., Any]]) -> Callable[..., Any]:
         """What ``run`` is where tensors decide: look the deciding one up, then a plain call."""

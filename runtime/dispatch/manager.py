@@ -67,6 +67,11 @@ class OpManager:
         return self._scoped.get() or self._configured.policy
 
     @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while anything changes; another one in a forked child."""
+        return self._lock
+
+    @property
     def configured(self) -> ConfiguredPolicy:
         return self._configured
 
@@ -135,12 +140,6 @@ class OpManager:
             if op_name not in self._functions:
                 self._functions[op_name] = self.site(op_name)
             return self._functions[op_name]
-
-    def install(self, site: CallSite, epoch: int, run: Callable[..., Any]) -> None:
-        """Make ``run`` what the site runs, unless the policy changed meanwhile or depends on the context."""
-        with self._lock:
-            if epoch == self.epoch and not self.is_scoped:
-                site.run = run
 
     def candidates(self, op_name: str, layer: Any = None) -> tuple[OpImpl, ...]:
         """Every implementation that could serve here: the registry's, and forms of the layer's class."""

@@ -52,6 +52,19 @@ class OperatorSpec:
         )
         return signature, ", ".join(parameters)
 
+    def with_defaults(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function itself where it has the operator's defaults; else one that has, and calls it."""
+        wanted = inspect.signature(self.reference).parameters
+        try:
+            found = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a builtin that tells nothing of itself
+            found = wanted
+        if all(name in found and found[name].default == each.default for name, each in wanted.items()):
+            return function
+        signature, names = self.written_signature()
+        made: Callable[..., Any] = eval(f"lambda {signature}: function({names})", {"function": function})
+        return made
+
     def check_signature(self, impl: OpImpl) -> None:
         """The reference's parameters under their names and in their order; more only with defaults.
 

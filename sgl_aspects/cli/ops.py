@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 where a layer differs or a live process refused what was asked."""
     if arguments.check is not None:
         return _check(arguments.check)
-    if arguments.live or arguments.control or arguments.pid or arguments.shadow or arguments.summaries:
+    words = (arguments.live, arguments.control, arguments.pid, arguments.shadow, arguments.summaries)
+    if any(words) or arguments.rate is not None:
         return _live(arguments)
     return _show(arguments)
 
@@ -170,9 +171,11 @@ def _live(arguments: argparse.Namespace) -> int:
     request: dict[str, Any] = {}
     if arguments.set:
         request["set"] = _said(arguments.set)
-    if arguments.shadow or arguments.summaries:
+    if arguments.shadow:
         request["shadow"] = ";".join(word for word in arguments.shadow if word != "off")
+    if arguments.summaries or "off" in arguments.shadow:
         request["summaries"] = arguments.summaries or ""
+    if arguments.rate is not None:
         request["rate"] = arguments.rate
     if arguments.pid:
         request["pid"] = arguments.pid
@@ -197,6 +200,8 @@ def _live(arguments: argparse.Namespace) -> int:
         for state in states:
             if state["error"]:
                 raise ConfigError(f"process {state['pid']}: {state['error']}")
+    for state in states if arguments.operators else ():
+        state["resolved"] = [row for row in state["resolved"] if row[0] in arguments.operators]
     if arguments.json:
         print(json.dumps(_finite(states), indent=2))
     else:
