@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import end
+
 START_SECONDS = 120
 LOCAL = "127.0.0.1"
 
@@ -134,9 +136,4 @@ def serving(
             server.wait_until_serving()
         yield server
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)

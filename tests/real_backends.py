@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,14 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.processes import end, free_port
+
 _START_SECONDS = 180
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def get_json(url: str, **query: str) -> Any:
@@ -57,12 +51,7 @@ def _running(command: list[str], ready: str, folder: Path, environment: Mapping[
             time.sleep(0.2)
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+        end(process)
 
 
 def _answers(url: str) -> bool:

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.processes import free_port
 
 START_SECONDS = 240
 ARGUMENTS = {
@@ -183,9 +184,7 @@ def serve(
 
     :param command: up to the model's path; the options of every server come after it, then ``more``.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [*prefix, *command, str(model), "--served-model-name", "mini", "--port", str(port), *SWITCHES]
     words += [word for pair in ARGUMENTS.items() for word in pair] + list(more)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL_ASPECTS", "OTEL_"))}

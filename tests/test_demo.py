@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from sgl_aspects.cli.prompts import PROMPTS
 from sgl_aspects.view.numbers import report_run
 from sgl_aspects.view.spans import Span, children_of, read_spans
+from tests.processes import free_port
 
 MAX_NEW_TOKENS = 8
 DEADLINE_SECONDS = 240
@@ -28,12 +28,6 @@ def demo_environment(**changes: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("OTEL_", "SGL"))}
     # One thread: with two, a busy neighbour makes a step ten times as long.
     return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | changes
-
-
-def closed_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def demo_command(*flags: str) -> list[str]:
@@ -53,7 +47,7 @@ class DemoRun:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
     """One run, whose OTLP endpoint is down."""
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
-    endpoint = f"http://127.0.0.1:{closed_port()}"
+    endpoint = f"http://127.0.0.1:{free_port()}"
     done = subprocess.run(
         demo_command("--max-new-tokens", str(MAX_NEW_TOKENS), "--output", str(folder)),
         env=demo_environment(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint),
@@ -171,7 +165,7 @@ def test_a_scheduler_that_dies_is_one_line(running_demo: subprocess.Popen[str]) 
 
 
 def test_no_network_and_no_model_is_one_line(tmp_path: Path) -> None:
-    index = f"http://127.0.0.1:{closed_port()}/simple"
+    index = f"http://127.0.0.1:{free_port()}/simple"
     environment = demo_environment(XDG_CACHE_HOME=str(tmp_path / "cache"), PIP_INDEX_URL=index)
     for name in ("PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_EXTRA_INDEX_URL"):
         environment.pop(name, None)

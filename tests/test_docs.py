@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from sgl_aspects.cli.main import COMMANDS
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -174,9 +174,7 @@ def test_every_command_of_a_guide_runs(name: str, tmp_path: Path) -> None:
     for tool, text in {"sgl-aspects": WRAPPER, "python": '#!/bin/sh\nexec PYTHON "$@"\n'}.items():
         (tools / tool).write_text(text.replace("PYTHON", sys.executable))
         (tools / tool).chmod(0o755)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     folder = tmp_path / "work"
     folder.mkdir()
     environment = {key: text for key, text in os.environ.items() if not key.startswith(("OTEL_", "SGL"))}

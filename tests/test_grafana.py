@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import free_port
 
 GRAFANA = Path(__file__).resolve().parent.parent / "docs" / "grafana"
 ALERTS = GRAFANA / "alerts.yml"
@@ -59,12 +60,6 @@ def test_panels_have_places_and_sources() -> None:
         taken |= cells
         assert all(target["datasource"]["uid"] == "${source}" for target in panel["targets"])
     assert "$" not in "".join(expression for _, expression in expressions())
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import pytest
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import TraceSummary, attach
-from tests.real_backends import Phoenix, free_port, phoenix, prometheus
+from tests.processes import free_port
+from tests.real_backends import Phoenix, phoenix, prometheus
 from tests.tiny_models import make_llama
 
 pytestmark = pytest.mark.integration

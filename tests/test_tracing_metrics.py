@@ -27,6 +27,7 @@ from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSen
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.otlp_receiver import Point, Receiver, grpc_receiver, http_receiver
+from tests.processes import free_port
 from tests.test_tracing_collector import run_scheduler, wait_until
 from tests.tiny_models import make_llama
 
@@ -54,10 +55,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-    return number
+    return free_port()
 
 
 def page(port: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,18 @@ KIND_TOKENS: dict[str, ImplKind] = {
 
 def _always() -> bool:
     return True
+
+
+def needs(package: str, advice: str = "") -> Callable[[], bool | str]:
+    """For ``is_available``: whether the package is installed; where it is, it must load."""
+
+    def available() -> bool | str:
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed{advice}"
+        importlib.import_module(package)
+        return True
+
+    return available
 
 
 def _is_version(value: Any) -> bool:

@@ -6,22 +6,15 @@ SGL_ASPECTS_OP_VENDOR_PATH, a package through an entry point of group "sgl_aspec
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
 
 VENDOR = "template"
 #: The package with your kernels.
 PACKAGE = "torch"
-
-
-def available() -> bool | str:
-    """Asked once in a process; a text says why not. Import nothing heavy here."""
-    return importlib.util.find_spec(PACKAGE) is not None or f"the package {PACKAGE} is not installed"
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +41,7 @@ def register(registry: OpRegistry) -> None:
             supported_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             device_types=frozenset({"cpu"}),  # what torch calls your device
             min_arch=None,  # (major, minor), where your device has such numbers
-            is_available=available,
+            is_available=needs(PACKAGE),  # or a function of yours that says True, or why not
             mutates=(),  # arguments that your kernel writes to
         )
     )

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def _npu() -> Any:
     return importlib.import_module("torch_npu")
-
-
-def available() -> bool | str:
-    if importlib.util.find_spec("torch_npu") is None:
-        return "the package torch_npu is not installed"
-    _npu()
-    return True
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +71,6 @@ def register(registry: OpRegistry) -> None:
                 vendor="ascend",
                 supported_dtypes=_FLOATS,
                 device_types=frozenset({"npu"}),
-                is_available=available,
+                is_available=needs("torch_npu"),
             )
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +10,13 @@ import torch
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 def _kernels() -> Any:
     return importlib.import_module("sgl_kernel")
-
-
-def available() -> bool | str:
-    if importlib.util.find_spec("sgl_kernel") is None:
-        return "the package sgl_kernel is not installed (pip install sgl-kernel)"
-    _kernels()
-    return True
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +85,6 @@ def register(registry: OpRegistry) -> None:
                 supported_dtypes=dtypes,
                 device_types=frozenset({"cuda"}),
                 min_arch=(8, 0),
-                is_available=available,
+                is_available=needs("sgl_kernel", " (pip install sgl-kernel)"),
             )
         )
