@@ -547,6 +547,8 @@ def settings_of(text: str, tmp_path: Path) -> Settings:
         ("prefer: impl:nope", "unknown implementation 'nope'; choose from "),
         ("per_op_order: {rmsnorm: vendor}", "per_op_order: unknown operator 'rmsnorm'; choose from c"),
         ("per_op_order: {rms_norm: [vendor, refrence]}", "per_op_order: rms_norm: unknown token 'refrence'"),
+        ("per_op_order: {rms_norm: ' | '}", "per_op_order: rms_norm: ' | ': write one token or a list"),
+        ("deny_vendors: ','", "deny_vendors: ',': write a list of names"),
         ("per_op_order: {rms_norm: []}", "per_op_order: rms_norm: [[]]: write one token or a list"),
         ("per_op_order: [rms_norm]", "per_op_order: .*write one line 'operator: tokens' each"),
         ("per_op_order: rms_norm", "per_op_order: 'rms_norm': write operator=token"),

@@ -211,6 +211,26 @@ def test_calls_in_compiled_code_are_compared_and_it_stays_one_graph(backend: str
         assert sum(each.compared for each in norms) == 2 * LAYERS, "compiled anew, without the watch"
 
 
+def test_layers_that_are_compiled_apart_share_their_code_and_keep_their_names() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = Model(), CompileCounter()
+    wrong_in_layer_7(model, by=1.0)
+    torch.compiler.reset()
+    for layer in model.layers:
+        layer.compile(backend=counter, dynamic=True, fullgraph=True)
+    with torch.inference_mode():
+        model(torch.randn(3, 16))
+        frames = counter.frame_count
+        watch = watched()
+        model(torch.randn(3, 16))
+    assert counter.frame_count <= 2 * frames + 1
+    norms = [each for each in watch.comparisons() if each.op == "rms_norm"]
+    assert [(each.layer, each.compared) for each in norms] == [
+        (f"layers.{number}.norm", 1) for number in range(LAYERS)
+    ]
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_calls_of_every_kind_are_compared(backend: str) -> None:
     """What is written to, what has no tensor, several results, a NamedTuple of tensors."""

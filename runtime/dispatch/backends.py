@@ -70,7 +70,11 @@ def _load_folder(folder: Path) -> Callable[[OpRegistry], None]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # as `import` does
+            raise
         module.register(registry)
 
     return register

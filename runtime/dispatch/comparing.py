@@ -71,7 +71,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
         return 0.0
     if not (found.is_floating_point() and wanted.is_floating_point()):
         return float((found != wanted).double().mean())
-    one, other = found.detach().double(), wanted.detach().double()
+    one, other = _exact(found), _exact(wanted)
     finite = other.isfinite()
     if not torch.equal(finite, one.isfinite()):
         return float("inf")
@@ -79,6 +79,12 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     if one.numel() == 0:
         return 0.0
     return float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64, which some devices do not have."""
+    has_doubles = tensor.device.type in ("cpu", "cuda")
+    return (tensor.detach() if has_doubles else tensor.detach().cpu()).double()
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class TensorSummary:
 
 
 def summary(name: str, tensor: torch.Tensor) -> TensorSummary:
-    exact = tensor.detach().double()
+    exact = _exact(tensor)
     finite = exact[exact.isfinite()]
     numbers = finite if finite.numel() else exact.new_zeros(1)
     return TensorSummary(

@@ -32,31 +32,30 @@ _numbers = itertools.count(1)
 _NAME = "look"
 #: Goes, and the operator with it, when the module is loaded anew.
 _library: Any = torch.library.Library("sgl_aspects", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"{_NAME}(Tensor(a!) told, Tensor[] given, Tensor[] found, int number, str call) -> ()")
-#: What the operator says it writes to; made outside of inference mode, so that every mode may.
-with torch.inference_mode(False):
-    _told = torch.zeros(())
+_library.define(f"{_NAME}(Tensor(a!) number, Tensor[] given, Tensor[] found, str call) -> ()")
 
 
-def numbered(who: Looks) -> int:
-    """Compiled code holds on to the number, and never to ``who``."""
+def numbered(who: Looks) -> torch.Tensor:
+    """Compiled code holds on to the number, and never to ``who``. As a tensor, which compilers take for an
+    input: layers of one kind share their code. The operator says that it writes to it, and does not."""
     number = next(_numbers)
     _looking[number] = who
-    return number
+    with torch.inference_mode(False):  # whatever mode compiled code runs in may write to it
+        return torch.tensor(number, device="cpu")
 
 
-def tell(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]) -> None:
+def tell(
+    number: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
+) -> None:
     """In code that is being compiled: whenever it runs, whoever has the number looks at this call."""
     given = tensors_in((args, kwargs))
     names = list(kwargs)
     call = repr((names, [_described(value) for value in (*args, *kwargs.values())]))
-    getattr(torch.ops.sgl_aspects, _NAME)(_told, given, found, number, call)
+    getattr(torch.ops.sgl_aspects, _NAME)(number, given, found, call)
 
 
-def _look(
-    told: torch.Tensor, given: list[torch.Tensor], found: list[torch.Tensor], number: int, call: str
-) -> None:
-    who = _looking.get(number)
+def _look(number: torch.Tensor, given: list[torch.Tensor], found: list[torch.Tensor], call: str) -> None:
+    who = _looking.get(int(number))
     if who is None:  # the watch has ended, and compiled code that knew it still runs
         return
     tensors = iter(given)

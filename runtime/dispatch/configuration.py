@@ -75,7 +75,8 @@ def _names(value: Value) -> frozenset[str]:
     if not isinstance(value.value, (str, list, tuple)):
         raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
     names = listed(value.value)
-    if not all(isinstance(name, str) and name for name in names):
+    is_blank = isinstance(value.value, str) and not names
+    if is_blank or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
     return frozenset(names)
 
@@ -118,9 +119,10 @@ def _orders(value: Value, registry: OpRegistry) -> tuple[tuple[str, tuple[Token,
     for op_name, tokens in _pairs(value).items():
         where = f"{value.where}: {op_name}"
         registry.check_operator(op_name, value.where)
-        if not isinstance(tokens, (str, list)) or not tokens:
+        named = listed(tokens, "|") if isinstance(tokens, (str, list)) else []
+        if not named:
             raise ConfigError(f"{where}: {tokens!r}: write one token or a list of tokens, best first")
-        orders[op_name] = tuple(_token(Value(each, where), registry, op_name) for each in listed(tokens, "|"))
+        orders[op_name] = tuple(_token(Value(each, where), registry, op_name) for each in named)
     return tuple(sorted(orders.items()))
 
 

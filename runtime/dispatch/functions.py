@@ -34,7 +34,7 @@ class _Unbound:
         self.op_name = op_name
 
     def run(self, *args: Any) -> Any:
-        _find_site(self.op_name)
+        _find_sites()
         if not torch.compiler.is_compiling():
             globals()[f"_site_{self.op_name}"] = _found_sites[self.op_name]
         return _found_sites[self.op_name].run(*args)
@@ -43,16 +43,18 @@ class _Unbound:
         raise error  # a configuration that cannot be read
 
 
-#: A compiler traces no change of the globals that it traces: it finds the sites in here.
+#: A compiler may meet no change of the globals that it traces: it finds the sites in here.
 _found_sites: dict[str, Any] = {}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _find_site(op_name: str) -> bool:
+def _find_sites() -> bool:
     """A compiler does this for real while it compiles."""
     from sgl_aspects.runtime.dispatch.process import get_manager
 
-    _found_sites[op_name] = get_manager().function_site(op_name)
+    if not _found_sites:
+        manager = get_manager()
+        _found_sites.update({spec.name: manager.function_site(spec.name) for spec in OPERATORS})
     return True
 
 

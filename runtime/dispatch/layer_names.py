@@ -41,10 +41,8 @@ class LayerNames:
         stack = self._stack()
         return self._names.get(stack[-1], (0, type(stack[-1]).__name__)) if stack else (0, "")
 
-    def name_of(self, layer: nn.Module | None) -> tuple[int, str]:
-        """Of a layer whose code was compiled, where no hook tells what is running; (0, "") of none."""
-        if layer is None:
-            return 0, ""
+    def name_of(self, layer: nn.Module) -> tuple[int, str]:
+        """Of a layer that is known, though no hook may tell that it runs, as in compiled code."""
         if layer not in self._names:
             self._learn_all()
         return self._names.setdefault(layer, (0, type(layer).__name__))

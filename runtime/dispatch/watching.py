@@ -217,7 +217,11 @@ class Watch:
     def sum_up(self, layer: str, op: str, given: Any, found: list[torch.Tensor]) -> None:
         tensors = [(f"input {i}", tensor) for i, tensor in enumerate(tensors_in(given))]
         tensors += [(f"output {i}", tensor) for i, tensor in enumerate(found)]
-        summaries = [summary(name, tensor) for name, tensor in tensors]
+        try:
+            summaries = [summary(name, tensor) for name, tensor in tensors]
+        except Exception as error:  # noqa: BLE001  # the engine must not notice
+            logger.warning("%s of %s cannot be summed up: %s: %s", op, layer, type(error).__name__, error)
+            return
         with self._lock:
             self._summaries[layer, op] = summaries
 
@@ -245,7 +249,7 @@ class _WatchedCall:
         if current_platform.is_capturing():
             self._watch.count_captured()
             return self._call(*args, **kwargs)
-        place, layer = self._watch.layers.current()
+        place, layer = self._layer()
         if not self._watch.is_due((layer, self._site.op_name)):
             return self._call(*args, **kwargs)
         given = self._before(args, kwargs)
@@ -264,9 +268,13 @@ class _WatchedCall:
         if current_platform.is_capturing():
             self._watch.count_captured()
             return
-        place, layer = self._watch.layers.name_of(self._site.layer)
+        place, layer = self._layer()
         if self._watch.is_due((layer, self._site.op_name)):
             self._look(place, layer, (args, kwargs), found)
+
+    def _layer(self) -> tuple[int, str]:
+        names = self._watch.layers
+        return names.current() if self._site.layer is None else names.name_of(self._site.layer)
 
     def _before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
