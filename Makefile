@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 	$(BIN)/sgl-aspects demo
 
 # On each core a process of tests, up to four; a file's tests stay together. `pytest` without options runs in one.
-TESTS := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 test: $(VENV)/.dev
 	$(TESTS)
@@ -124,7 +124,7 @@ $(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang
 BACKENDS := .integration-venv
 
 test-integration: $(VENV)/.dev $(BACKENDS)/.ready
-	PATH="$(CURDIR)/$(BACKENDS)/bin:$$PATH" $(BIN)/python -m pytest -m integration tests/test_integration_backends.py
+	PATH="$(CURDIR)/$(BACKENDS)/bin:$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_integration_backends.py
 
 $(BACKENDS)/.ready: tests/backend-requirements.txt
 	@echo "installing Phoenix and Prometheus into $(BACKENDS) (about 0.9 GB, two minutes) ..."
