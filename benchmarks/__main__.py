@@ -93,9 +93,9 @@ the OpenTelemetry SDK with OTLP. The exporters send to a receiver on loopback; "
 
 ## An engine, by level
 
-One traced engine whose level is changed live, and two that were never traced, in turns of half a second;
-medians of the cycles' ratios, and the 95 % interval of the median. The first row compares two engines that do
-the same: its distance from 0 is what two processes differ by.
+One engine that makes token after token, in turns of a few steps with tracing and without: medians of the
+ratios of neighbouring turns, and the 95 % interval of the median. "attached": hooks that record nothing, to
+no hooks at all. "nothing": turns of the same, whose distance from 0 is noise. The others: a level to level 0.
 
 {levels.table()}
 

@@ -1,4 +1,6 @@
-"""What tracing costs an engine with a real small model, at each level: python -m benchmarks.levels [MINUTES].
+"""What tracing costs an engine with a real small model, at each level:
+
+    python -m benchmarks.levels [MINUTES [SUBJECT ...]]
 
 One engine that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`): its
 level is changed live, so that nothing else differs. The collector, which exports over OTLP, is stopped while
@@ -18,14 +20,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.receiver import receiver
 from benchmarks.spans import processor_seconds
 from benchmarks.switch import Switch
-from benchmarks.turns import alternate, more
+from benchmarks.turns import Pair, alternate, more
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
@@ -41,10 +43,10 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "500"}
 
 
 class Subject:
-    """The ratios of a step with it to without, and the collector's share of a processor meanwhile."""
+    """Pairs of turns with it and without, and the collector's share of a processor meanwhile."""
 
     def __init__(self) -> None:
-        self.ratios: list[float] = []
+        self.pairs: list[Pair] = []
         self.collector: list[float] = []
 
 
@@ -78,9 +80,9 @@ class Traced:
                 before = now
 
 
-def measure(minutes: float) -> tuple[dict[str, Subject], float]:
+def measure(minutes: float, subjects: Sequence[str]) -> tuple[dict[str, Subject], float]:
     """By subject; and the milliseconds of a step."""
-    found = {subject: Subject() for subject in SUBJECTS}
+    found = {subject: Subject() for subject in subjects}
     with tempfile.TemporaryDirectory() as folder, receiver() as url:
         switch = Switch(Path(folder))
         os.environ.update(ENVIRONMENT | switch.environment)
@@ -96,9 +98,9 @@ def measure(minutes: float) -> tuple[dict[str, Subject], float]:
             step = statistics.median(next(steps) for _ in range(50))
             end = time.monotonic() + minutes * 60
             while time.monotonic() < end:
-                for name in random.sample(SUBJECTS, len(SUBJECTS)):
+                for name in random.sample(subjects, len(subjects)):
                     busy, start = processor_seconds(traced.collector), time.monotonic()
-                    found[name].ratios += alternate(steps, partial(traced.be, name), SECONDS)
+                    found[name].pairs += alternate(steps, partial(traced.be, name), SECONDS)
                     spent = processor_seconds(traced.collector) - busy
                     found[name].collector.append(2 * spent / (time.monotonic() - start))
                     traced.be("1", False)
@@ -108,20 +110,21 @@ def measure(minutes: float) -> tuple[dict[str, Subject], float]:
     return found, step * 1e3
 
 
-def table(minutes: float = 5) -> str:
-    """One row a subject: how much longer a step takes."""
-    found, step = measure(minutes)
+def table(minutes: float = 5, subjects: Sequence[str] = SUBJECTS) -> str:
+    """One row a subject: how much longer a step takes, by the median and by the mean of a turn's steps."""
+    found, step = measure(minutes, subjects)
     lines = [
-        f"A step of {step:.0f} ms; {len(found['3'].ratios)} pairs of turns a level.",
+        f"A step of {step:.0f} ms; {min(len(subject.pairs) for subject in found.values())} pairs of turns.",
         "",
-        "| level | time of a step | collector, of one processor |",
-        "| --- | --- | --- |",
+        "| level | a step | all steps | collector, of one processor |",
+        "| --- | --- | --- | --- |",
     ]
     for name, subject in found.items():
+        medians, means = map(more, zip(*subject.pairs))
         collector = 100 * statistics.fmean(subject.collector)
-        lines.append(f"| {name} | {more(subject.ratios)} | {collector:.1f} % |")
+        lines.append(f"| {name} | {medians} | {means} | {collector:.1f} % |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table(float(sys.argv[1]) if len(sys.argv) > 1 else 5))
+    print(table(float(sys.argv[1]) if sys.argv[1:] else 5, sys.argv[2:] or SUBJECTS))

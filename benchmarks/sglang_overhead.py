@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.receiver import receiver
 from benchmarks.switch import Switch
-from benchmarks.turns import alternate, more
+from benchmarks.turns import Pair, alternate, more
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.tracing.control import Control, runs, write_control
 from tests import sglang_server
@@ -127,7 +127,7 @@ def traced_server(given: str | None) -> Iterator[Traced]:
 
 def measure(traced: Traced, size: int, seconds: float) -> None:
     """Prints one line a subject."""
-    found: dict[str, list[float]] = {subject: [] for subject in SUBJECTS}
+    found: dict[str, list[Pair]] = {subject: [] for subject in SUBJECTS}
     traced.be("2", False)
     traced.be(SGLANGS, False)
     steps, requests = traced.steps(size), traced.requests(size)
@@ -147,9 +147,11 @@ def measure(traced: Traced, size: int, seconds: float) -> None:
                 found[subject] += alternate(steps, switch, share)
     steps.close()
     print(f"batch of {size}, a step of {step * 1e3:.0f} ms")
-    for subject, ratios in found.items():
-        throughput = more([1 / ratio for ratio in ratios])
-        print(f"  {subject}: throughput {throughput}, {len(ratios)} pairs of turns", flush=True)
+    for subject, pairs in found.items():
+        medians, means = (more([1 / ratio for ratio in ratios]) for ratios in zip(*pairs))
+        print(
+            f"  {subject}: throughput {medians}, all steps {means}, {len(pairs)} pairs of turns", flush=True
+        )
 
 
 def main() -> None:

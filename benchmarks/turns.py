@@ -5,34 +5,42 @@ from __future__ import annotations
 import math
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from statistics import fmean, median
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    """What a step with it takes, as a ratio to the steps right before and after without it."""
+
+    median: float
+    mean: float
 
 
 def alternate(
     steps: Iterator[float], switch: Callable[[bool], None], seconds: float, *, skip: int = 1, count: int = 5
-) -> list[float]:
-    """What a step with it takes, as a ratio to the steps right before and after without it; many times.
+) -> list[Pair]:
+    """For so many seconds: it is switched on and off every few steps, the first ones of which do not count.
 
-    ``steps`` gives the seconds of a step, forever. It is switched every few steps, the disturbed first ones
-    left out: a machine that gets slower or faster for a while does so for all three parts of a ratio.
+    ``steps`` gives the seconds of a step, forever. A machine that gets slower or faster for a while does so
+    for all parts of a ratio.
     """
 
-    def turn(is_on: bool) -> float:
+    def turn(is_on: bool) -> list[float]:
         switch(is_on)
         for _ in range(skip + random.randrange(2)):  # no rhythm that something else may have, too
             next(steps)
-        return statistics.fmean(next(steps) for _ in range(count))
+        return [next(steps) for _ in range(count)]
 
-    found: list[float] = []
+    found: list[Pair] = []
     end = time.monotonic() + seconds
     before = turn(False)
     while time.monotonic() < end:
         during, after = turn(True), turn(False)
-        found.append(2 * during / (before + after))
+        found.append(Pair(*(kind(during) / kind(before + after) for kind in (median, fmean))))
         before = after
     return found
 
@@ -47,11 +55,11 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
             break
         inside, rank = inside - chance, rank + 1
     low = max(rank - 1, 0)
-    return ordered[low], statistics.median(values), ordered[count - 1 - low]
+    return ordered[low], median(values), ordered[count - 1 - low]
 
 
 def more(values: Sequence[float]) -> str:
-    """Ratios as per cents beyond 1."""
+    """Ratios as per cents beyond 1: the median, and its interval."""
     low, middle, high = (100 * (value - 1) for value in interval(values))
     return f"{middle:+.2f} % ({low:+.2f} to {high:+.2f})"
 

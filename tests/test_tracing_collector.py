@@ -376,6 +376,16 @@ def test_ctrl_c_is_for_the_engine(receiver: Receiver) -> None:
     assert len(receiver.spans) == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads with priorities of their own are Linux's")
+def test_every_thread_of_a_collector_lets_the_engine_go_first(receiver: Receiver) -> None:
+    with attach(endpoint=receiver.endpoint) as session:
+        begin(session, "r1")()
+        wait_until(lambda: len(os.listdir(f"/proc/{session.collector_process_id}/task")) > 1)
+        threads = [int(name) for name in os.listdir(f"/proc/{session.collector_process_id}/task")]
+        lower = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+        assert lower == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)}
+
+
 def test_a_killed_collector_is_reported(receiver: Receiver) -> None:
     session = attach(endpoint=receiver.endpoint)
     assert session.collector_process_id is not None

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -29,13 +28,13 @@ from sgl_aspects.tracing.join import Joiner
 from sgl_aspects.tracing.metric_exporters import make_reader
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring_reader import RingReader
-from sgl_aspects.tracing.run_folder import CLOSING, remove_run_folder
+from sgl_aspects.tracing.run_folder import remove_run_folder
 from sgl_aspects.tracing.run_reader import RunReader
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
 from sgl_aspects.tracing.tail import TailChoice
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 LOCK = "collector.lock"
 # After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.
 _TERM_SECONDS = 5.0
@@ -49,7 +48,6 @@ class Collector:
     """Reads a run folder until the run ends."""
 
     def __init__(self, folder: str, settings: TraceSettings, *, is_restarted: bool = False) -> None:
-        self._folder = folder
         self._settings = settings
         self._reader = RunReader(folder)
         self._gone: set[str] = set()
@@ -77,12 +75,15 @@ class Collector:
         """From a signal handler: the run may go on for a few seconds at most."""
         self._end_by = time.monotonic() + _TERM_SECONDS
 
-    def run(self) -> TraceSummary:
-        """Returns when the run has ended and everything is exported or given up."""
+    def follow(self) -> None:
+        """Returns when the run has ended."""
         while not self._has_ended():
             self._read()
             if not self._reader.has_more:
                 time.sleep(POLL_SECONDS)
+
+    def finish(self) -> TraceSummary:
+        """Returns when everything is exported or given up."""
         # Whoever was alive a moment ago may have written since.
         self._read()
         while self._reader.has_more:
@@ -115,9 +116,9 @@ class Collector:
     def _has_ended(self) -> bool:
         if self._end_by is not None and time.monotonic() > self._end_by:
             return True
-        if self._end_by is None and Path(self._folder, CLOSING).exists():
-            self._end_by = time.monotonic() + _CLOSING_SECONDS
         living = {writer.name for writer in self._reader.living()}
+        if self._end_by is None and self._reader.is_closing:
+            self._end_by = time.monotonic() + _CLOSING_SECONDS
         for name, writer in list(self._reader.writers.items()):
             if name not in living and name not in self._gone:
                 self._read()  # to the end of what it wrote
@@ -170,15 +171,22 @@ def take_run(folder: str) -> bool:
 
 
 def _let_the_engine_go_first() -> None:
-    """For this thread and those that it starts: so before the exporters, which do most of the work.
-
-    No lower: nobody may raise it again for the last flush, and on a machine that is always busy a hundredth
-    of a processor would not do to keep up.
-    """
+    """For this thread and those that it starts: so before the exporters, which do most of the work."""
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(5)
         if sys.platform == "linux":
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it interrupts nobody as it wakes up
+    _lower_session(10)
+
+
+def _lower_session(by: int) -> None:
+    """Where Linux shares the processors out by session, a process's own priority counts within it only.
+
+    For a collector that is alone in its session; 0: as before.
+    """
+    if sys.platform == "linux" and not os.path.exists(f"/proc/{os.getsid(0)}"):
+        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as session:
+            session.write(str(by))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -198,7 +206,9 @@ def main(arguments: Sequence[str]) -> int:
         _let_the_engine_go_first()
         collector = Collector(folder, settings, is_restarted=is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
-        summary = collector.run()
+        collector.follow()
+        _lower_session(0)  # nobody to let go first; whoever has ended the run waits
+        summary = collector.finish()
     except ConfigError as error:
         summary = TraceSummary(problem=f"the collector could not start: {error}")
     finally:

@@ -43,14 +43,8 @@ def remove_run_folder(folder: str) -> None:
 
 
 # Starts the collector as nobody's child: an engine may kill whatever descends from it when it ends.
-# Where Linux shares the processors out by session, a process's own priority counts within its session only.
 _LAUNCH = """
 import os, sys
-try:
-    with open("/proc/self/autogroup", "w") as session:
-        session.write("10")
-except OSError:
-    pass
 process_id = os.fork()
 if process_id:
     os.write(int(sys.argv[1]), b"%d\\n" % process_id)

@@ -10,6 +10,7 @@ from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.records import Record
 from sgl_aspects.tracing.ring_decoder import DamagedError
 from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.tracing.run_folder import CLOSING
 
 _TICKS_NS = 100_000_000
 
@@ -22,6 +23,8 @@ class RunReader:
         self._refused: set[Path] = set()
         self.writers: dict[str, RingReader] = {}
         self.has_more = False
+        #: Whether the run was told to end.
+        self.is_closing = False
         self._changed = self._looked = 0
 
     @property
@@ -55,7 +58,7 @@ class RunReader:
             writer.close()
 
     def find(self) -> list[RingReader]:
-        """Opens the rings that are new."""
+        """Looks what is new in the folder, and opens its new rings."""
         found: list[RingReader] = []
         # A folder's time is as exact as the kernel's ticks: what has changed just now is looked at again.
         try:
@@ -65,6 +68,7 @@ class RunReader:
         if changed == self._changed and self._looked - changed > _TICKS_NS:
             return found
         self._changed, self._looked = changed, now
+        self.is_closing = self._folder.joinpath(CLOSING).exists()
         for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
             name = path.name.removesuffix(layout.SUFFIX)
             if name in self.writers or path in self._refused:
