@@ -671,3 +671,20 @@ def test_the_platform_answers_what_the_installed_sglang_asks() -> None:
         "support_mamba_cache_extra_buffer",
         "verify_quantization",
     ]
+
+
+CHOSEN = "from sglang.srt.platforms import current_platform as chosen; print(type(chosen).__name__)"
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("", "SRTPlatform"), ("sgl_aspects_cpu", "SGLangCpuPlatform")])
+def test_the_cpu_platform_is_sglangs_where_it_is_asked_for_and_nowhere_else(asked: str, chosen: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHOSEN],
+        env={**os.environ, "SGLANG_PLATFORM": asked},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == chosen
