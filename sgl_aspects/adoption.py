@@ -30,8 +30,8 @@ _MODULE = "sglang.srt.plugins.hook_registry"
 # What goes wrong with a hook is told where its author looks for it.
 _their_logger = logging.getLogger(_MODULE)
 
-# What SGLang's registry holds of a hook: its type, the hook, its source.
-Entry = tuple[Any, Any, Any]
+# What SGLang's registry holds of a hook: its type, the hook, its source; newer ones may add to that.
+Entry = tuple[Any, ...]
 # By registry (SGLang has a second one for diffusion models) and target, what we made of its entries. What a
 # registry has forgotten since is still here, because it still is in place.
 _adopted: dict[type, dict[str, list[tuple[Entry, Advice]]]] = {}
@@ -80,7 +80,7 @@ def _apply_hooks(registry: Any) -> None:
     faults: dict[str, AspectsError] = {}
     for target, entries in fresh.items():
         try:
-            advices = [_advice(target, *entry) for entry in entries]
+            advices = [_advice(target, *entry[:3]) for entry in entries]
         except AspectsError as error:
             faults[target] = error
             continue
@@ -102,8 +102,9 @@ def _apply_hooks(registry: Any) -> None:
             # All of them or none, as in SGLang; they stay in the report.
             weaver.set_enabled([advice for advice in mine if advice.state is State.WOVEN], False)
             _their_logger.error("Failed to apply hooks to %s: %s", target, fault)
-    for target in fresh.keys() & registry._patched:
-        _tell(registry, target, fresh[target])
+    for target, entries in fresh.items():
+        if target in registry._patched:
+            _tell(registry, target, entries)
 
 
 def _holds(entries: list[Entry], entry: Entry) -> bool:
@@ -168,10 +169,10 @@ def _is_hook_applied_by(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
-    types = [hook_type.value for hook_type, *_ in entries]
-    sources = ", ".join(dict.fromkeys(_named(source) for *_, source in entries))
+    types = [entry[0].value for entry in entries]
+    sources = ", ".join(dict.fromkeys(_named(entry[2]) for entry in entries))
     owner, _, name = target.rpartition(".")
-    classes = [hook for _, hook, _ in registry._hooks.get(owner, ()) if isinstance(hook, type)]
+    classes = [entry[1] for entry in registry._hooks.get(owner, ()) if isinstance(entry[1], type)]
     if "replace" in types and classes and owner in registry._patched and name in vars(classes[-1]):
         _their_logger.warning(
             "Method REPLACE on '%s' (from: %s) will override %s of %s, which replaces '%s'. Use AROUND to "
