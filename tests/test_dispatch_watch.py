@@ -513,6 +513,9 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
     assert (manager.watch.shadow, manager.watch.rate) == ({"topk": REFERENCE}, 0.25)
     after(shadow="")
     assert manager.watch is None
+    live.obey({"shadow": "topk=reference", "summaries": "topk"}, manager)
+    live.obey({"shadow": "", "summaries": ""}, manager)
+    assert manager.watch is None
 
 
 def test_requests_of_others_and_broken_ones_are_refused(

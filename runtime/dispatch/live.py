@@ -126,7 +126,14 @@ def obey(request: dict[str, Any], manager: OpManager) -> None:
 
     :raises ConfigError: an unknown key, one that is read at start only, or a value that is not allowed.
     """
-    from sgl_aspects.runtime.dispatch.configuration import POLICY_KEYS, WATCH_KEYS, Value, from_words, merged
+    from sgl_aspects.runtime.dispatch.configuration import (
+        POLICY_KEYS,
+        USUAL,
+        WATCH_KEYS,
+        Value,
+        from_words,
+        merged,
+    )
     from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
     from sgl_aspects.runtime.dispatch.watching import Watch
 
@@ -138,7 +145,7 @@ def obey(request: dict[str, Any], manager: OpManager) -> None:
             )
     for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate"), ("summaries", "summaries")):
         if request.get(flag) is not None:
-            said[key] = Value(request[flag], f"--{flag}")
+            said[key] = Value(USUAL if request[flag] == "" else request[flag], f"--{flag}")
     settings = merged([said], manager.registry)
     chosen = {key: getattr(settings.configured.policy, key) for key in POLICY_KEYS if key in said}
     if chosen:
