@@ -50,7 +50,7 @@ class Settings:
     configured: ConfiguredPolicy
     shadow: tuple[tuple[str, Token], ...] = ()
     shadow_rate: float = 0.01
-    summaries: tuple[str, ...] = ()
+    summaries: frozenset[str] = frozenset()
     #: The folder through which `sgl-aspects ops` talks to live processes.
     control: str | None = None
     log: str | None = None
@@ -81,25 +81,7 @@ def _names(value: Value) -> frozenset[str]:
     return frozenset(names)
 
 
-def _vendors(value: Value, registry: OpRegistry) -> frozenset[str]:
-    names = _names(value)
-    for name in sorted(names):
-        registry.check_vendor(name, value.where)
-    return names
-
-
-def _operators(value: Value, registry: OpRegistry, *more: str) -> frozenset[str]:
-    names = _names(value)
-    for name in sorted(names):
-        registry.check_operator(name, value.where, *more)
-    return names
-
-
-def _watched(value: Value, registry: OpRegistry) -> tuple[str, ...]:
-    return tuple(sorted(_operators(value, registry, "*")))
-
-
-def _flag(value: Value, registry: OpRegistry) -> bool:
+def _flag(value: Value) -> bool:
     lowered = str(value.value).strip().lower()
     if lowered in ("1", "true", "yes", "on"):
         return True
@@ -108,31 +90,24 @@ def _flag(value: Value, registry: OpRegistry) -> bool:
     raise ConfigError(f"{value.where}: {value.value!r}: choose true or false")
 
 
-def _token(value: Value, registry: OpRegistry, op_name: str | None = None) -> Token:
-    token = Token.parse(value.value, value.where)
-    registry.check_token(token, value.where, op_name)
-    return token
+def _token(value: Value) -> Token:
+    return Token.parse(value.value, value.where)
 
 
-def _orders(value: Value, registry: OpRegistry) -> tuple[tuple[str, tuple[Token, ...]], ...]:
+def _orders(value: Value) -> tuple[tuple[str, tuple[Token, ...]], ...]:
     orders: dict[str, tuple[Token, ...]] = {}
     for op_name, tokens in _pairs(value).items():
         where = f"{value.where}: {op_name}"
-        registry.check_operator(op_name, value.where)
         named = listed(tokens, "|") if isinstance(tokens, (str, list)) else []
         if not named:
             raise ConfigError(f"{where}: {tokens!r}: write one token or a list of tokens, best first")
-        orders[op_name] = tuple(_token(Value(each, where), registry, op_name) for each in named)
+        orders[op_name] = tuple(Token.parse(each, where) for each in named)
     return tuple(sorted(orders.items()))
 
 
-def _shadow(value: Value, registry: OpRegistry) -> tuple[tuple[str, Token], ...]:
-    shadow: dict[str, Token] = {}
-    for op_name, token in _pairs(value).items():
-        registry.check_operator(op_name, value.where, "*")
-        where = Value(token, f"{value.where}: {op_name}")
-        shadow[op_name] = _token(where, registry, None if op_name == "*" else op_name)
-    return tuple(sorted(shadow.items()))
+def _shadow(value: Value) -> tuple[tuple[str, Token], ...]:
+    pairs = _pairs(value)
+    return tuple((op, Token.parse(token, f"{value.where}: {op}")) for op, token in sorted(pairs.items()))
 
 
 def _pairs(value: Value) -> dict[str, Any]:
@@ -153,7 +128,7 @@ def _pairs(value: Value) -> dict[str, Any]:
     return dict(given)
 
 
-def _share(value: Value, registry: OpRegistry) -> float:
+def _share(value: Value) -> float:
     try:
         share = float(value.value)
     except (TypeError, ValueError):
@@ -163,24 +138,24 @@ def _share(value: Value, registry: OpRegistry) -> float:
     return share
 
 
-def _path(value: Value, registry: OpRegistry) -> str:
+def _path(value: Value) -> str:
     if not isinstance(value.value, str) or not value.value:
         raise ConfigError(f"{value.where}: {value.value!r}: write a path")
     return value.value
 
 
-#: Every key, with what reads its value.
-KEYS: dict[str, Callable[[Value, OpRegistry], Any]] = {
+#: Every key, with what reads its value. Whether the names in it are there, the registry knows.
+KEYS: dict[str, Callable[[Value], Any]] = {
     "prefer": _token,
     "per_op_order": _orders,
     "strict": _flag,
-    "deny_vendors": _vendors,
-    "allow_vendors": _vendors,
-    "op_whitelist": _operators,
-    "op_blacklist": _operators,
+    "deny_vendors": _names,
+    "allow_vendors": _names,
+    "op_whitelist": _names,
+    "op_blacklist": _names,
     "shadow": _shadow,
     "shadow_rate": _share,
-    "summaries": _watched,
+    "summaries": _names,
     "control": _path,
     "log": _path,
 }
@@ -302,7 +277,8 @@ def merged(sources: list[dict[str, Value]], registry: OpRegistry, files: tuple[s
             if key in _FILE_ONLY:
                 _names(value)
                 continue
-            checked = DEFAULTS[key] if value.value is USUAL else KEYS[key](value, registry)
+            checked = DEFAULTS[key] if value.value is USUAL else KEYS[key](value)
+            registry.check_names(key, checked, value.where)
             if key not in values:
                 values[key], first[key], rank[key] = checked, value, number
     # A list said in a variable replaces the other list of a file: they exclude each other in one source only.

@@ -179,39 +179,48 @@ class OpRegistry:
 
     # -- names that people write ---------------------------------------------------------------------------
 
-    def check_operator(self, name: str, where: str, *more: str) -> None:
-        """:raises ConfigError: there is no such operator; as all of these, names ``where`` and the
-        choices."""
+    def check_policy(self, policy: SelectionPolicy) -> None:
+        """:raises ConfigError: as :meth:`check_names`; it is no policy."""
+        if not isinstance(policy, SelectionPolicy):
+            raise ConfigError(f"policy {policy!r}: give a SelectionPolicy, such as SelectionPolicy.of()")
+        for key, value in vars(policy).items():
+            self.check_names(key, value, key)
+
+    def check_names(self, key: str, value: Any, where: str) -> None:
+        """Every operator, vendor and implementation that the value of a policy's or a file's key names.
+
+        :raises ConfigError: one is not there; names ``where`` and the choices.
+        """
+        if key in ("op_whitelist", "op_blacklist", "summaries"):
+            for name in sorted(value or ()):
+                self._check_operator(name, where, key)
+        elif key in ("deny_vendors", "allow_vendors"):
+            for name in sorted(value or ()):
+                self._check_vendor(name, where)
+        elif key == "prefer":
+            self._check_token(value, where, None)
+        elif key in ("per_op_order", "shadow"):
+            for op_name, tokens in value:
+                self._check_operator(op_name, where, key)
+                for token in (tokens,) if isinstance(tokens, Token) else tokens:
+                    self._check_token(token, f"{where}: {op_name}", None if op_name == "*" else op_name)
+
+    def _check_operator(self, name: str, where: str, key: str) -> None:
+        more = ["*"] if key in ("shadow", "summaries") else []
         check_choice(where, "operator", name, [*self.op_names(), *more])
 
-    def check_vendor(self, name: str, where: str) -> None:
-        """Vendors of registered implementations, and the platform's dispatch key: forms of layers count."""
+    def _check_vendor(self, name: str, where: str) -> None:
+        """Of registered implementations, and the platform's dispatch key: forms of layers count."""
         key = current_platform.get_dispatch_key_name()
         check_choice(where, "vendor", name, sorted(self.vendors() | ({key} - {"native"})))
 
-    def check_token(self, token: Token, where: str, op_name: str | None = None) -> None:
+    def _check_token(self, token: Token, where: str, op_name: str | None) -> None:
         if token.vendor is not None:
-            self.check_vendor(token.vendor, where)
+            self._check_vendor(token.vendor, where)
         # Forms of a layer's class are known by their class, which may not be loaded yet.
         if token.impl_id is not None and ".forward_" not in token.impl_id:
             impls = self.all_impls() if op_name is None else self.impls(op_name)
             check_choice(where, "implementation", token.impl_id, sorted(impl.impl_id for impl in impls))
-
-    def check_policy(self, policy: SelectionPolicy) -> None:
-        """Every name in it."""
-        if not isinstance(policy, SelectionPolicy):
-            raise ConfigError(f"policy {policy!r}: give a SelectionPolicy, such as SelectionPolicy.of()")
-        self.check_token(policy.prefer, "prefer")
-        for op_name, tokens in policy.per_op_order:
-            self.check_operator(op_name, "per_op_order")
-            for token in tokens:
-                self.check_token(token, f"per_op_order: {op_name}", op_name)
-        for where in ("deny_vendors", "allow_vendors"):
-            for name in getattr(policy, where) or ():
-                self.check_vendor(name, where)
-        for where in ("op_whitelist", "op_blacklist"):
-            for name in getattr(policy, where) or ():
-                self.check_operator(name, where)
 
     def renew_lock(self) -> None:
         """In a forked child: the parent's lock may be held by a thread that is not here."""

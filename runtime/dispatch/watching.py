@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class Watch:
     """
 
     def __init__(
-        self, shadow: Mapping[str, Token], rate: float = 0.01, summaries: Sequence[str] = ()
+        self, shadow: Mapping[str, Token], rate: float = 0.01, summaries: Iterable[str] = ()
     ) -> None:
         self.shadow = dict(shadow)
         self.rate = rate
