@@ -9,6 +9,7 @@ import torch
 
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch.operators import OPERATORS
+from sgl_aspects.runtime.dispatch.reference.rotary import axes_of_pairs
 from sgl_aspects.runtime.dispatch.watching import difference
 from tests.operator_cases import MEANINGS, angles, cases, delta_inputs, flat, in_type, positions, random
 
@@ -41,6 +42,11 @@ def test_the_reference_is_what_the_operator_means(name: str, dtype: torch.dtype)
             assert difference(value, exact[key]) <= TOLERANCES[dtype]
         else:
             assert torch.equal(value, before[key]), f"{op} wrote to {key}, which it does not declare"
+
+
+@pytest.mark.parametrize(("sections", "axes"), [((4, 2, 2), "01201200"), ((2, 3, 3), "01201201")])
+def test_which_axis_a_pair_turns_by_where_they_take_turns(sections: tuple[int, ...], axes: str) -> None:
+    assert "".join(map(str, axes_of_pairs(sections, True).tolist())) == axes
 
 
 @pytest.mark.parametrize("name", CASES)

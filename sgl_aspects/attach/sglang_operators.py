@@ -30,13 +30,11 @@ def attach() -> None:
     _attached = True
     for module in {target.partition(":")[0] for targets in LAYERS.values() for target in targets}:
         wrapt.register_post_import_hook(_layers_loaded, module)
-    for target in RESOLVERS:
-        HookRegistry.register(target, _resolved, HookType.AFTER)
+    HookRegistry.register(RESOLVERS, _resolved, HookType.AFTER)
     for op_name, targets in FUNCTIONS.items():
         for target in targets:
             HookRegistry.register(target, _function_hook(op_name), HookType.AROUND)
-    for target in SGLANG.roles["graph_replay"].targets:
-        HookRegistry.register(target, _graph_replayed, HookType.BEFORE)
+    HookRegistry.register(SGLANG.roles["graph_replay"].targets, _graph_replayed, HookType.BEFORE)
 
 
 def _layers_loaded(module: Any) -> None:

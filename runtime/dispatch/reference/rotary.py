@@ -59,8 +59,8 @@ def axes_of_pairs(
         return torch.tensor(axes, device=device)
     axes = [0] * sum(sections)
     for axis, count in list(enumerate(sections))[1:]:
-        for number in range(count):
-            axes[axis + number * len(sections)] = axis
+        for pair in range(axis, min(count * len(sections), len(axes)), len(sections)):
+            axes[pair] = axis
     return torch.tensor(axes, device=device)
 
 
