@@ -14,8 +14,10 @@ from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.tokenizer import Tokenizer
 from tests.tiny_models import greedy
 
+NEW_TOKENS = 32
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.timeout(600),
     # transformers' loader reads arrays of the file that cannot be written to.
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
 ]
@@ -99,16 +101,16 @@ def expected(smollm2_path: Path, reference_tokenizer: Any) -> list[list[int]]:
     missing, unexpected = model.load_state_dict(loaded["tensors"], strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     model.tie_weights()
-    return greedy(model.eval(), [reference_tokenizer.encode(prompt) for prompt in PROMPTS], 64)
+    return greedy(model.eval(), [reference_tokenizer.encode(prompt) for prompt in PROMPTS], NEW_TOKENS)
 
 
 def test_eight_prompts_in_one_batch_answer_as_transformers(engine: Engine, expected: list[list[int]]) -> None:
-    results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=64))
+    results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
     assert [result.output_ids for result in results] == expected
 
 
 def test_each_prompt_alone_answers_as_transformers(engine: Engine, expected: list[list[int]]) -> None:
-    results = [engine.generate(prompt, SamplingParams(max_new_tokens=64)) for prompt in PROMPTS]
+    results = [engine.generate(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in PROMPTS]
     assert [result.output_ids for result in results] == expected
 
 
@@ -127,7 +129,7 @@ def test_in_a_tiny_cache_and_on_several_ranks_they_answer_as_transformers(
         chunked_prefill_size=48,
     ) as engine:
         for _ in range(2):  # the second time with prefixes
-            results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=64))
+            results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
             assert [result.output_ids for result in results] == expected
         stats = engine.stats()
         assert stats["retractions"] > 0
