@@ -180,8 +180,8 @@ class TraceSettings:
                     "the exporter otlp-json-file needs a file: set SGL_ASPECTS_TRACE_FILE=traces.jsonl"
                 )
             _require("otlp-json-file", "the exporter otlp-json-file")
-            folder = os.path.dirname(self.file) or "."
-            if os.path.isdir(self.file) or not os.access(folder, os.W_OK):
+            written = self.file if os.path.exists(self.file) else os.path.dirname(self.file) or "."
+            if os.path.isdir(self.file) or not os.access(written, os.W_OK):
                 raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={self.file!r}: name a file in a writable folder")
         if "otlp" in exporters:
             _require(self.protocol, f"OTLP over {self.protocol}")
