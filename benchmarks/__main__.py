@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import calls, levels, spans, steps, weaving
+from benchmarks import backends, calls, levels, spans, steps, weaving
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BASE = "SGLang's registry"
@@ -100,6 +100,10 @@ no hooks at all. "nothing": turns of the same, whose distance from 0 is noise. T
 {levels.table()}
 
 {steps_line()}
+
+## A backend that fails
+
+{backends.table()}
 """
     sys.stdout.write(page)
     if arguments.write:

@@ -20,7 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -93,21 +94,26 @@ def measure(minutes: float, subjects: Sequence[str]) -> tuple[dict[str, Subject]
         ):
             engine.generate("warm", SamplingParams(max_new_tokens=2))
             traced = Traced(engine, session, switch)
-            steps = traced.steps()
-            traced.be("1", False)
-            step = statistics.median(next(steps) for _ in range(50))
-            end = time.monotonic() + minutes * 60
-            while time.monotonic() < end:
-                for name in random.sample(subjects, len(subjects)):
-                    busy, start = processor_seconds(traced.collector), time.monotonic()
-                    found[name].pairs += alternate(steps, partial(traced.be, name), SECONDS)
-                    spent = processor_seconds(traced.collector) - busy
-                    found[name].collector.append(2 * spent / (time.monotonic() - start))
+            try:
+                with closing(traced.steps()) as steps:
                     traced.be("1", False)
-                    traced.be(ATTACHED, True)
-            steps.close()
-            os.kill(traced.collector, signal.SIGCONT)
+                    step = statistics.median(next(steps) for _ in range(50))
+                    end = time.monotonic() + minutes * 60
+                    while time.monotonic() < end:
+                        for name in random.sample(subjects, len(subjects)):
+                            _measure(found[name], traced, name, steps)
+            finally:
+                os.kill(traced.collector, signal.SIGCONT)
     return found, step * 1e3
+
+
+def _measure(subject: Subject, traced: Traced, name: str, steps: Iterator[float]) -> None:
+    busy, start = processor_seconds(traced.collector), time.monotonic()
+    subject.pairs += alternate(steps, partial(traced.be, name), SECONDS)
+    spent = processor_seconds(traced.collector) - busy
+    subject.collector.append(2 * spent / (time.monotonic() - start))
+    traced.be("1", False)
+    traced.be(ATTACHED, True)
 
 
 def table(minutes: float = 5, subjects: Sequence[str] = SUBJECTS) -> str:
