@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(words)
         status = int(arguments.run(arguments))
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no standard output
         return status
     except AspectsError as error:
         return _complain(" ".join(str(error).split()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 
 from sgl_aspects import bootstrap, config, process_reports
 from sgl_aspects.errors import ConfigError
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         environment[process_reports.VARIABLE] = _made(os.path.abspath(arguments.report))
     _choose_exporters(environment, arguments)
-    sys.stdout.flush()
+    print(end="", flush=True)  # also where there is no standard output
     os.execve(program, command, environment)
 
 
