@@ -56,11 +56,18 @@ class FunctionKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters as source text, ready for the generated function (hashable: variants are cached by it)."""
+    """Parameters as source text, ready for the generated function (hashable: variants are cached by it).
+
+    :param parameters: as they stand in its definition.
+    :param positional: the elements of a tuple of what is handed on by position.
+    :param keywords: the entries of a dictionary of what is handed on by name.
+    :param call: the arguments of a call that hands everything on.
+    """
 
     parameters: str
     positional: str
     keywords: str
+    call: str
     names: frozenset[str]
 
     @classmethod
@@ -105,24 +112,14 @@ class Signature:
             parameters=", ".join(parameters),
             positional="".join(f"{name}, " for name in positional),
             keywords=", ".join(packed),
+            call=", ".join(call),
             names=frozenset(names[: both + keyword + var_positional + var_keyword]),
         )
 
-    @property
-    def call(self) -> str:
-        """The arguments of a call that hands everything on."""
-        named = ", ".join(_as_keyword(part) for part in self.keywords.split(", ") if part)
-        return self.positional + named
 
-
-def _as_keyword(packed: str) -> str:
-    if packed.startswith("**"):
-        return packed
-    name, _, value = packed.partition(": ")
-    return f"{name[1:-1]}={value}"
-
-
-ANYTHING = Signature("*args, **kwargs", "*args, ", "**kwargs", frozenset({"args", "kwargs"}))
+ANYTHING = Signature(
+    "*args, **kwargs", "*args, ", "**kwargs", "*args, **kwargs", frozenset({"args", "kwargs"})
+)
 """For a REPLACE hook whose parameters are not the target's: whatever comes is handed on."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_aspects.weaving.hooks import Advice
 from sgl_aspects.weaving.places import find, is_class, namespace
-from sgl_aspects.weaving.targets import Alternate
+from sgl_aspects.weaving.targets import Target
 
 
 class Interest:
@@ -25,22 +25,20 @@ class Interest:
 
     def add(self, advice: Advice) -> None:
         """Wait for the modules of ``advice``."""
-        for alternate in advice.target.alternates:
-            for name in alternate.module_names():
-                self._by_name.setdefault(name, {})[advice] = None
-            if alternate.has_module_pattern:
-                self._patterns[advice] = None
-            if alternate.has_family:
-                self._families[advice] = None
+        for name in advice.target.module_names():
+            self._by_name.setdefault(name, {})[advice] = None
+        if advice.target.has_module_pattern:
+            self._patterns[advice] = None
+        if any(alternate.has_family for alternate in advice.target.alternates):
+            self._families[advice] = None
 
     def discard(self, advice: Advice) -> None:
         """Wait no longer."""
-        for alternate in advice.target.alternates:
-            for name in alternate.module_names():
-                waiting = self._by_name.get(name, {})
-                waiting.pop(advice, None)
-                if not waiting:
-                    self._by_name.pop(name, None)
+        for name in advice.target.module_names():
+            waiting = self._by_name.get(name, {})
+            waiting.pop(advice, None)
+            if not waiting:
+                self._by_name.pop(name, None)
         self._patterns.pop(advice, None)
         self._families.pop(advice, None)
 
@@ -51,30 +49,33 @@ class Interest:
     def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
         """Each hook that ``module``, just loaded, may be about, and where its target is to be looked up."""
         for advice in {**self._by_name.get(name, {}), **self._patterns}:
-            if any(alternate.attribute_path(name) for alternate in advice.target.alternates):
+            if advice.target.attribute_paths(name):
                 yield advice, name, module
         defined = _classes_of(module, name) if self._families else []
         for advice in list(self._families):
-            for home, path in _heads(advice):
-                bases = [place.raw for place in find(sys.modules[home], path) if is_class(place.raw)]
-                if home != name and any(base in cls.__mro__ for cls in defined for base in bases):
+            for home, base in _bases(advice):
+                if home != name and any(base in cls.__mro__ for cls in defined):
                     yield advice, home, sys.modules[home]
 
 
-def _heads(advice: Advice) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The loaded modules that ``advice`` names a `Class+` in, with the path to that class."""
+def loaded(target: Target) -> Iterator[tuple[str, Any]]:
+    """The loaded modules that ``target`` may be about."""
+    modules = list(sys.modules) if target.has_module_pattern else []
+    for name in dict.fromkeys(name for one in target.alternates for name in one.names_among(modules)):
+        module = sys.modules.get(name)
+        if module is not None and target.attribute_paths(name):
+            yield name, module
+
+
+def _bases(advice: Advice) -> Iterator[tuple[str, type]]:
+    """The loaded classes that ``advice`` names as `Class+`, each with its module's name."""
     for alternate in advice.target.alternates:
         if not alternate.has_family:
             continue
         end = next(index for index, part in enumerate(alternate.path) if part.endswith("+")) + 1
         path = tuple(part.removesuffix("+") for part in alternate.path[:end])
-        for home in _loaded_names(alternate):
-            yield home, path
-
-
-def _loaded_names(alternate: Alternate) -> list[str]:
-    names = list(sys.modules) if alternate.has_module_pattern else list(alternate.module_names())
-    return [name for name in names if sys.modules.get(name) is not None and alternate.attribute_path(name)]
+        for home, module in loaded(Target((alternate,))):
+            yield from ((home, place.raw) for place in find(module, path) if is_class(place.raw))
 
 
 def _classes_of(module: Any, name: str) -> list[type]:

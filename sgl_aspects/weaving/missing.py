@@ -12,7 +12,7 @@ from sgl_aspects.weaving.targets import Alternate, Target
 
 def waiting(target: Target) -> str:
     """What a hook on ``target`` waits for before anything that it names has loaded."""
-    if any(alternate.has_module_pattern for alternate in target.alternates):
+    if target.has_module_pattern:
         return "no loaded module has what the pattern names yet"
     return "its module is not loaded yet"
 

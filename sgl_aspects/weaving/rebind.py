@@ -18,7 +18,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Pair:
     only_bound_to: Any = None
 
 
-def rebind(pairs: Iterable[Pair], ours: Container[int]) -> list[Stale]:
+def rebind(pairs: Iterable[Pair], ours: frozenset[int]) -> list[Stale]:
     """Replace ``old`` by ``new`` in every holder; returns the holders that could not be changed.
 
     :param ours: ids of containers that hold an old object on purpose.
@@ -101,7 +101,7 @@ def _weak(pair: Pair) -> Stale:
 class _Collected:
     """Step three: holders found through the garbage collector."""
 
-    def __init__(self, pairs: Iterable[Pair], ours: Container[int]) -> None:
+    def __init__(self, pairs: Iterable[Pair], ours: frozenset[int]) -> None:
         self.pairs = {id(pair.old): pair for pair in pairs}
         self.ours = ours
         self.kept: frozenset[Any] = frozenset().union(*(pair.keep for pair in self.pairs.values()))
@@ -141,7 +141,7 @@ class _Collected:
         # And descriptors that were made anew remember what they were made from.
         own_lists |= {id(vars(pair.new)) for pair in anew if is_a(pair.new, (staticmethod, classmethod))}
         if anew:
-            self.stale += _Collected(anew, _Both(self.ours, own_lists)).rebind()
+            self.stale += _Collected(anew, self.ours | own_lists).rebind()
         return self.stale
 
     def _replace_in(self, holder: Any, owners: list[Any]) -> None:
@@ -219,16 +219,6 @@ class _Collected:
 
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-class _Both:
-    """Two containers of ids as one."""
-
-    def __init__(self, first: Container[int], second: Container[int]) -> None:
-        self._parts = (first, second)
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in part for part in self._parts)
 
 
 def _is_of_weaver(holder: Any) -> bool:

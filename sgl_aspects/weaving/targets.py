@@ -78,6 +78,20 @@ class Target:
     def __str__(self) -> str:
         return " | ".join(alternate.text for alternate in self.alternates)
 
+    @property
+    def has_module_pattern(self) -> bool:
+        return any(alternate.has_module_pattern for alternate in self.alternates)
+
+    def module_names(self) -> Iterator[str]:
+        """Every plain module name that it may be found in."""
+        for alternate in self.alternates:
+            yield from alternate.module_names()
+
+    def attribute_paths(self, module_name: str) -> list[tuple[str, ...]]:
+        """The attribute paths to look up in ``module_name``, best first; none where it is not about that."""
+        paths = [alternate.attribute_path(module_name) for alternate in self.alternates]
+        return [path for path in paths if path is not None]
+
     @classmethod
     def parse(cls, target: str | Iterable[str] | Target) -> Target:
         """Read ``target``: one text, with ``|`` between alternates, or several texts.

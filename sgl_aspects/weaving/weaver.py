@@ -19,7 +19,7 @@ from sgl_aspects.weaving import missing
 from sgl_aspects.weaving.fabric import Fabric, Outcome, Point
 from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.importing import ModuleWatcher, is_ready, until_registered, when_ready
-from sgl_aspects.weaving.interest import Interest
+from sgl_aspects.weaving.interest import Interest, loaded
 from sgl_aspects.weaving.lazy import LazyAttributes
 from sgl_aspects.weaving.places import find, is_module, namespace
 from sgl_aspects.weaving.targets import Target
@@ -61,7 +61,7 @@ class Weaver:
         advices = list(advices)
         self._add(advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
-        if wanted and until_registered(name for one in wanted for name in _module_names(one)):
+        if wanted and until_registered(name for one in wanted for name in one.target.module_names()):
             with self._lock:
                 self._weave(self._in_loaded_modules(wanted), strict=False)
 
@@ -152,9 +152,9 @@ class Weaver:
         """The points that ``target`` leads to in loaded modules, whichever names their hooks gave."""
         with self._lock:
             found: dict[Point, None] = {}
-            for name, module in _loaded(target) if self._fabric.points else ():
-                for path in [one.attribute_path(name) for one in target.alternates]:
-                    for place in find(module, path) if path else ():
+            for name, module in loaded(target) if self._fabric.points else ():
+                for path in target.attribute_paths(name):
+                    for place in find(module, path):
                         found.update(dict.fromkeys(self._fabric.at(place)))
             return list(found)
 
@@ -202,7 +202,7 @@ class Weaver:
     def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
         """The modules that each hook may be about; those whose code still runs get to us when it has."""
         for advice in list(advices):
-            for name, module in _loaded(advice.target):
+            for name, module in loaded(advice.target):
                 if module is self._just_run or is_ready(module):
                     yield advice, name, module
                 else:
@@ -294,20 +294,6 @@ class Weaver:
     def _is_lost(self, advice: Advice) -> bool:
         """Nothing that loads later can make ``advice`` work."""
         return advice.state in (State.MISSING, State.FAILED)
-
-
-def _module_names(advice: Advice) -> Iterator[str]:
-    for alternate in advice.target.alternates:
-        yield from alternate.module_names()
-
-
-def _loaded(target: Target) -> Iterator[tuple[str, Any]]:
-    """The loaded modules that ``target`` may be about."""
-    modules = list(sys.modules)
-    for name in dict.fromkeys(name for one in target.alternates for name in one.names_among(modules)):
-        module = sys.modules.get(name)
-        if module is not None and any(one.attribute_path(name) for one in target.alternates):
-            yield name, module
 
 
 def _keep_lock_over_forks(weaver: weakref.ref[Weaver]) -> None:
