@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,28 @@ def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: py
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(read_page(path)["records"]) == 1
     recorder.close()
+
+
+def test_many_processes_leave_the_engine_its_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 64 MiB that a container has by default, and forty processes that each make a ring in it."""
+    free = 64 << 20
+
+    def allocate(descriptor: int, offset: int, size: int) -> None:
+        nonlocal free
+        free -= size
+        os.ftruncate(descriptor, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: types.SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
+    for number in range(40):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        recorder = RingRecorder(str(folder))
+        assert recorder.open()
+        recorder.close()
+    assert free > 16 << 20
 
 
 def test_no_memory_at_all_stops_tracing_and_says_so(

@@ -638,6 +638,12 @@ def test_wrong_hooks_are_refused_when_they_are_made(engine: Any, kind: Any, hook
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.parametrize("order", ["first", None, 1.5, float("nan")])
+def test_an_order_that_cannot_be_compared_is_refused_when_the_hook_is_made(engine: Any, order: Any) -> None:
+    with pytest.raises(TypeError, match=f"engine:f: order = {order!r}: write a whole number"):
+        around("engine:f", order=order)
+
+
 def test_a_class_does_not_replace_a_function_nor_a_function_a_class(engine: Any) -> None:
     with pytest.raises(
         TypeError, match="engine:f is no class, so a class cannot replace it; pass a function"

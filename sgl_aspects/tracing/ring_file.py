@@ -16,6 +16,8 @@ from sgl_aspects.tracing import ring_format as layout
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
+# A ring takes at most one in so many of the bytes that are free.
+_SHARE = 32
 
 
 class RingFile:
@@ -108,9 +110,14 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 def _allocate(descriptor: int) -> int:
     """Reserves the file's memory, for as many slots as there is room for.
 
-    A page that is not there when it is written to would end the engine with SIGBUS.
+    A page that is not there when it is written to would end the engine with SIGBUS. Of what is free no ring
+    takes more than a part: the engine itself needs shared memory, of which containers often have 64 MiB only.
     """
     slots = layout.SLOTS
+    system = os.fstatvfs(descriptor)
+    share = system.f_bavail * system.f_frsize // _SHARE
+    while layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES > share and slots > layout.FEWEST_SLOTS:
+        slots //= 2
     while True:
         try:
             os.posix_fallocate(descriptor, 0, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)

@@ -116,6 +116,8 @@ class Advice:
 
     def __post_init__(self) -> None:
         check_hook(self.hook, self.hook_type, str(self.target))
+        if not isinstance(self.order, int):
+            raise HookError(f"{self.target}: order = {self.order!r}: write a whole number")
         if self.source is None:
             self.source = current_source.get()
 

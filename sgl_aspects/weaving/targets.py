@@ -12,6 +12,7 @@ Reading a target imports nothing and looks at no module.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -110,6 +111,8 @@ class Target:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Target:
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)  # as Python does with names
     return Target(tuple(_parse_alternate(part.strip(), text) for part in text.split("|")))
 
 
