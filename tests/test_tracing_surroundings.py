@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,29 @@ def test_forks_in_the_middle_of_spans_and_of_other_threads_work(tmp_path: Path) 
         assert ids[child] == 1
         assert all(ids[child << 32 | number] for number in range(1, each + 1))
     assert all(record.values[0] for record in records)
+    reader.close()
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_a_run_of_more_processes_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_all: bool
+) -> None:
+    """Each is read to its end; only the latest rings of dead processes stay, unless all are to be kept."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (70, 70))
+    for number in range(1, 41):
+        recorder = RingRecorder(str(tmp_path))
+        recorder.spans(PLAIN)(number, number, 0, 1, 2, [number])
+        recorder.close()
+    reader = RunReader(str(tmp_path), keeps_all=keeps_all)
+    found, ended, is_done = [], 0, False
+    while not is_done:
+        found += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+        ended += len(reader.take_ended())
+        is_done = not reader.has_more
+        assert len(os.listdir("/proc/self/fd")) < 70
+    assert sorted(found) == [*range(1, 41)]
+    assert (ended, reader.writers, reader.damaged, reader.dropped) == (40, {}, 0, 0)
+    assert len([*tmp_path.glob("*.ring")]) == (40 if keeps_all else 3)
     reader.close()
 
 

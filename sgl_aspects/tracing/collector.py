@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import sys
 import time
@@ -49,8 +50,7 @@ class Collector:
 
     def __init__(self, folder: str, settings: TraceSettings, *, is_restarted: bool = False) -> None:
         self._settings = settings
-        self._reader = RunReader(folder)
-        self._gone: set[str] = set()
+        self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
         self._end_by: float | None = None
         self._pipelines = [
             Pipeline(name, make_exporter(name, settings, append=is_restarted)) for name in settings.exporters
@@ -116,23 +116,19 @@ class Collector:
     def _has_ended(self) -> bool:
         if self._end_by is not None and time.monotonic() > self._end_by:
             return True
-        living = {writer.name for writer in self._reader.living()}
+        is_over = not (self._reader.living() or self._reader.has_more)
         if self._end_by is None and self._reader.is_closing:
             self._end_by = time.monotonic() + _CLOSING_SECONDS
-        for name, writer in list(self._reader.writers.items()):
-            if name not in living and name not in self._gone:
-                self._read()  # to the end of what it wrote
-                if not self._reader.has_more:
-                    self._gone.add(name)
-                    self._joiner.writer_gone(writer)
-                    if self._metrics is not None:
-                        self._metrics.engine.writer_gone(name)
-        return not living
+        return is_over
 
     def _read(self) -> None:
         for writer, record in self._reader.poll():
             self._measure(writer, record)
             self._joiner.add(writer, record)
+        for writer in self._reader.take_ended():
+            self._joiner.writer_gone(writer)
+            if self._metrics is not None:
+                self._metrics.engine.writer_gone(writer.name)
         self._joiner.settle()
 
     def _history(self) -> Iterator[tuple[RingReader, Record]]:
@@ -189,6 +185,13 @@ def _lower_session(by: int) -> None:
             session.write(str(by))
 
 
+def _allow_many_open_files() -> None:
+    """A run may have thousands of processes, each with a ring."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main(arguments: Sequence[str]) -> int:
     if not 1 <= len(arguments) <= 2:
         print(__doc__, file=sys.stderr)
@@ -204,6 +207,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         _let_the_engine_go_first()
+        _allow_many_open_files()
         collector = Collector(folder, settings, is_restarted=is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         collector.follow()

@@ -37,7 +37,7 @@ class RingReader:
         self._read_only = read_only
         self._descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
         self._stuck_since: float | None = None
-        self._is_exhausted = False  # its process is gone and everything is read
+        self.is_exhausted = False  # its process is gone and everything is read
         try:
             self._check()
         except DamagedError:
@@ -179,7 +179,7 @@ class RingReader:
 
     def _pass_over(self, first: int, alive: bool) -> bool:
         """Whether the slot ``first`` was given up: something after it is finished, and it will never be."""
-        if self._is_exhausted:
+        if self.is_exhausted:
             return False
         now = time.monotonic()
         if alive:
@@ -192,7 +192,7 @@ class RingReader:
         marks = self._marks(first, min(_CHUNK, self.slots) if alive else self.slots)
         later = min((mark for mark in marks if first < mark < first + self.slots), default=0)
         if not later:
-            self._is_exhausted = not alive
+            self.is_exhausted = not alive
             return False
         self._stuck_since = None
         self.damaged += later - first

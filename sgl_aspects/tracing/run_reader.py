@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,27 +15,39 @@ from sgl_aspects.tracing.ring_reader import RingReader
 from sgl_aspects.tracing.run_folder import CLOSING
 
 _TICKS_NS = 100_000_000
+# Of the rings whose processes are gone so many stay: each takes up memory, and open files are few.
+_STAYING = 64
+# Files that others in this process may have open.
+_OTHERS = 64
 
 
 class RunReader:
-    """Follows every ring of a run folder."""
+    """Follows every ring of a run folder. ``writers``: those that are not read to their end yet, by name."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, keeps_all: bool = False) -> None:
         self._folder = Path(folder)
-        self._refused: set[Path] = set()
+        self._keeps_all = keeps_all
+        self._known: set[Path] = set()
+        self._gone: deque[RingReader] = deque()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = 1 << 20 if limit == resource.RLIM_INFINITY else max(2, limit - _OTHERS)
+        self._damaged = self._dropped = 0  # of those that are neither in `writers` nor in `_gone`
         self.writers: dict[str, RingReader] = {}
-        self.has_more = False
+        self.has_more = self._is_full = False
         #: Whether the run was told to end.
         self.is_closing = False
         self._changed = self._looked = 0
 
     @property
     def damaged(self) -> int:
-        return len(self._refused) + sum(writer.damaged for writer in self.writers.values())
+        return self._damaged + sum(writer.damaged for writer in self._open())
 
     @property
     def dropped(self) -> int:
-        return sum(writer.dropped for writer in list(self.writers.values()))
+        return self._dropped + sum(writer.dropped for writer in self._open())
+
+    def _open(self) -> list[RingReader]:
+        return [*list(self._gone), *list(self.writers.values())]
 
     def poll(self) -> Iterator[tuple[RingReader, Record]]:
         """What was written since the last time. ``has_more`` afterwards: some ring has a lot left to read."""
@@ -53,8 +67,28 @@ class RunReader:
         self.find()
         return [writer for writer in self.writers.values() if writer.is_alive()]
 
+    def take_ended(self) -> list[RingReader]:
+        """Those whose processes are gone and that are read to their end, each once."""
+        ended = [writer for writer in self.writers.values() if writer.is_exhausted]
+        for writer in ended:
+            self._let_go(writer)
+        self.has_more = self.has_more or (self._is_full and bool(ended))
+        return ended
+
+    def _let_go(self, writer: RingReader) -> None:
+        """The latest of them stay, for others to look at."""
+        del self.writers[writer.name]
+        self._gone.append(writer)
+        if len(self._gone) > min(_STAYING, self._most // 2):
+            oldest = self._gone.popleft()
+            self._dropped += oldest.dropped
+            self._damaged += oldest.damaged
+            oldest.close()
+            if not self._keeps_all:
+                oldest.path.unlink(missing_ok=True)
+
     def close(self) -> None:
-        for writer in self.writers.values():
+        for writer in self._open():
             writer.close()
 
     def find(self) -> list[RingReader]:
@@ -67,15 +101,20 @@ class RunReader:
             return found
         if changed == self._changed and self._looked - changed > _TICKS_NS:
             return found
-        self._changed, self._looked = changed, now
+        self._changed, self._looked, self._is_full = changed, now, False
         self.is_closing = self._folder.joinpath(CLOSING).exists()
         for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
-            name = path.name.removesuffix(layout.SUFFIX)
-            if name in self.writers or path in self._refused:
+            if path in self._known:
                 continue
+            if len(self._open()) >= self._most:
+                self._is_full, self._changed = True, 0  # the others when some of these have ended
+                break
+            self._known.add(path)
             try:
-                reader = self.writers[name] = RingReader(path)
-                found.append(reader)
+                reader = RingReader(path)
             except (DamagedError, OSError):
-                self._refused.add(path)
+                self._damaged += 1
+            else:
+                self.writers[reader.name] = reader
+                found.append(reader)
         return found
