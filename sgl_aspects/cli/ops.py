@@ -249,9 +249,9 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
 def _not_compared(watch: dict[str, Any]) -> list[str]:
     """What hides calls from the watch, and which operators have nothing to be compared with."""
     lines = [
-        f"{op} is not compared: {watch['not_compared'][op]}"
-        for op in watch["shadow"]
-        if op in watch["not_compared"]
+        f"{op} is not compared: {why}"
+        for op, why in watch["not_compared"].items()
+        if op in watch["shadow"] or not watch["compared"]
     ]
     if watch["eager_steps"]:
         lines.append(f"{watch['eager_steps']} steps ran without their captured graph, to be compared")
