@@ -43,8 +43,9 @@ class OpManager:
         self.epoch = 0
         self.watch: Watch | None = None
         self._configured = configured or ConfiguredPolicy(SelectionPolicy())
-        self._scoped: contextvars.ContextVar[SelectionPolicy | None] = contextvars.ContextVar(
-            "operator policy", default=None
+        #: The policies of this context's open scopes, the innermost last.
+        self._scoped: contextvars.ContextVar[tuple[SelectionPolicy, ...]] = contextvars.ContextVar(
+            "operator policies", default=()
         )
         self._open_scopes = 0
         self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
@@ -64,7 +65,8 @@ class OpManager:
     @property
     def policy(self) -> SelectionPolicy:
         """The policy of this context: the innermost scope's, or the one that was set for the process."""
-        return self._scoped.get() or self._configured.policy
+        scopes = self._scoped.get()
+        return scopes[-1] if scopes else self._configured.policy
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
@@ -102,7 +104,7 @@ class OpManager:
         """
         self.registry.check_policy(policy)
         self._scope_opened(1)
-        token = self._scoped.set(policy)
+        token = self._scoped.set((*self._scoped.get(), policy))
         try:
             yield policy
         finally:
@@ -286,9 +288,12 @@ class OpManager:
         lines += [f"  {each.impl.impl_id}: {each.reason or 'chosen'}" for each in selection.considered]
         return "\n".join(lines)
 
-    def renew_locks(self) -> None:
+    def begin_in_forked_child(self) -> None:
+        """Locks may be held, work half done, and scopes open in threads that are not here."""
         self._lock = threading.RLock()
         self.registry.renew_lock()
+        self._open_scopes = len(self._scoped.get())
+        self.bump_epoch()
 
 
 def _kind_of(layer: Any) -> Any:
@@ -298,12 +303,10 @@ def _kind_of(layer: Any) -> Any:
     return (layer if isinstance(layer, type) else type(layer), layer.takes_functions)
 
 
-def _renew_locks() -> None:
-    """In a forked child: locks may be held, and work half done, by threads that are not here."""
+def _begin_in_forked_child() -> None:
     for manager in list(_managers):
-        manager.renew_locks()
-        manager.bump_epoch()
+        manager.begin_in_forked_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_begin_in_forked_child)
