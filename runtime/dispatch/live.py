@@ -33,26 +33,23 @@ _SECONDS = 0.5
 _followed: dict[str, OpManager] = {}
 
 
-def default_folder() -> Path:
-    """One for each user of this host, in memory where the host has such a place."""
+def folder_of_environment() -> Path:
+    """The folder that SGL_ASPECTS_OP_CONTROL names; else one for each user of this host, in memory where the
+    host has such a place."""
+    named = env.text(CONTROL_VARIABLE)
+    if named not in (None, OFF):
+        return Path(str(named))
     runtime = env.text("XDG_RUNTIME_DIR")
-    parents = [Path(runtime)] if runtime else []
-    parents += [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    parents = [*([Path(runtime)] if runtime else []), Path("/dev/shm"), Path(tempfile.gettempdir())]
     parent = next((path for path in parents if path.is_dir() and os.access(path, os.W_OK)), parents[-1])
     user = os.getuid() if hasattr(os, "getuid") else 0
     return parent / f"sgl-aspects-operators-{user}"
 
 
-def folder_of_environment() -> Path:
-    """The folder that SGL_ASPECTS_OP_CONTROL names, or the default one."""
-    named = env.text(CONTROL_VARIABLE)
-    return default_folder() if named in (None, OFF) else Path(str(named))
-
-
 def follow_default(manager: OpManager) -> None:
     """Unless the variable names another folder (followed already) or says "off"."""
     if env.text(CONTROL_VARIABLE) is None:
-        follow(str(default_folder()), manager)
+        follow(str(folder_of_environment()), manager)
 
 
 def follow(folder: str, manager: OpManager) -> None:
