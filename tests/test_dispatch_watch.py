@@ -188,6 +188,7 @@ def test_a_shadow_that_fails_is_told_and_never_noticed() -> None:
     assert [each.error for each in watch.comparisons()] == ["ZeroDivisionError: division by zero"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_calls_in_compiled_code_are_compared_and_it_stays_one_graph(backend: str) -> None:
     model = Model()
