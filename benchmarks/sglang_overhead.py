@@ -1,6 +1,6 @@
 """What tracing costs a real SGLang server with a real small model (in .sglang-venv):
 
-    python -m benchmarks.sglang_overhead [MINUTES [MODEL_FOLDER]]
+    python -m benchmarks.sglang_overhead [--minutes 4] [--model FOLDER] [--sizes 1 16] [--subjects 2 3]
 
 One server that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`):
 the level is changed live, so that nothing else differs. "attached" compares level 0 with hooks and level 0
@@ -13,15 +13,16 @@ level is done in that level's turns.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
+import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,12 +36,12 @@ from tests import sglang_server
 from tests.sglang_models import hugging_face_folder
 from tests.sglang_server import Server, serve
 
-NOTHING, ATTACHED, SGLANGS = "nothing", "attached", "SGLang's --enable-trace"
+NOTHING, ATTACHED, SGLANGS = "nothing", "attached", "enable-trace"
 SUBJECTS = (NOTHING, ATTACHED, "2", "3", SGLANGS)
 SIZES = (1, 16)
 #: Of a request that is only there for its steps, and of one that is a turn.
 TOKENS, FEW_TOKENS = 200, 8
-ROUNDS = 2
+ROUNDS = 3
 
 
 class Traced:
@@ -125,16 +126,16 @@ def traced_server(given: str | None) -> Iterator[Traced]:
                 traced.collect(True)
 
 
-def measure(traced: Traced, size: int, seconds: float) -> None:
+def measure(traced: Traced, size: int, subjects: Sequence[str], seconds: float) -> None:
     """Prints one line a subject."""
-    found: dict[str, list[Pair]] = {subject: [] for subject in SUBJECTS}
+    found: dict[str, list[Pair]] = {subject: [] for subject in subjects}
     traced.be("2", False)
     traced.be(SGLANGS, False)
     steps, requests = traced.steps(size), traced.requests(size)
     step = statistics.median(next(steps) for _ in range(20))
     for _ in range(ROUNDS):
-        for subject in SUBJECTS:
-            switch, share = partial(traced.be, subject), seconds / ROUNDS / len(SUBJECTS)
+        for subject in random.sample(subjects, len(subjects)):
+            switch, share = partial(traced.be, subject), seconds / ROUNDS / len(subjects)
             if subject == SGLANGS:
                 steps.close()
                 found[subject] += alternate(requests, switch, share, skip=0, count=1)
@@ -143,22 +144,25 @@ def measure(traced: Traced, size: int, seconds: float) -> None:
             elif subject == ATTACHED:  # which takes a while
                 found[subject] += alternate(steps, switch, share, skip=3, count=15)
                 switch(True)
-            else:
-                found[subject] += alternate(steps, switch, share)
+            else:  # a step is launched before the last one's token is here
+                found[subject] += alternate(steps, switch, share, skip=2)
     steps.close()
     print(f"batch of {size}, a step of {step * 1e3:.0f} ms")
     for subject, pairs in found.items():
         medians, means = (more([1 / ratio for ratio in ratios]) for ratios in zip(*pairs))
-        print(
-            f"  {subject}: throughput {medians}, all steps {means}, {len(pairs)} pairs of turns", flush=True
-        )
+        print(f"  {subject}: throughput {medians}, all steps {means}, {len(pairs)} pairs", flush=True)
 
 
 def main() -> None:
-    minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 4
-    with traced_server(sys.argv[2] if len(sys.argv) > 2 else None) as traced:
-        for size in SIZES:
-            measure(traced, size, minutes * 60 / len(SIZES))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang_overhead")
+    parser.add_argument("--minutes", type=float, default=4, help="of measuring, in all")
+    parser.add_argument("--model", help="the folder of a model; SmolLM2 is made otherwise")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests in a batch")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    given = parser.parse_args()
+    with traced_server(given.model) as traced:
+        for size in given.sizes:
+            measure(traced, size, given.subjects, given.minutes * 60 / len(given.sizes))
 
 
 if __name__ == "__main__":
