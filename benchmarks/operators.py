@@ -20,21 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch import ImplKind, get_manager
+from sgl_aspects.runtime.dispatch.selection import Availability
 from sgl_aspects.runtime.dispatch.watching import difference
 
 TOKENS = (16, 2048)
-#: Operators whose reference is worth a compiler's time.
-COMPILED = (
-    "silu_and_mul",
-    "gelu_and_mul",
-    "rms_norm",
-    "gemma_rms_norm",
-    "rotary_embedding",
-    "mrotary_embedding",
-)
+#: Operators whose reference is not compiled, and why.
+NOT_COMPILED = {
+    "linear": "a library's",
+    "topk": "a library's",
+    "fused_moe": "asks the device",
+    "chunk_gated_delta_rule": "a loop",
+    "fused_recurrent_gated_delta_rule": "a loop",
+}
 
 
 def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -105,12 +106,29 @@ def own_kernels() -> dict[str, Callable[..., Any]]:
     """What the runtime's layers run on this platform, as functions."""
     if current_platform.get_dispatch_key_name() != "cuda":
         return {}
-    from sgl_aspects.runtime.ops import triton_kernels
+    from sgl_aspects.runtime.ops import triton_experts, triton_kernels
 
     def rms_norm(x: Any, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
         return triton_kernels.rms_norm(x, weight, eps, residual)
 
-    return {"silu_and_mul": triton_kernels.silu_and_mul, "rms_norm": rms_norm}
+    def linear(x: Any, weight: Any) -> Any:
+        few = len(x) <= triton_kernels.SKINNY_TOKENS
+        return triton_kernels.skinny_linear(x, weight, None) if few else F.linear(x, weight)
+
+    def fused_moe(x: Any, gate_up_weight: Any, down_weight: Any, topk_weights: Any, topk_ids: Any) -> Any:
+        return triton_experts.fused_experts(x, gate_up_weight, down_weight, topk_weights, topk_ids)
+
+    def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, positions: Any) -> Any:
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)[positions].unsqueeze(1)
+        return triton_kernels.rotate(query, key, *table.chunk(2, dim=-1))
+
+    return {
+        "silu_and_mul": triton_kernels.silu_and_mul,
+        "rms_norm": rms_norm,
+        "linear": linear,
+        "fused_moe": fused_moe,
+        "rotary_embedding": rotary_embedding,
+    }
 
 
 def copied(given: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -150,9 +168,9 @@ def microseconds(function: Callable[..., Any], given: dict[str, Any]) -> float:
     return statistics.median(times)
 
 
-def measure(seconds: float, only: list[str] | None = None) -> list[dict[str, Any]]:
+def measure(seconds: float, only: list[str] | None = None, compiles: bool = True) -> list[dict[str, Any]]:
     """Rows as they come, also on standard output; ends early rather than late."""
-    manager = get_manager()
+    manager, availability = get_manager(), Availability()
     device = current_platform.get_device(0)
     dtype = torch.bfloat16
     rows = []
@@ -163,13 +181,12 @@ def measure(seconds: float, only: list[str] | None = None) -> list[dict[str, Any
         reference = manager.registry.spec(op).reference
         subjects: dict[str, Callable[..., Any]] = {"reference": reference}
         for impl in manager.registry.impls(op):
-            reason = manager.availability.reason_against(impl)
-            if impl.kind is not ImplKind.REFERENCE and reason is None:
+            if impl.kind is not ImplKind.REFERENCE and availability[impl] is None:
                 subjects["default" if impl.kind is ImplKind.DEFAULT else f"vendor:{impl.vendor}"] = impl.fn
         own = own_kernels().get(op)
         if own is not None:
             subjects["runtime's Triton"] = own
-        if op in COMPILED:
+        if compiles and op not in NOT_COMPILED:
             subjects["compiled"] = torch.compile(reference, dynamic=False, fullgraph=True)
         for tokens in TOKENS:
             slow = op == "fused_recurrent_gated_delta_rule" and tokens != TOKENS[0]
@@ -194,7 +211,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = []
         for name in names:
-            value = row.get(name, "—")
+            absent = "none"
+            if name == "compiled":
+                absent = NOT_COMPILED.get(row["op"], "not asked for")
+            value = row.get(name, absent)
             cells.append(value if isinstance(value, str) else f"{value[0]:.1e}, {value[1]:.0f}")
         lines.append(f"| `{row['op']}` | {row['tokens']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -204,10 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=__doc__)
     parser.add_argument("--write", type=Path, help="write the table to this file")
     parser.add_argument("--only", nargs="*", help="these operators")
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled column out")
     parser.add_argument("--seconds", type=float, default=240.0)
     arguments = parser.parse_args()
     with torch.inference_mode():
-        rows = measure(arguments.seconds, arguments.only)
+        rows = measure(arguments.seconds, arguments.only, not arguments.no_compile)
     text = table(rows)
     sys.stdout.write(text + "\n")
     if arguments.write:

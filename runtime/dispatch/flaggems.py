@@ -201,12 +201,11 @@ _SERVED: dict[Callable[..., Any], frozenset[torch.dtype]] = {
     rotary_embedding: _FLOATS,
     topk: _FLOATS,
     fused_moe: _FLOATS,
-}
-#: Tuned for minutes at their first call, and compared on too few devices: used where a person asks for them.
-_ON_REQUEST: dict[Callable[..., Any], frozenset[torch.dtype]] = {
-    chunk_gated_delta_rule: _HALVES,
     fused_recurrent_gated_delta_rule: _FLOATS,
 }
+#: Right and fast, but tuned for a minute and a half at its first call, which would be a request's: used where
+#: a person asks for it.
+_ON_REQUEST: dict[Callable[..., Any], frozenset[torch.dtype]] = {chunk_gated_delta_rule: _HALVES}
 _LAST = 10
 
 
