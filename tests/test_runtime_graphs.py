@@ -22,7 +22,7 @@ from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.model_runner import ModelRunner
 from sgl_aspects.runtime.scheduler import Scheduler
 from tests.test_runtime_equality import prompts_of, run_in_process
-from tests.tiny_models import VARIANTS, greedy, make_llama
+from tests.tiny_models import FAMILIES, VARIANTS, greedy, make_llama, make_model
 
 NEW_TOKENS = 12
 ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -76,6 +76,30 @@ def test_replayed_steps_answer_as_transformers(
     assert {size for _, size in replays} == {1, 2, 4, 6}
 
 
+@ON_CUDA
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_family_is_captured_on_a_gpu(
+    family: str, page_size: int, replays: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, f"{FAMILIES[family][0]}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    set_current_platform(CudaPlatform())
+    model = make_model(tmp_path, family)
+    prompts = prompts_of(model.config.vocab_size)
+    outputs, modes = run_in_process(args_for(tmp_path, page_size=page_size), prompts, NEW_TOKENS)
+    count = len(replays)
+    eager, _ = run_in_process(
+        args_for(tmp_path, page_size=page_size, disable_graphs=True), prompts, NEW_TOKENS
+    )
+    set_current_platform(None)
+    assert modes == {"extend", "decode", "mixed"}
+    assert count
+    assert len(replays) == count
+    assert outputs == eager == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+
+
 def test_graphs_can_be_left_out(
     platform: SRTPlatform, replays: list[tuple[int, int]], tmp_path: Path
 ) -> None:
@@ -88,6 +112,9 @@ def test_graphs_can_be_left_out(
     assert len(replays) == count
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method:DeprecationWarning", "ignore:TensorFloat32"
+)  # torch's own
 def test_compiled_pieces_answer_as_transformers(platform: SRTPlatform, tmp_path: Path) -> None:
     model = make_llama(tmp_path)
     prompts = prompts_of(model.config.vocab_size)

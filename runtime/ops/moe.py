@@ -11,6 +11,7 @@ from torch import nn
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.dispatch.types import ImplKind
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.ops.base import Operator
@@ -91,10 +92,21 @@ class FusedExperts(Operator):
             output.index_add_(0, tokens, (made * weights[tokens, places, None]).to(x.dtype))
         return output
 
+    def forward_cuda(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """All experts at once."""
+        from sgl_aspects.runtime.ops import triton_experts
+
+        return triton_experts.fused_experts(x, self.gate_up, self.down, weights, experts)
+
     def call_function(
         self, function: Any, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> Any:
         return function(x, self.gate_up, self.down, weights, experts)
+
+    @property
+    def capturable(self) -> bool:
+        """False where the reference serves: it asks on the host which experts a step needs."""
+        return self.chosen(self.down.dtype, self.down.device).kind is not ImplKind.REFERENCE
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         rank, count = self._tp.rank, self._tp.world_size
