@@ -5,7 +5,8 @@
 A scheduler of the embedded engine in this process, with a model in the shape of Llama 3.2 1B (random bfloat16
 weights), serves prompts and decodes, eagerly and by graphs. While the profiler looks, each pass is also
 marked for it; the profiler's duration is from the first to the last piece of device work that the pass
-launched. Then, without the profiler, steps with tracing off and at level 3 take turns.
+launched. Then, without the profiler, steps with tracing off and at levels 2 and 3 take
+turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sgl_aspects.tracing import attach, ring_format
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu-tracing.md"
 MARK = "bench.forward"
 BATCH, PROMPT, STEPS = 8, 256, 12
-PAIRS, PAIR_STEPS = 24, 20
+LEVELS, TURNS, TURN_STEPS = (2, 3), 24, 20
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -166,32 +167,35 @@ def compare(folder: Path, counts: dict[str, int]) -> list[str]:
 
 
 def overhead(engine: Engine, words: Any, name: str) -> str:
-    """Pairs of steps with tracing off and at level 3, in turns."""
+    """Steps with tracing off and at each of LEVELS, in turns; one line of a table for each level."""
     engine.use_graphs(name == "graphs")
-    engine.add_requests(2 * PAIRS * PAIR_STEPS + 60)
+    levels = [0, *LEVELS]
+    engine.add_requests(len(levels) * TURNS * (TURN_STEPS + 1) + 60)
     while engine.scheduler.waiting or any(not req.is_prefill_done for req in engine.scheduler.running):
         engine.step()
-    ratios, off = [], []
-    for turn in range(PAIRS):
-        took = {}
-        for level in (0, 3) if turn % 2 else (3, 0):
+    took: dict[int, list[float]] = {level: [] for level in levels}
+    for _ in range(TURNS):
+        for level in levels:
             words[ring_format.WORD_LEVEL] = level
             engine.step()
             current_platform.synchronize()
             start = time.perf_counter()
-            for _ in range(PAIR_STEPS):
+            for _ in range(TURN_STEPS):
                 engine.step()
             current_platform.synchronize()
-            took[level] = (time.perf_counter() - start) / PAIR_STEPS
-        ratios.append(took[3] / took[0])
-        off.append(took[0])
+            took[level].append((time.perf_counter() - start) / TURN_STEPS)
+        levels.append(levels.pop(0))
     engine.finish()
-    low, middle, high = (100 * (ratio - 1) for ratio in interval(ratios))
-    step = statistics.median(off)
-    return (
-        f"| {name} | {step * 1e3:.3f} | {middle:+.2f} % ({low:+.2f} to {high:+.2f}) "
-        f"| {middle / 100 * step * 1e6:+.1f} |"
-    )
+    step = statistics.median(took[0])
+    lines = []
+    for level in LEVELS:
+        ratios = [on / off for on, off in zip(took[level], took[0], strict=True)]
+        low, middle, high = (100 * (ratio - 1) for ratio in interval(ratios))
+        lines.append(
+            f"| {name} | {step * 1e3:.3f} | {level} | {middle:+.2f} % ({low:+.2f} to {high:+.2f}) "
+            f"| {middle / 100 * step * 1e6:+.1f} |"
+        )
+    return "\n".join(lines)
 
 
 _PAGE = """# Tracing on a GPU
@@ -209,11 +213,11 @@ many.
 
 ## What it costs
 
-Decode steps of eight requests, pairs of tracing off and level 3 in turns; the median of the pairs' ratios
-and its 95 % interval.
+Decode steps of eight requests, with tracing off and at each level in turns of twenty; the median of the turns'
+ratios and its 95 % interval. With graphs, a step is scheduled while the one before it runs.
 
-| decode steps | ms with tracing off | more at level 3 | µs a step |
-| --- | --- | --- | --- |
+| decode steps | ms with tracing off | level | more | µs a step |
+| --- | --- | --- | --- | --- |
 {costs}
 """
 

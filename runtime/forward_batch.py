@@ -13,7 +13,6 @@ from sgl_aspects.runtime.batch import Batch, ForwardMode
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import AttentionBackend
-    from sgl_aspects.runtime.kv_cache import PageTable
 
 
 @dataclass(eq=False)
@@ -25,12 +24,8 @@ class ForwardBatch:
     input_ids: torch.Tensor
     #: [tokens]: the place of each token in its request.
     positions: torch.Tensor
-    #: [tokens]: where each token's keys and values go.
-    slots: torch.Tensor
     #: [requests]: rows of the page table.
     rows: torch.Tensor
-    #: [requests]: index of each request's last token among the tokens.
-    last_token_indices: torch.Tensor
     num_decodes: int
     #: Per request: tokens of this step, and tokens in the cache once the step is done.
     num_new_tokens: list[int]
@@ -38,14 +33,30 @@ class ForwardBatch:
     attention_backend: AttentionBackend
 
     @cached_property
+    def slots(self) -> torch.Tensor:
+        """[tokens]: where each token's keys and values go. Computed where a backend asks."""
+        rows = self.rows
+        if self.forward_mode is not ForwardMode.DECODE:
+            rows = rows.repeat_interleave(torch.tensor(self.num_new_tokens, device=rows.device))
+        return self.attention_backend.page_table.slots(rows, self.positions)
+
+    @cached_property
     def device_lengths(self) -> torch.Tensor:
         """[requests]: ``lengths``, on the device."""
-        return self.positions.index_select(0, self.last_token_indices).add_(1)
+        return self.last_tokens(self.positions) + 1
+
+    def last_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Of ``x`` [tokens, …] what belongs to each request's last token: [requests, …]."""
+        if self.forward_mode is ForwardMode.DECODE:
+            return x
+        return x.index_select(0, self._last_token_indices)
+
+    @cached_property
+    def _last_token_indices(self) -> torch.Tensor:
+        return torch.tensor(list(accumulate(self.num_new_tokens)), device=self.positions.device).sub_(1)
 
     @classmethod
-    def of(
-        cls, batch: Batch, page_table: PageTable, backend: AttentionBackend, device: torch.device
-    ) -> ForwardBatch:
+    def of(cls, batch: Batch, backend: AttentionBackend, device: torch.device) -> ForwardBatch:
         input_ids: list[int] = []
         positions: list[int] = []
         for req, count in zip(batch.reqs, batch.num_new_tokens):
@@ -56,20 +67,11 @@ class ForwardBatch:
             else:
                 input_ids.extend(req.tokens_between(start, start + count))
                 positions.extend(range(start, start + count))
-        position_tensor = torch.tensor(positions, device=device)
-        rows = torch.tensor([req.row for req in batch.reqs], device=device)
-        if batch.forward_mode is ForwardMode.DECODE:
-            token_rows = rows
-        else:
-            token_rows = rows.repeat_interleave(torch.tensor(batch.num_new_tokens, device=device))
-        ends = list(accumulate(batch.num_new_tokens))
         return cls(
             forward_mode=batch.forward_mode,
             input_ids=torch.tensor(input_ids, device=device),
-            positions=position_tensor,
-            slots=page_table.slots(token_rows, position_tensor),
-            rows=rows,
-            last_token_indices=torch.tensor(ends, device=device).sub_(1),
+            positions=torch.tensor(positions, device=device),
+            rows=torch.tensor([req.row for req in batch.reqs], device=device),
             num_decodes=batch.num_decodes,
             num_new_tokens=batch.num_new_tokens,
             lengths=[req.computed_tokens + count for req, count in zip(batch.reqs, batch.num_new_tokens)],

@@ -56,7 +56,6 @@ class GraphRunner:
         #: the device may still read the one of the step before.
         self._host_inputs = [torch.zeros(3, largest, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=model_runner.device)
-        self._indices = torch.arange(largest, device=model_runner.device)
         self._captured: dict[int, _Captured] = {}
 
     # -- capturing -----------------------------------------------------------------------------------
@@ -103,9 +102,7 @@ class GraphRunner:
             forward_mode=ForwardMode.DECODE,
             input_ids=token_ids,
             positions=positions,
-            slots=runner.page_table.slots(rows, positions),
             rows=rows,
-            last_token_indices=self._indices[:size],
             num_decodes=size,
             num_new_tokens=[1] * size,
             lengths=[runner.context_length] * size,  # the worst case: the real ones are on the device

@@ -142,9 +142,15 @@ class ModelRunner:
         self.page_table = PageTable(
             args.max_running_requests, self.context_length, args.page_size, self.device
         )
-        self.kv_cache = KVCache(allocator, self.page_table, self.kv_pool, prefix_cache=args.prefix_cache)
         self.attention_backend: AttentionBackend = choose_attention_backend(args.attention_backend, kind)(
             self.kv_pool, self.page_table
+        )
+        self.kv_cache = KVCache(
+            allocator,
+            self.page_table,
+            self.kv_pool,
+            prefix_cache=args.prefix_cache,
+            clears_pages=self.attention_backend.reads_unwritten_slots,
         )
         logger.info(
             "key-value cache: %d tokens of %d bytes, attention backend %s",
@@ -189,9 +195,7 @@ class ModelRunner:
             if self.graph_runner is not None and self.graph_runner.can_run(batch):
                 logits: torch.Tensor = self.graph_runner.replay(batch)
                 return logits
-            return self.compute_logits(
-                ForwardBatch.of(batch, self.page_table, self.attention_backend, self.device)
-            )
+            return self.compute_logits(ForwardBatch.of(batch, self.attention_backend, self.device))
 
     def compute_logits(self, batch: ForwardBatch) -> torch.Tensor:
         """One step's work on the device: what a graph runner captures."""

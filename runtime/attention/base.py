@@ -41,6 +41,10 @@ class AttentionBackend(abc.ABC):
     #: alone (``batch.rows``, ``batch.device_lengths``), and nothing on the host.
     capturable: ClassVar[bool] = False
 
+    #: True where a step reads slots of a request's pages that no token was written to yet, though masked:
+    #: pages are cleared for it then, since what is no number stays none under any mask.
+    reads_unwritten_slots: ClassVar[bool] = True
+
     def __init__(self, kv_pool: Any, page_table: PageTable) -> None:
         self.kv_pool = kv_pool
         self.page_table = page_table

@@ -93,7 +93,6 @@ def make_step(
         keys.append(key[before:])
         values.append(value[before:])
         expected.append(dense_attention(query, key, value, before))
-    new_slots = [slot for slots, (before, _) in zip(owned, requests) for slot in slots[before:]]
     positions = [at for before, new in requests for at in range(before, before + new)]
     counts = [new for _, new in requests]
     mode = ForwardMode.DECODE if num_decodes == len(requests) else ForwardMode.MIXED
@@ -103,9 +102,7 @@ def make_step(
         forward_mode=mode if num_decodes else ForwardMode.EXTEND,
         input_ids=torch.zeros(len(positions), dtype=torch.int64, device=device),
         positions=torch.tensor(positions, device=device),
-        slots=torch.tensor(new_slots, device=device),
         rows=torch.tensor(rows, device=device),
-        last_token_indices=torch.tensor(counts, device=device).cumsum(0) - 1,
         num_decodes=num_decodes,
         num_new_tokens=counts,
         lengths=[before + new for before, new in requests],

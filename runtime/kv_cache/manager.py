@@ -18,7 +18,13 @@ class KVCache:
     """
 
     def __init__(
-        self, allocator: PagedAllocator, page_table: PageTable, pool: Any, *, prefix_cache: bool = True
+        self,
+        allocator: PagedAllocator,
+        page_table: PageTable,
+        pool: Any,
+        *,
+        prefix_cache: bool = True,
+        clears_pages: bool = True,
     ) -> None:
         self.allocator = allocator
         self.page_table = page_table
@@ -26,6 +32,8 @@ class KVCache:
         self.page_size = allocator.page_size
         self.prefix_cache = PrefixCache(allocator.page_size, allocator.free)
         self._keeps_prefixes = prefix_cache
+        # A page of one token is written before it is read.
+        self._clears_pages = clears_pages and allocator.page_size > 1
 
     @property
     def total_size(self) -> int:
@@ -49,14 +57,14 @@ class KVCache:
         return req.shared_pages * self.page_size
 
     def alloc(self, num_tokens: int) -> list[int] | None:
-        """Cleared pages for so many tokens, evicting what must be; None, and nothing taken, where too few."""
+        """Pages for so many tokens, evicting what must be; None, and nothing taken, where too few."""
         if num_tokens > self.available_size():
             return None
         short = num_tokens - self.allocator.available_size()
         if short > 0:
             self.prefix_cache.evict(self.allocator.pages_for(short))
         pages = self.allocator.alloc(num_tokens)
-        if pages and self.page_size > 1:  # a page of one token is written before it is read
+        if pages and self._clears_pages:
             self.pool.clear(pages)
         return pages
 

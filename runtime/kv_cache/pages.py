@@ -51,12 +51,12 @@ class PagedAllocator:
         self._free.extend(reversed(pages))
 
 
-def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers on the device, where it can be without waiting for the work that it has been given."""
+def copy_to(target: torch.Tensor, numbers: list[int]) -> None:
+    """Whole numbers into a tensor, where it can be without waiting for the work that its device was given."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if current_platform.is_pin_memory_available():
         host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    target.copy_(host, non_blocking=True)
 
 
 class PageTable:
@@ -77,7 +77,7 @@ class PageTable:
 
     def set_pages(self, row: int, start: int, pages: list[int]) -> None:
         """Put ``pages`` into a row from its page number ``start`` on."""
-        self.table[row, start : start + len(pages)] = on_device(pages, self.table.device)
+        copy_to(self.table[row, start : start + len(pages)], pages)
 
     def remove_row(self, row: int) -> None:
         self.table[row] = 0

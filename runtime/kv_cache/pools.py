@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_aspects.runtime.kv_cache.pages import on_device
+from sgl_aspects.runtime.kv_cache.pages import copy_to
 
 
 def token_bytes(kind: str, dtype: torch.dtype, layer_num: int, **row: int) -> int:
@@ -43,7 +43,9 @@ class PagedRows:
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages before a request gets them: whatever they held, masked or not, must not be NaN."""
-        self._pages.index_fill_(1, on_device(pages, self._pages.device), 0)
+        numbers = torch.empty(len(pages), dtype=torch.int64, device=self._pages.device)
+        copy_to(numbers, pages)
+        self._pages.index_fill_(1, numbers, 0)
 
 
 class MHATokenPool(PagedRows):

@@ -86,8 +86,7 @@ class DecoderModel(nn.Module):
             hidden, residual = layer(hidden, residual, self.rotary, angles, batch)
         normed: torch.Tensor
         # Only the last token of each request is asked for its successor.
-        last = batch.last_token_indices
-        normed, _ = self.norm(hidden.index_select(0, last), residual.index_select(0, last))
+        normed, _ = self.norm(batch.last_tokens(hidden), batch.last_tokens(residual))
         return normed
 
 
@@ -119,8 +118,8 @@ class CausalLM(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """False with experts: which of them a step needs is asked on the host."""
-        return self.config.moe is None
+        """Whether a decode step can be captured: False where a part of the model says so."""
+        return all(getattr(module, "capturable", True) for module in self.modules() if module is not self)
 
     def make_attention(self, layer_id: int) -> nn.Module:
         raise NotImplementedError

@@ -20,6 +20,10 @@ class Embedding(Operator):
         """[tokens] → [tokens, hidden_size]."""
         return dense.embedding(token_ids, self.weight)
 
+    def forward_cuda(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The library's embedding fetches few rows one after the other."""
+        return self.weight[token_ids]
+
     def call_function(self, function: Any, token_ids: torch.Tensor) -> Any:
         return function(token_ids, self.weight)
 

@@ -32,12 +32,13 @@ class RotaryEmbedding(Operator):
         cos, sin = (angles.cos() * sharpness).to(dtype), (angles.sin() * sharpness).to(dtype)
         # (a, b) becomes (a cos - b sin, b cos + a sin). With the halves of x swapped and the sign of the
         # first half's sine turned, that is x * cos + swapped * sin over the whole head at once.
-        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
-        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        # Side by side, so that one look-up fetches both.
+        self.table = torch.cat((cos, cos, -sin, sin), dim=-1).unsqueeze(1)
         self.half_dim = head_dim // 2
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        return Angles(positions, self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+        # By index_select, GPUs look few rows up one after the other.
+        return Angles(positions, *self.table[positions].chunk(2, dim=-1))
 
     def forward_native(
         self, query: torch.Tensor, key: torch.Tensor, angles: Angles
@@ -56,7 +57,7 @@ class RotaryEmbedding(Operator):
 
     def call_function(self, function: Any, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> Any:
         half = self.half_dim
-        return function(query, key, self.cos[:, 0, :half], self.sin[:, 0, half:], angles.positions)
+        return function(query, key, self.table[:, 0, :half], self.table[:, 0, 3 * half :], angles.positions)
 
     def _rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         return torch.addcmul(x * angles.cos, x.roll(self.half_dim, -1), angles.sin)

@@ -17,6 +17,11 @@ import triton.language as tl
 
 #: Up to so many tokens a product is a matter of reading the weight once, and this file's kernel reads faster.
 SKINNY_TOKENS = 16
+#: Rows of the weight that a program takes then: with fewer, programs together read the tokens as often as to
+#: be slower by it. This and the other sizes were measured on an H100, in whole decode steps.
+_BLOCK_OUTER = 64
+#: With fewer programs than this the device is not busy, and rows are split.
+_PROGRAMS = 128
 
 
 @cache
@@ -84,6 +89,8 @@ def rotate(
         query.stride(1),
         key.stride(0),
         key.stride(1),
+        cos.stride(0),
+        sin.stride(0),
         heads,
         kv_heads,
         DIM=dim,
@@ -99,32 +106,48 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     tokens, inner = x.shape
     outer = weight.shape[0]
     output = torch.empty(tokens, outer, dtype=x.dtype, device=x.device)
-    tiles = _tiles(tokens, outer, inner)
-    arguments = (x.contiguous(), weight, weight if bias is None else bias, output, outer, tokens)
-    kernel = _row_times_weight if tokens == 1 else _rows_times_weight
-    kernel[(triton.cdiv(outer, tiles["BLOCK_OUTER"]),)](
-        *arguments, INNER=inner, HAS_BIAS=bias is not None, BLOCK_TOKENS=16, **tiles, **overlapping()
+    arguments = (x.contiguous(), weight, weight if bias is None else bias, output)
+    options = {"INNER": inner, "HAS_BIAS": bias is not None, **overlapping()}
+    if tokens == 1:  # without the matrix units: whole steps are a tenth faster than with the other kernel
+        columns = min(2048, triton.next_power_of_2(inner))
+        _row_times_weight[(triton.cdiv(outer, 2),)](
+            *arguments,
+            outer,
+            BLOCK_OUTER=2,
+            BLOCK_INNER=columns,
+            num_warps=8 if inner > 4096 else 4,
+            **options,
+        )
+        return output
+    count = triton.cdiv(outer, _BLOCK_OUTER)
+    splits = 1 if count >= _PROGRAMS else 4
+    parts = output
+    if splits > 1:
+        parts = torch.empty(splits, outer, SKINNY_TOKENS, dtype=torch.float32, device=x.device)
+    _rows_times_weight[(count, splits)](
+        *arguments,
+        parts,
+        _arrivals(x.device),
+        outer,
+        tokens,
+        BLOCK_TOKENS=SKINNY_TOKENS,
+        BLOCK_OUTER=_BLOCK_OUTER,
+        BLOCK_INNER=128 if inner <= 4096 else 256,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=3,
+        **options,
     )
     return output
 
 
-def _tiles(tokens: int, outer: int, inner: int) -> dict[str, int]:
-    """Rows of the weight that a program takes, columns that it reads before it waits and at a time after.
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Zeros that programs count their arrivals in; the last to arrive leaves a zero again.
 
-    Measured on an H100 in whole decode steps.
+    One product after the other uses them: a process gives its device work in one stream.
     """
-    if tokens == 1:
-        tiles = (2, 2048, 2048, 8 if inner > 4096 else 4, 3)
-    elif outer > 8192:
-        tiles = (32, 128, 128, 2, 5)
-    elif inner > 4096 or outer <= 2048:
-        tiles = (16, 512, 512, 2, 4)
-    else:
-        tiles = (32, 2048, 256, 8, 3)
-    names = ("BLOCK_OUTER", "BLOCK_FIRST", "BLOCK_INNER", "num_warps", "num_stages")
-    named = dict(zip(names, tiles))
-    named["BLOCK_FIRST"] = min(named["BLOCK_FIRST"], triton.next_power_of_2(inner))
-    return named
+    return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -184,6 +207,8 @@ def _rotate(
     query_head_stride,
     key_token_stride,
     key_head_stride,
+    cos_stride,
+    sin_stride,
     heads,
     kv_heads,
     DIM: tl.constexpr,
@@ -206,8 +231,8 @@ def _rotate(
         target = new_key + (token * kv_heads + head - heads) * DIM
     straight = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
     crossed = tl.load(source + swapped, mask=inside, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + token * DIM + dims, mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sin + token * DIM + dims, mask=inside, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + token * cos_stride + dims, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sin + token * sin_stride + dims, mask=inside, other=0.0).to(tl.float32)
     rotated = straight * cosine + crossed * sine
     tl.store(target + dims, rotated.to(new_query.dtype.element_ty), mask=inside)
 
@@ -219,46 +244,30 @@ def _row_times_weight(
     bias,
     output,
     outer,
-    tokens,
     INNER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
-    BLOCK_FIRST: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One token: some rows of the weight, each times the token's vector."""
     rows = tl.program_id(0) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     is_row = rows < outer
-    of_rows = weight + rows[:, None].to(tl.int64) * INNER
-    first_columns = tl.arange(0, BLOCK_FIRST)
-    is_first = first_columns < INNER
-    first = tl.load(
-        of_rows + first_columns[None, :],
-        mask=is_row[:, None] & is_first[None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+    columns = tl.arange(0, BLOCK_INNER)
+    inside = columns < INNER
+    pieces = weight + rows[:, None].to(tl.int64) * INNER + columns[None, :]
+    piece = tl.load(pieces, is_row[:, None] & inside[None, :], 0.0, eviction_policy="evict_first")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first_vector = tl.load(x + first_columns, mask=is_first, other=0.0).to(tl.float32)
-    result = tl.sum(first.to(tl.float32) * first_vector[None, :], 1)
-    if BLOCK_FIRST < INNER:
-        sums = tl.zeros([BLOCK_OUTER, BLOCK_INNER], tl.float32)
-        for start in range(BLOCK_FIRST, INNER, BLOCK_INNER):
-            columns = start + tl.arange(0, BLOCK_INNER)
-            inside = columns < INNER
-            vector = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-            block = tl.load(
-                of_rows + columns[None, :],
-                mask=is_row[:, None] & inside[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            sums += block.to(tl.float32) * vector[None, :]
-        result += tl.sum(sums, 1)
+    vector = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    sums = piece.to(tl.float32) * vector[None, :]
+    for start in range(BLOCK_INNER, INNER, BLOCK_INNER):
+        inside = start + columns < INNER
+        vector = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+        piece = tl.load(pieces + start, is_row[:, None] & inside[None, :], 0.0, eviction_policy="evict_first")
+        sums += piece.to(tl.float32) * vector[None, :]
+    result = tl.sum(sums, 1)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
     tl.store(output + rows, result.to(output.dtype.element_ty), mask=is_row)
@@ -270,53 +279,75 @@ def _rows_times_weight(
     weight,
     bias,
     output,
+    parts,
+    arrivals,
     outer,
     tokens,
     INNER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
-    BLOCK_FIRST: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
+    SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A few tokens: some rows of the weight, each times every token's vector."""
-    rows = tl.program_id(0) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
-    is_row = rows < outer
+    """A few tokens: some rows of the weight, or a part of each, times every token's vector.
+
+    Where rows are split, each program leaves its sums, and the last to arrive adds them up.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    SHARE: tl.constexpr = ((INNER + SPLITS - 1) // SPLITS + BLOCK_INNER - 1) // BLOCK_INNER * BLOCK_INNER
+    rows = tile * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
+    columns = split * SHARE + tl.arange(0, BLOCK_INNER)
     members = tl.arange(0, BLOCK_TOKENS)
-    is_token = members < tokens
-    of_rows = weight + rows[:, None].to(tl.int64) * INNER
-    of_tokens = x + members[:, None] * INNER
-    first_columns = tl.arange(0, BLOCK_FIRST)
-    is_first = first_columns < INNER
-    first = tl.load(
-        of_rows + first_columns[None, :],
-        mask=is_row[:, None] & is_first[None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+    is_row = (rows < outer)[:, None]
+    is_token = (members < tokens)[None, :]
+    pieces = weight + rows[:, None].to(tl.int64) * INNER + columns[None, :]
+    vectors = x + members[None, :] * INNER + columns[:, None]
+    inside = columns < INNER
+    piece = tl.load(pieces, is_row & inside[None, :], 0.0, eviction_policy="evict_first")
     if OVERLAP:
+        _fetch(weight, rows, split * SHARE + BLOCK_INNER, outer, INNER, BLOCK_INNER)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first_vectors = tl.load(
-        of_tokens + first_columns[None, :], mask=is_token[:, None] & is_first[None, :], other=0.0
-    )
-    sums = tl.dot(first_vectors, tl.trans(first), input_precision="ieee")
-    for start in range(BLOCK_FIRST, INNER, BLOCK_INNER):
-        columns = start + tl.arange(0, BLOCK_INNER)
-        inside = columns < INNER
-        vectors = tl.load(of_tokens + columns[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
-        block = tl.load(
-            of_rows + columns[None, :],
-            mask=is_row[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        sums = tl.dot(vectors, tl.trans(block), sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        output + members[:, None] * outer + rows[None, :],
-        sums.to(output.dtype.element_ty),
-        mask=is_token[:, None] & is_row[None, :],
+    vector = tl.load(vectors, is_token & inside[:, None], 0.0)
+    sums = tl.dot(piece, vector, input_precision="ieee")
+    for start in range(BLOCK_INNER, SHARE, BLOCK_INNER):
+        inside = columns < INNER - start
+        piece = tl.load(pieces + start, is_row & inside[None, :], 0.0, eviction_policy="evict_first")
+        vector = tl.load(vectors + start, is_token & inside[:, None], 0.0)
+        sums = tl.dot(piece, vector, sums, input_precision="ieee")
+    is_place = is_row & is_token
+    place = rows[:, None] * BLOCK_TOKENS + members[None, :]
+    is_last = True
+    if SPLITS > 1:
+        tl.store(parts + split * outer * BLOCK_TOKENS + place, sums, mask=is_place)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals + tile, 1) == SPLITS - 1
+        if is_last:
+            tl.store(arrivals + tile, 0)
+            sums = tl.zeros([BLOCK_OUTER, BLOCK_TOKENS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                part = parts + other * outer * BLOCK_TOKENS + place
+                sums += tl.load(part, is_place, 0.0, cache_modifier=".cg")
+    if is_last:
+        if HAS_BIAS:
+            sums += tl.load(bias + rows, rows < outer, 0.0).to(tl.float32)[:, None]
+        target = output + members[None, :] * outer + rows[:, None]
+        tl.store(target, sums.to(output.dtype.element_ty), mask=is_place)
+
+
+@triton.jit
+def _fetch(weight, rows, begin, outer, INNER: tl.constexpr, COUNT: tl.constexpr):
+    """Asks the cache for COUNT columns of these rows from column ``begin`` on, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    columns = tl.minimum(begin + tl.arange(0, COUNT // LINE) * LINE, INNER - 1)
+    lines = weight + tl.minimum(rows, outer - 1)[:, None].to(tl.int64) * INNER + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
