@@ -213,8 +213,8 @@ many.
 
 ## What it costs
 
-Decode steps of eight requests, with tracing off and at each level in turns of twenty; the median of the turns'
-ratios and its 95 % interval. With graphs, a step is scheduled while the one before it runs.
+Decode steps of eight requests, with tracing off and at each level in turns of twenty; the median of the
+turns' ratios and its 95 % interval. With graphs, a step is scheduled while the one before it runs.
 
 | decode steps | ms with tracing off | level | more | µs a step |
 | --- | --- | --- | --- | --- |
