@@ -6,6 +6,7 @@ is the same, and each trace ends with the right status.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -111,13 +112,21 @@ def ask_everything(server: Server) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, request in ALONE.items():
         (result,) = server.exchange([request])
-        results[name] = (result["status"], VARYING.sub("", result["text"]))
+        results[name] = (result["status"], told(result["text"]))
     twins = server.exchange(TWINS)
     results["twins"] = sorted((result["status"], reason_of(result["text"])) for result in twins)
     server.leave("to be left", parent(50))
     server.abort("/generate", parent(51), "to be aborted")
     results["in the end"] = server.exchange([generate(parent(52))])[0]["status"]
     return results
+
+
+def told(text: str) -> Any:
+    """What a client is told, without what differs from run to run; of a stream, each answer as it ends."""
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    if not chunks:
+        return VARYING.sub("", text)
+    return {chunk.get("index", 0): chunk if "error" in chunk else chunk["text"] for chunk in chunks}
 
 
 def reason_of(text: str) -> str:
@@ -171,7 +180,6 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def kill_scheduler_while_it_works(server: Server) -> str:
     """kill -9 after the first part of a streamed answer; returns how SGLang itself ended."""
     import http.client
-    import json
 
     body = generate({}, tokens=900, stream=True, sampling={"ignore_eos": True})["body"]
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -207,6 +215,8 @@ def root_of(run: Run, number: int) -> Span:
 def test_clients_get_what_they_get_with_nothing_attached(run: Run, model: Path, tmp_path: Path) -> None:
     with serve(model, tmp_path / "log") as server:
         alone = ask_everything(server)
+    # Whether SGLang aborts the first of two with one id, when it has refused the second, is a race.
+    assert [status for status, _ in alone.pop("twins")] == [status for status, _ in run.attached["twins"]]
     different = {
         name: (alone[name], run.attached[name]) for name in alone if alone[name] != run.attached[name]
     }
@@ -285,7 +295,7 @@ def test_what_sglang_refuses_ends_with_an_error_or_leaves_no_span(run: Run) -> N
     ):
         status = run.attached[request][0]
         for span in run.traces.get(trace_id(number), []):
-            if span.parent_id == CALLER and (status != 200 or "error" in run.attached[request][1]):
+            if span.parent_id == CALLER and (status != 200 or "error" in str(run.attached[request][1])):
                 assert span.is_error, request
 
 
