@@ -144,13 +144,15 @@ def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
     assert not recorder.open()
 
 
-def test_where_no_folder_can_be_made_attaching_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_folder_can_be_made_attaching_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**_: Any) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", "/tmp")
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(ConfigError, match=r"no folder for its records.*Permission denied.*set TMPDIR"):
-        attach(file="traces.jsonl")
+        attach(file=str(tmp_path / "traces.jsonl"))
     assert current() is None
 
 
