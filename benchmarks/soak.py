@@ -253,7 +253,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
     # A small cache: requests have to give way to each other now and then.
     flags = (
         "--max-total-tokens",
-        "4096",
+        "2048",
         "--max-running-requests",
         "12",
         "--chunked-prefill-size",
