@@ -17,10 +17,16 @@ from sgl_aspects.runtime.tokenizer import Tokenizer
 
 #: A schema that needs more than this many states is refused while it is used: a state takes about 2 kB.
 _MAX_LEXER_STATES = 50_000
+#: Compiling a longer schema would keep the scheduler from all other requests for seconds.
+_MAX_SCHEMA_LENGTH = 1 << 16
 
 
 def check_json_schema(schema: str) -> None:
     """InvalidRequestError where the schema is none, or uses what the library cannot hold to."""
+    if len(schema) > _MAX_SCHEMA_LENGTH:
+        raise InvalidRequestError(
+            f"json_schema has {len(schema)} characters; at most {_MAX_SCHEMA_LENGTH} are taken"
+        )
     library = _library()
     grammar = _grammar_text(library, schema)
     problem = library.LLMatcher.validate_grammar(grammar, limits=_limits(library))

@@ -13,6 +13,11 @@ from sgl_aspects.errors import InvalidRequestError
 MAX_CHOICES = 128
 MAX_PRIORITY = 1000
 MAX_TOP_LOGPROBS = 20
+#: Every stop text is looked for at every token.
+MAX_STOP_TEXTS = 64
+MAX_STOP_TEXT_LENGTH = 1024
+#: Entries of ``stop_token_ids`` and of ``logit_bias``.
+MAX_TOKEN_ENTRIES = 1024
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,11 @@ class SamplingParams:
         stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not _is_list_of(stops, str) or "" in stops:
             _refuse("stop", self.stop, "a text or a list of texts, none of them empty")
-        if not _is_list_of(self.stop_token_ids, int):
-            _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        if len(stops) > MAX_STOP_TEXTS or any(len(text) > MAX_STOP_TEXT_LENGTH for text in stops):
+            most = f"at most {MAX_STOP_TEXTS} texts of at most {MAX_STOP_TEXT_LENGTH} characters"
+            _refuse("stop", self.stop, most)
+        if not _is_list_of(self.stop_token_ids, int) or len(self.stop_token_ids) > MAX_TOKEN_ENTRIES:
+            _refuse("stop_token_ids", self.stop_token_ids, f"a list of at most {MAX_TOKEN_ENTRIES} token ids")
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         biases = self.logit_bias
@@ -126,6 +134,8 @@ class SamplingParams:
             _is_integer(token) and _is_number(bias) and -100 <= bias <= 100 for token, bias in biases.items()
         ):
             _refuse("logit_bias", biases, "a dict of token ids and numbers from -100 to 100")
+        if len(biases) > MAX_TOKEN_ENTRIES:
+            _refuse("logit_bias", biases, f"at most {MAX_TOKEN_ENTRIES} token ids")
         object.__setattr__(self, "logit_bias", dict(biases))
 
     @property

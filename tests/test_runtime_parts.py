@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from typing import Any
 
 import psutil
@@ -152,6 +153,21 @@ def test_stop_texts_cut_however_the_text_is_cut(text: str, stops: list[str], dat
         assert any(text.startswith(stop, len(given_out)) for stop in stops)
         # Nothing that was given out holds a stop text.
         assert not any(stop in given_out for stop in stops)
+
+
+def test_a_long_text_becomes_tokens_while_other_threads_go_on() -> None:
+    done, turns = threading.Event(), 0
+
+    def encode() -> None:
+        TOKENIZER.encode("ab " * 200_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.wait(0.002):
+        turns += 1
+    thread.join()
+    assert turns > 5
 
 
 def test_templates_see_their_tokens_and_may_refuse() -> None:

@@ -279,6 +279,10 @@ def test_no_limit_of_tokens_means_as_many_as_fit(engine: Engine) -> None:
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9: write at most max_new_tokens=8"),
         ({"json_schema": 3}, "json_schema=3: write a JSON schema"),
         ({"json_schema": {}, "min_new_tokens": 1}, "min_new_tokens=1: write 0 beside json_schema"),
+        ({"stop": ["x"] * 65}, r"stop=.*write at most 64 texts of at most 1024 characters"),
+        ({"stop": "x" * 1025}, "stop=.*write at most 64 texts"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids=.*at most 1024 token ids"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias=.*at most 1024 token ids"),
         ({"stop": ["x" * 10**6, ""]}, r"stop=\[.{1,200}: write a text"),
     ],
 )
@@ -328,7 +332,14 @@ def test_a_schema_is_kept_whatever_the_model_would_say(engine: Engine, settings:
 
 @pytest.mark.parametrize(
     "schema",
-    ["{", "[]", '{"type": "nonsense"}', '{"$ref": "http://x/y"}', '{"pattern": "(", "type": "string"}'],
+    [
+        "{",
+        "[]",
+        '{"type": "nonsense"}',
+        '{"$ref": "http://x/y"}',
+        '{"pattern": "(", "type": "string"}',
+        json.dumps({"enum": list(range(20000))}),  # longer than is taken
+    ],
 )
 def test_schemas_that_cannot_be_kept_are_refused(engine: Engine, schema: str) -> None:
     with pytest.raises(InvalidRequestError, match="json_schema"):

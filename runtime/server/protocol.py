@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from sgl_aspects.runtime.sampling_params import MAX_CHOICES, MAX_PRIORITY, MAX_TOP_LOGPROBS
+from sgl_aspects.runtime.sampling_params import (
+    MAX_CHOICES,
+    MAX_PRIORITY,
+    MAX_STOP_TEXTS,
+    MAX_TOKEN_ENTRIES,
+    MAX_TOP_LOGPROBS,
+)
 
 FinishReason = Literal["stop", "length"]
 MAX_PROMPTS = 128
@@ -76,11 +82,11 @@ class SamplingFields(_Request):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_TOKEN_ENTRIES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -88,7 +94,7 @@ class SamplingFields(_Request):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_ENTRIES)
     ignore_eos: bool | None = None
     priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 

@@ -7,10 +7,12 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from sgl_aspects.errors import ConfigError, SchedulerDiedError
 from sgl_aspects.runtime.engine import Engine
@@ -58,6 +60,8 @@ class _Serving:
         self._app = ServerApp(engine, settings)
         config = uvicorn.Config(
             self._app.asgi,
+            http="h11",
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -77,14 +81,16 @@ class _Serving:
         logger.warning(
             "serving %s at http://%s:%d/v1", self._engine.server_args.served_model_name, name, port
         )
-        watching = asyncio.ensure_future(self._watch_engine())
-        ending = asyncio.ensure_future(self._end_in_order())
+        tasks = [
+            asyncio.ensure_future(work())
+            for work in (self._watch_engine, self._end_in_order, self._close_silent_connections)
+        ]
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
-            for task in (watching, ending):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(watching, ending, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
@@ -105,6 +111,23 @@ class _Serving:
         if calls.count:
             logger.warning("stopping: %d answers are given up", calls.count)
             calls.fail(_STOPPING)
+
+    async def _close_silent_connections(self) -> None:
+        """Those on which no request has come, or only a part of its head, for as long as a body may take."""
+        patience = self._settings.body_timeout
+        silent: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
+        while True:
+            await asyncio.sleep(patience / 4)
+            now, before, silent = time.monotonic(), silent, {}
+            for connection in list(self._server.server_state.connections):
+                assert isinstance(connection, H11Protocol)  # the configuration says so
+                last = connection.cycle
+                if last is not None and not last.response_complete:
+                    continue
+                known, since = before.get(connection, (last, now))
+                silent[connection] = last, since if known is last else now
+                if now - silent[connection][1] > patience:
+                    connection.transport.close()
 
     async def _watch_engine(self) -> None:
         while self._engine.failure is None:

@@ -22,7 +22,8 @@ class ServerSettings:
     max_body_bytes: int = 4 << 20
     #: Answers under way, each choice of each call counted; a call beyond them is answered with status 429.
     max_concurrent_requests: int = 256
-    #: A body that takes longer to arrive is answered with status 408.
+    #: A body that takes longer to arrive is answered with status 408; a connection on which no request comes
+    #: for as long is closed.
     body_timeout: float = 30.0
     #: Told to stop, the server waits so long for answers under way before it fails them.
     shutdown_timeout: float = 30.0
