@@ -60,6 +60,9 @@ def problem_of_body(error: ValidationError) -> ApiError:
     """Names the first fault of a body, and how many more there are."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
+    # Of a field that may be of several types, each has its fault: not being of a type says least.
+    same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
+    first = next((fault for fault in same_field if not fault["type"].endswith("_type")), first)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['msg']}")
     place = ".".join(str(part) for part in first["loc"] if _is_field(part))
