@@ -306,7 +306,9 @@ def test_the_page_table_finds_every_token() -> None:
 
 
 def test_what_is_written_into_the_pool_is_found_by_slot_and_by_page() -> None:
-    pool = MHATokenPool(16, 4, torch.float32, layer_num=2, device=CPU, head_num=3, head_dim=5)
+    pool = MHATokenPool(
+        size=16, page_size=4, dtype=torch.float32, layer_num=2, device=CPU, head_num=3, head_dim=5
+    )
     pool.clear([1, 2])
     key, value = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     pool.set_kv_buffer(1, torch.tensor([6, 9]), key, value)

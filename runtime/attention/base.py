@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.forward_batch import ForwardBatch
@@ -23,11 +24,11 @@ class IndexerInputs:
     """
 
     #: [tokens, index heads, index head_dim]
-    query: torch.Tensor
+    query: Tensor
     #: [tokens, index head_dim]
-    key: torch.Tensor
+    key: Tensor
     #: [tokens, index heads]
-    weights: torch.Tensor
+    weights: Tensor
     topk: int
 
 
@@ -54,13 +55,8 @@ class AttentionBackend(abc.ABC):
         """Called once a step, before the first layer: indices and masks that all layers share."""
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: Attention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
+    ) -> Tensor:
         """Store key and value of this step's tokens, then attend: [tokens, heads, head_dim]."""
         self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
         decodes = batch.num_decodes
@@ -76,29 +72,24 @@ class AttentionBackend(abc.ABC):
         )
 
     @abc.abstractmethod
-    def forward_decode(self, query: torch.Tensor, layer: Attention, batch: ForwardBatch) -> torch.Tensor:
+    def forward_decode(self, query: Tensor, layer: Attention, batch: ForwardBatch) -> Tensor:
         """``query`` of the decoding requests, one token each, over all that is in the cache."""
 
     @abc.abstractmethod
     def forward_extend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: Attention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
+    ) -> Tensor:
         """The tokens of the prompts: each over what its request has in the cache, up to itself."""
 
     def forward_sparse(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         index: IndexerInputs,
         layer: Attention,
         batch: ForwardBatch,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Store key, value and index key, then attend to the best tokens. Only of backends for kind "dsa"."""
         raise NotImplementedError(
             f"{type(self).__qualname__} has no sparse attention: write forward_sparse()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import IndexerInputs
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 def sparse_attention(
     kv_pool: Any,
     page_table: PageTable,
-    query: torch.Tensor,
+    query: Tensor,
     index: IndexerInputs,
     layer: Attention,
     batch: ForwardBatch,
-) -> torch.Tensor:
+) -> Tensor:
     """query [tokens, heads, head_dim] → [tokens, heads, v_head_dim]; this step's keys are in the pool.
 
     One request after the other; one key-value head, as compressed rows have.
@@ -52,12 +53,12 @@ def sparse_attention(
     return torch.cat(outputs)
 
 
-def index_scores(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """How well each of ``keys`` [length, dim] suits each query [tokens, heads, dim]: [tokens, length]."""
     each = (query.float() @ keys.float().T * query.shape[-1] ** -0.5).relu()
     return torch.matmul(weights.unsqueeze(1), each).squeeze(1)
 
 
-def _weights(scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _weights(scores: Tensor, hidden: Tensor) -> Tensor:
     """scores [tokens, heads, keys] to weights that sum to 1, none for what is ``hidden`` [tokens, keys]."""
     return scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(dim=-1)

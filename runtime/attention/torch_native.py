@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
 from sgl_aspects.runtime.attention.sparse import sparse_attention
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class _DecodeStep:
     #: [requests * pages]: the pages of all requests, each padded to the longest with page 0.
-    pages: torch.Tensor
+    pages: Tensor
     #: [requests, 1, 1, tokens]: 0 where a token is the request's own, -inf on padding.
-    mask: torch.Tensor
+    mask: Tensor
 
 
 @dataclass(eq=False)
@@ -32,10 +33,10 @@ class _Chunk:
     start: int
     end: int
     #: Its pages, and the tokens in them; None where nothing was computed before this step.
-    pages: torch.Tensor | None
+    pages: Tensor | None
     length: int
     #: [new tokens, length]: 0 up to each token itself, -inf after; None where pages is.
-    mask: torch.Tensor | None
+    mask: Tensor | None
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -82,7 +83,7 @@ class TorchNativeBackend(AttentionBackend):
             start, end, self.page_table.table[batch.rows[i], :count], length, mask.triu_(computed + 1)
         )
 
-    def forward_decode(self, query: torch.Tensor, layer: Attention, batch: ForwardBatch) -> torch.Tensor:
+    def forward_decode(self, query: Tensor, layer: Attention, batch: ForwardBatch) -> Tensor:
         assert self._decode is not None  # prepare() of this step made it
         requests, heads, head_dim = query.shape
         key, value = self._gather(layer, self._decode.pages, requests)
@@ -94,13 +95,8 @@ class TorchNativeBackend(AttentionBackend):
         return output.reshape(requests, heads, layer.v_head_dim)
 
     def forward_extend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: Attention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
+    ) -> Tensor:
         output = query.new_empty(len(query), layer.num_heads, layer.v_head_dim)
         for chunk in self._chunks:
             tokens = slice(chunk.start, chunk.end)
@@ -116,25 +112,25 @@ class TorchNativeBackend(AttentionBackend):
 
     def forward_sparse(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         index: IndexerInputs,
         layer: Attention,
         batch: ForwardBatch,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
         self.kv_pool.set_index_key_buffer(layer.layer_id, batch.slots, index.key)
         return sparse_attention(self.kv_pool, self.page_table, query, index, layer, batch)
 
     def _attend(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         layer: Attention,
-        mask: torch.Tensor | None,
-        output: torch.Tensor,
+        mask: Tensor | None,
+        output: Tensor,
     ) -> None:
         """One request: query [tokens, heads, head_dim], keys and values [kv_heads, length, head_dim]."""
         tokens, _, head_dim = query.shape
@@ -150,9 +146,7 @@ class TorchNativeBackend(AttentionBackend):
         )
         output.view(tokens, shape[0], shape[1], layer.v_head_dim).copy_(attended.permute(2, 0, 1, 3))
 
-    def _gather(
-        self, layer: Attention, pages: torch.Tensor, requests: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, layer: Attention, pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer."""
         source = self.kv_pool.get_page_buffer(layer.layer_id)
         buffer = self._buffer(len(pages), source)
@@ -160,9 +154,9 @@ class TorchNativeBackend(AttentionBackend):
         keys, values = self.kv_pool.split_pages(buffer, requests)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    _scratch: torch.Tensor | None = None
+    _scratch: Tensor | None = None
 
-    def _buffer(self, pages: int, source: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, pages: int, source: Tensor) -> Tensor:
         """Scratch memory that every layer and step uses again: fresh memory would cost more than the copy."""
         if self._scratch is None or len(self._scratch) < pages:
             # Half as much again, so that growing requests do not need a larger one at each step.
