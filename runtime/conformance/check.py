@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -70,16 +70,16 @@ class Result:
     expected: str = ""
 
 
+F = TypeVar("F", bound=Callable[..., str])
+
 #: In the order in which their modules are imported.
 CHECKS: list[Check] = []
 
 
-def check(
-    name: str, *, write: str, expects: str
-) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
-    """Adds the function to the table of checks."""
+def check(name: str, *, write: str, expects: str) -> Callable[[F], F]:
+    """Adds the function to the table of checks. It is called with a Bench alone."""
 
-    def add(function: Callable[[Bench], str]) -> Callable[[Bench], str]:
+    def add(function: F) -> F:
         CHECKS.append(Check(name, write, expects, function))
         return function
 

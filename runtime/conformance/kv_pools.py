@@ -48,10 +48,15 @@ def _buffer(pool: Any, part: str, layer: int) -> torch.Tensor:
     return buffer
 
 
-# -- what every kind promises ----------------------------------------------------------------------------
+# -- what every kind promises: checks of "mha", and called for the others ----------------------------------
 
 
-def check_shape(bench: Bench, kind: str) -> None:
+@check(
+    "kv_pools.shape",
+    write="get_kv_pool_cls",
+    expects="buffers [slots, heads, head_dim] of the type asked for",
+)
+def shape(bench: Bench, kind: str = "mha") -> str:
     """Buffers of the type asked for, on the device, one row a slot."""
     for dtype in _DTYPES:
         pool = make_pool(bench, dtype, kind)
@@ -69,9 +74,15 @@ def check_shape(bench: Bench, kind: str) -> None:
                 require(found == right, name, f"{right}: size and page 0", found)
                 there = buffer.device.type
                 require(there == bench.device.type, name, f"memory of {bench.device}", there)
+    return f"{SLOTS} slots, {LAYERS} layers"
 
 
-def check_write(bench: Bench, kind: str) -> str:
+@check(
+    "kv_pools.write",
+    write="set_kv_buffer of the pool",
+    expects="each slot to hold what was written, others theirs",
+)
+def write(bench: Bench, kind: str = "mha") -> str:
     """Over the edges of pages, out of order, one layer at a time."""
     slots = torch.tensor([PAGE_SIZE, 4 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 7])
     there = slots.to(bench.device)
@@ -101,7 +112,8 @@ def check_write(bench: Bench, kind: str) -> str:
     return f"{len(slots)} slots of {SLOTS}"
 
 
-def check_clear(bench: Bench, kind: str) -> str:
+@check("kv_pools.clear", write="clear of the pool", expects="the pages named to be zero, others unchanged")
+def clear(bench: Bench, kind: str = "mha") -> str:
     """Two pages are zeroed."""
     for dtype in _DTYPES:
         pool, expected = _filled(bench, dtype, kind)
@@ -114,7 +126,12 @@ def check_clear(bench: Bench, kind: str) -> str:
     return f"2 pages of {PAGES}"
 
 
-def check_move(bench: Bench, kind: str) -> str:
+@check(
+    "kv_pools.move",
+    write="get_key_buffer of the pool",
+    expects="a page that is moved through the buffers to arrive",
+)
+def move(bench: Bench, kind: str = "mha") -> str:
     """A page is copied to another through the buffers."""
     source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
     target = torch.arange(8 * PAGE_SIZE, 9 * PAGE_SIZE)
@@ -127,42 +144,6 @@ def check_move(bench: Bench, kind: str) -> str:
                 right[target] = right[source]
         _require_equal(pool, expected, "the buffers of the pool: views, not copies")
     return "page 3 to page 8"
-
-
-# -- the checks ------------------------------------------------------------------------------------------
-
-
-@check(
-    "kv_pools.shape",
-    write="get_kv_pool_cls",
-    expects="buffers [slots, heads, head_dim] of the type asked for",
-)
-def shape(bench: Bench) -> str:
-    check_shape(bench, "mha")
-    return f"{SLOTS} slots, {LAYERS} layers"
-
-
-@check(
-    "kv_pools.write",
-    write="set_kv_buffer of the pool",
-    expects="each slot to hold what was written, others theirs",
-)
-def write(bench: Bench) -> str:
-    return check_write(bench, "mha")
-
-
-@check("kv_pools.clear", write="clear of the pool", expects="the pages named to be zero, others unchanged")
-def clear(bench: Bench) -> str:
-    return check_clear(bench, "mha")
-
-
-@check(
-    "kv_pools.move",
-    write="get_key_buffer of the pool",
-    expects="a page that is moved through the buffers to arrive",
-)
-def move(bench: Bench) -> str:
-    return check_move(bench, "mha")
 
 
 @check("kv_pools.allocator", write="get_paged_allocator_cls", expects="pages from 1, each once, all of them")
@@ -214,9 +195,7 @@ def _compressed(bench: Bench, kind: str) -> str:
         bench.platform.get_kv_pool_cls(kind=kind)
     except NotImplementedError as error:
         raise NotApplicableError("not declared") from error
-    check_shape(bench, kind)
-    done = [step(bench, kind) for step in (check_write, check_clear, check_move)]
-    return ", ".join(done)
+    return ", ".join(step(bench, kind) for step in (shape, write, clear, move))
 
 
 def _filled(bench: Bench, dtype: torch.dtype, kind: str) -> tuple[Any, Contents]:

@@ -141,25 +141,18 @@ class Endpoint(ABC):
         return EventStream(events(), lambda: self.calls.end(call), {"x-request-id": call.rid})
 
 
+#: Fields that SamplingParams has under the same name.
+_SAME_NAMES = {
+    *("top_p", "top_k", "min_p", "n", "stop", "seed", "stop_token_ids", "ignore_eos", "priority"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+}
+
+
 def common_params(body: SamplingFields) -> dict[str, Any]:
     """The fields of both endpoints as those of SamplingParams; what was left out keeps OpenAI's default."""
-    given = {
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "n": body.n,
-        "stop": body.stop,
-        "seed": body.seed,
-        "frequency_penalty": body.frequency_penalty,
-        "presence_penalty": body.presence_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "min_new_tokens": body.min_tokens,
-        "stop_token_ids": body.stop_token_ids,
-        "ignore_eos": body.ignore_eos,
-        "priority": body.priority,
-    }
-    params: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    params = body.model_dump(include=_SAME_NAMES, exclude_none=True)
     params["temperature"] = 1.0 if body.temperature is None else body.temperature
+    params["min_new_tokens"] = body.min_tokens or 0
     if body.logit_bias:
         params["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     return params

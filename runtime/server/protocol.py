@@ -166,11 +166,14 @@ class ChatChoice(_Response):
     finish_reason: FinishReason
 
 
-class ChatResponse(_Response):
+class _Answer(_Response):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+
+
+class ChatResponse(_Answer):
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
@@ -187,11 +190,8 @@ class ChatChunkChoice(_Response):
     finish_reason: FinishReason | None = None
 
 
-class ChatChunk(_Response):
-    id: str
+class ChatChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -210,13 +210,10 @@ class CompletionChoice(_Response):
     finish_reason: FinishReason | None = None
 
 
-class CompletionResponse(_Response):
+class CompletionResponse(_Answer):
     """Also a chunk of a stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
