@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_aspects import errors
 from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
+from sgl_aspects.runtime.checks import is_integer
 from sgl_aspects.runtime.grammar import check_json_schema
 from sgl_aspects.runtime.messages import AbortRequest, TokenizedRequest, TokenOutput
 from sgl_aspects.runtime.sampling_params import SamplingParams
@@ -310,7 +311,7 @@ class RequestManager:
         return list(prompt)
 
     def _check_id(self, token: Any, where: str = "") -> None:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+        if not is_integer(token) or not 0 <= token < self._vocab_size:
             raise InvalidRequestError(
                 f"{where}{reprlib.repr(token)} is no token id: this model's are the numbers from 0 to "
                 f"{self._vocab_size - 1}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 from sgl_aspects.errors import InvalidRequestError
+from sgl_aspects.runtime.checks import is_integer, is_number
 
 MAX_CHOICES = 128
 MAX_PRIORITY = 1000
@@ -18,6 +19,12 @@ MAX_STOP_TEXTS = 64
 MAX_STOP_TEXT_LENGTH = 1024
 #: Entries of ``stop_token_ids`` and of ``logit_bias``.
 MAX_TOKEN_ENTRIES = 1024
+_RANGES = {
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -91,21 +98,17 @@ class SamplingParams:
         self._check_integer("min_new_tokens", 0)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             _refuse("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens={self.max_new_tokens}")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             _refuse("temperature", self.temperature, "a finite number of at least 0 (0 is greedy)")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             _refuse("top_p", self.top_p, "a number above 0 and up to 1")
-        if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
             _refuse("top_k", self.top_k, "a whole number of at least 1, or None for all tokens")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            _refuse("min_p", self.min_p, "a number from 0 to 1")
-        if not _is_number(self.repetition_penalty) or not 0.01 <= self.repetition_penalty <= 100:
-            _refuse("repetition_penalty", self.repetition_penalty, "a number from 0.01 to 100")
-        for name in ("frequency_penalty", "presence_penalty"):
+        for name, (lowest, highest) in _RANGES.items():
             value = getattr(self, name)
-            if not _is_number(value) or not -2 <= value <= 2:
-                _refuse(name, value, "a number from -2 to 2")
-        if self.seed is not None and (not _is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):
+            if not is_number(value) or not lowest <= value <= highest:
+                _refuse(name, value, f"a number from {lowest} to {highest}")
+        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):
             _refuse("seed", self.seed, "a whole number of 64 bits, or None")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_TOP_LOGPROBS)
@@ -114,7 +117,7 @@ class SamplingParams:
 
     def _check_integer(self, name: str, lowest: int, highest: int | None = None) -> None:
         value = getattr(self, name)
-        if not _is_integer(value) or value < lowest or (highest is not None and value > highest):
+        if not is_integer(value) or value < lowest or (highest is not None and value > highest):
             limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
             _refuse(name, value, f"a whole number {limits}")
 
@@ -131,7 +134,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         biases = self.logit_bias
         if not isinstance(biases, Mapping) or not all(
-            _is_integer(token) and _is_number(bias) and -100 <= bias <= 100 for token, bias in biases.items()
+            is_integer(token) and is_number(bias) and -100 <= bias <= 100 for token, bias in biases.items()
         ):
             _refuse("logit_bias", biases, "a dict of token ids and numbers from -100 to 100")
         if len(biases) > MAX_TOKEN_ENTRIES:
@@ -151,15 +154,7 @@ def _refuse(name: str, value: object, choices: str) -> NoReturn:
     raise InvalidRequestError(f"{name}={reprlib.repr(value)}: write {choices}")
 
 
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_list_of(values: object, kind: type) -> TypeGuard[Sequence[Any]]:
     return isinstance(values, Sequence) and all(
         isinstance(value, kind) and not isinstance(value, bool) for value in values
     )
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.runtime.checks import is_integer, is_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -72,7 +73,7 @@ class ServerArgs:
         for name in ("context_length", "max_total_tokens", "max_queued_requests"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if not _is_integer(self.decode_reserve) or self.decode_reserve < 0:
+        if not is_integer(self.decode_reserve) or self.decode_reserve < 0:
             raise ConfigError(f"decode_reserve={self.decode_reserve!r}: write a whole number of at least 0")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache={self.prefix_cache!r}: write True or False")
@@ -81,22 +82,14 @@ class ServerArgs:
                 f"max_total_tokens={self.max_total_tokens} is less than one page of {self.page_size} tokens: "
                 "raise it, or lower page_size"
             )
-        if not _is_number(self.mem_fraction) or not 0 < self.mem_fraction < 1:
+        if not is_number(self.mem_fraction) or not 0 < self.mem_fraction < 1:
             raise ConfigError(f"mem_fraction={self.mem_fraction!r}: write a share between 0 and 1")
-        if not _is_number(self.startup_timeout) or self.startup_timeout <= 0:
+        if not is_number(self.startup_timeout) or self.startup_timeout <= 0:
             raise ConfigError(f"startup_timeout={self.startup_timeout!r}: write a number of seconds above 0")
-        if self.random_seed is not None and not _is_integer(self.random_seed):
+        if self.random_seed is not None and not is_integer(self.random_seed):
             raise ConfigError(f"random_seed={self.random_seed!r}: write a whole number, or None")
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ConfigError(f"{name}={value!r}: write a whole number of at least 1")

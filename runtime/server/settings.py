@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.runtime.checks import is_integer, is_number
 
 
 @dataclass
@@ -31,17 +32,17 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host={self.host!r}: write an address such as 127.0.0.1")
-        if not _is_integer(self.port) or not 0 <= self.port <= 65535:
+        if not is_integer(self.port) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port!r}: write a number from 0 to 65535")
         if self.api_key is not None and (not isinstance(self.api_key, str) or not self.api_key.strip()):
             raise ConfigError("api_key is empty: write a secret text, or leave it out")
         for name in ("max_body_bytes", "max_concurrent_requests"):
             value = getattr(self, name)
-            if not _is_integer(value) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ConfigError(f"{name}={value!r}: write a whole number of at least 1")
         for name in ("body_timeout", "shutdown_timeout"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            if not is_number(value) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value!r}: write a number of seconds above 0")
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigError(
@@ -57,7 +58,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
