@@ -15,7 +15,7 @@ The scheduler's process:
     rank_links.py, communicator.py   what several ranks tell each other
     models/, ops/, attention/      the model, written on operators
 Both:
-    server_args.py, sampling_params.py, messages.py, loader/ (what a checkpoint says of itself)
+    server_args.py, sampling_params.py, checks.py, messages.py, loader/ (what a checkpoint says of itself)
 
 Importing this package imports none of that; the names below are loaded when they are first used.
 """
