@@ -323,9 +323,8 @@ def test_what_is_written_into_the_pool_is_found_by_slot_and_by_page() -> None:
 @pytest.mark.parametrize("pool_class", [MLATokenPool, NSATokenPool])
 def test_compressed_rows_are_found_by_slot_and_by_page(pool_class: Any, kv_cache_dim: int | None) -> None:
     index = {"index_head_dim": 6} if pool_class is NSATokenPool else {}
-    pool = pool_class(
-        16, 4, torch.float32, 2, CPU, kv_lora_rank=8, qk_rope_head_dim=3, kv_cache_dim=kv_cache_dim, **index
-    )
+    pages = {"size": 16, "page_size": 4, "dtype": torch.float32, "layer_num": 2, "device": CPU}
+    pool = pool_class(**pages, kv_lora_rank=8, qk_rope_head_dim=3, kv_cache_dim=kv_cache_dim, **index)
     pool.clear([1, 2])
     slots, key = torch.tensor([6, 9]), torch.randn(2, 1, 11)
     pool.set_kv_buffer(1, slots, key, key[..., :8])
