@@ -22,15 +22,16 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Growth:
-    """MiB an hour."""
+    """MiB an hour, over so many hours."""
 
     slope: float
     standard_error: float
+    hours: float
 
     @property
-    def at_least(self) -> float:
-        """What it surely is: noise reaches it once in forty runs."""
-        return self.slope - 2 * self.standard_error
+    def surely(self) -> float:
+        """MiB by which it has grown at least: noise reaches it once in forty runs."""
+        return (self.slope - 2 * self.standard_error) * self.hours
 
     @classmethod
     def of(cls, readings: Sequence[int], seconds: float) -> Growth:
@@ -41,7 +42,7 @@ class Growth:
         slope, start = statistics.linear_regression(hours, medians)
         squares = sum((found - start - slope * hour) ** 2 for hour, found in zip(hours, medians))
         spread = sum((hour - statistics.fmean(hours)) ** 2 for hour in hours)
-        return cls(slope, (squares / (_PARTS - 2) / spread) ** 0.5)
+        return cls(slope, (squares / (_PARTS - 2) / spread) ** 0.5, seconds / 3600)
 
 
 @dataclass
