@@ -35,6 +35,8 @@ def get_manager() -> OpManager:
             settings = load_settings(registry)
             manager = OpManager(registry, settings.configured)
             settings.start_watching(manager)
+            for op_name in registry.op_names():  # `sgl-aspects ops` shows each, called or not
+                manager.function_site(op_name)
             _manager = manager
         return _manager
 
