@@ -211,7 +211,7 @@ def test_calls_of_many_threads_while_functions_are_woven_and_restored() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_thousands_of_weaves_and_unweaves_under_eight_threads_leave_nothing_behind() -> None:
+def test_ten_thousand_weaves_and_unweaves_under_eight_threads_leave_nothing_behind() -> None:
     """In a process of its own: each weave looks through all modules, and here may be thousands."""
     program = "import tests.test_weaving_soak as test; test.soak()"
     root = Path(__file__).resolve().parent.parent
@@ -242,16 +242,16 @@ def soak() -> None:
         # Those without copies: each copy costs a scan of the process, and is what the next test is for.
         del every["a copy of f"], every["a bound C.m"], every["g"]
         with calling(*every.values(), pause=0.001):
-            for number in range(4_000):
+            for number in range(10_000):
                 aspects.weave(*hooks(choose.choice(TARGETS[:2]))).remove()
                 assert [fault for pair in observed for fault in pair.faults] == []
-                if number in (1_000, 3_999):
+                if number in (1_000, 9_999):
                     gc.collect()
                     sizes.append(len(gc.get_objects()))
         assert (module.f, module.C.__dict__["m"]) == originals
         assert aspects.report().hooks == ()
         assert sys.meta_path == finders
-        assert sizes[1] - sizes[0] < 200, sizes
+        assert sizes[1] - sizes[0] < 500, sizes
 
 
 def _pass_on(proceed: Any, args: Any, kwargs: Any) -> Any:
