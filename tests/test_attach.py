@@ -183,9 +183,16 @@ def test_norms_through_the_bridge() -> None:
             through(layer, x, residual, more), function(x, layer.weight, 1e-5, residual + more)
         ):
             assert torch.equal(found, wanted)
-    assert bridge.rms_norm(layer, x, quant_linear=object()) is NotImplemented
+    # SGLang tells every norm which product comes next; only one that scales its input may want a fused norm.
+    plain, scaled = torch.nn.Identity(), torch.nn.Identity()
+    scaled.input_scale = torch.tensor(0.5)
+    wanted = dispatch.rms_norm(x, layer.weight, 1e-5)
+    assert isinstance(wanted, torch.Tensor)
+    assert torch.equal(bridge.rms_norm(layer, x, quant_linear=plain), wanted)
+    assert torch.equal(bridge.rms_norm(Layer(weight=layer.weight, _quant_linear=plain), x), wanted)
+    assert bridge.rms_norm(layer, x, quant_linear=scaled) is NotImplemented
+    assert bridge.rms_norm(Layer(weight=layer.weight, _quant_linear=scaled), x) is NotImplemented
     assert bridge.rms_norm(Layer(weight=layer.weight, variance_size_override=12), x) is NotImplemented
-    assert bridge.rms_norm(Layer(weight=layer.weight, _quant_linear=torch.nn.Identity()), x) is NotImplemented
     assert torch.equal(bridge.gelu_and_mul(layer, x), dispatch.gelu_and_mul(x, "none"))
 
 

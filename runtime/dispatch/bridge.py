@@ -27,10 +27,15 @@ def rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None = None,
     post_residual_addition: torch.Tensor | None = None,
+    quant_linear: Any = None,
     **others: Any,
 ) -> Any:
-    """(normalized, sum) with a residual; ``post_residual_addition`` is added to it first."""
-    if _asks(*others.values()) or not _is_plain_norm(layer):
+    """(normalized, sum) with a residual; ``post_residual_addition`` is added to it first.
+
+    ``quant_linear``: the product that takes the output; the layer may know it, too.
+    """
+    takers = (quant_linear, getattr(layer, "_quant_linear", None))
+    if _asks(*others.values()) or not _is_plain_norm(layer) or any(map(_scales_its_input, takers)):
         return NotImplemented
     return functions.rms_norm(
         x, layer.weight, layer.variance_epsilon, _added(residual, post_residual_addition)
@@ -158,13 +163,17 @@ def _asks(*values: Any) -> bool:
 
 
 def _is_plain_norm(layer: Any) -> bool:
-    """Not over a part of the row, not padded, not quantized, not with another type than its input's."""
+    """Not over a part of the row, not padded, not with another type than its input's."""
     odd = (
         "variance_size_override",
         "override_orig_dtype",
         "fp32_residual",
         "cast_x_before_out_mul",
         "x_pad_to_multiple",
-        "_quant_linear",
     )
     return getattr(layer, "has_weight", True) and not any(getattr(layer, name, None) for name in odd)
+
+
+def _scales_its_input(linear: Any) -> bool:
+    """Whether a product wants its input quantized with a scale of its own: norms may be fused with that."""
+    return getattr(linear, "input_scale", None) is not None
