@@ -138,7 +138,9 @@ def test_records_of_two_processes_become_one_trace(monkeypatch: pytest.MonkeyPat
     for child in by_name(spans, "queue") + by_name(spans, "decode"):
         assert (child.trace_id, child.parent_id) == (root.trace_id, root.span_id)
         assert root.start <= child.start <= child.end <= root.end
-    step = by_name(spans, "scheduler.step")[0]
+    # A step whose requests are still to be found may come after one that has none.
+    step, empty = sorted(by_name(spans, "scheduler.step"), key=lambda span: not span.links)
+    assert empty.links == []
     assert step.trace_id != root.trace_id
     assert step.links == [(root.trace_id, root.span_id)]
     assert root.resource["service.name"] == "my-server"
