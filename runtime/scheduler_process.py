@@ -27,9 +27,6 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # OpenMP's threads spin for their next work by default: beside one busy neighbour that costs tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN keeps a product of each shape, 1,024 by default, with memory of its own. This is enough for the
-    # batch sizes that come again and again.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     try:
         load_plugins()
         from sgl_aspects.runtime.scheduler import Scheduler

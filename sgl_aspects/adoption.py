@@ -101,7 +101,7 @@ def _apply_hooks(registry: Any) -> None:
         else:
             # All of them or none, as in SGLang; they stay in the report.
             weaver.set_enabled([advice for advice in mine if advice.state is State.WOVEN], False)
-            _their_logger.error("Failed to apply hooks to %s: %s", target, fault)
+            _their_logger.error("the hooks of %s are not in place: %s", target, fault)
     for target, entries in fresh.items():
         if target in registry._patched:
             _tell(registry, target, entries)
@@ -175,8 +175,8 @@ def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
     classes = [entry[1] for entry in registry._hooks.get(owner, ()) if isinstance(entry[1], type)]
     if "replace" in types and classes and owner in registry._patched and name in vars(classes[-1]):
         _their_logger.warning(
-            "Method REPLACE on '%s' (from: %s) will override %s of %s, which replaces '%s'. Use AROUND to "
-            "wrap it, or change that class.",
+            "%s is replaced (from: %s), though %s of %s, the class in the place of %s, was to serve: wrap it "
+            "with an AROUND hook, or change that class",
             target,
             sources,
             name,
@@ -185,13 +185,12 @@ def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
         )
     if types.count("around") > 1:
         _their_logger.warning(
-            "Multiple AROUND hooks on '%s' (%d, from: %s): one that does not call original_fn leaves out "
-            "those below it.",
+            "%s has %d AROUND hooks (from: %s): one that does not call original_fn leaves out those below it",
             target,
             types.count("around"),
             sources,
         )
-    _their_logger.info("Applied %d hook(s) to %s (from: %s)", len(entries), target, sources)
+    _their_logger.info("adopted %d hooks of %s (from: %s)", len(entries), target, sources)
 
 
 def _named(source: Any) -> str:
