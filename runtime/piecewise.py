@@ -5,7 +5,6 @@ Attention stays as it is: its backend has kernels of its own, and reads sizes th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,8 @@ class PiecewiseBackend:
 
     def compile(self) -> None:
         """Each piece is compiled at its first call, by the platform's backend, for any number of tokens."""
-        attention = self._runner.attention_backend
-        for name in ("forward", "forward_sparse"):
-            plain: Callable[..., Any] = torch.compiler.disable(getattr(attention, name))  # type: ignore[no-untyped-call]
-            setattr(attention, name, plain)
+        attention: Any = self._runner.attention_backend
+        attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
         backend = self._runner.platform.get_compile_backend()
         for module in self._runner.model.modules():
             if isinstance(module, DecoderLayer):

@@ -172,7 +172,7 @@ def test_sparse_decoding(topk: int) -> None:
             topk=topk,
         )
         batch = decode(backend, lengths)
-        output = backend.forward_sparse(query, key, key[..., :32], index, layer, batch)
+        output = backend.forward(query, key, key[..., :32], layer, batch, index)
         found.append((output, stored()))
     assert error(found[1][0], found[0][0]) < 1e-5
     assert torch.equal(found[1][1], found[0][1])

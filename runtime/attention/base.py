@@ -55,10 +55,22 @@ class AttentionBackend(abc.ABC):
         """Called once a step, before the first layer: indices and masks that all layers share."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: Attention,
+        batch: ForwardBatch,
+        index: IndexerInputs | None = None,
     ) -> Tensor:
-        """Store key and value of this step's tokens, then attend: [tokens, heads, head_dim]."""
+        """Store what this step's tokens add, then attend: [tokens, heads, v_head_dim].
+
+        With ``index``, of a sparse layer: to the tokens that suit best.
+        """
         self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
+        if index is not None:
+            self.kv_pool.set_index_key_buffer(layer.layer_id, batch.slots, index.key)
+            return self.forward_sparse(query, index, layer, batch)
         decodes = batch.num_decodes
         if decodes == len(batch.lengths):
             return self.forward_decode(query, layer, batch)
@@ -82,15 +94,9 @@ class AttentionBackend(abc.ABC):
         """The tokens of the prompts: each over what its request has in the cache, up to itself."""
 
     def forward_sparse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        index: IndexerInputs,
-        layer: Attention,
-        batch: ForwardBatch,
+        self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
-        """Store key, value and index key, then attend to the best tokens. Only of backends for kind "dsa"."""
+        """All tokens, each over those of its request that suit best. Only of backends for kind "dsa"."""
         raise NotImplementedError(
             f"{type(self).__qualname__} has no sparse attention: write forward_sparse()"
         )

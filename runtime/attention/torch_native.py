@@ -18,25 +18,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class _DecodeStep:
-    #: [requests * pages]: the pages of all requests, each padded to the longest with page 0.
-    pages: Tensor
-    #: [requests, 1, 1, tokens]: 0 where a token is the request's own, -inf on padding.
-    mask: Tensor
-
-
-@dataclass(eq=False)
 class _Chunk:
     """One request's part of a prompt in this step."""
 
     #: Its tokens in the step, counted from the first token after the decoding requests.
-    start: int
-    end: int
-    #: Its pages, and the tokens in them; None where nothing was computed before this step.
-    pages: Tensor | None
+    tokens: slice
+    #: Tokens in the cache once the step is done.
     length: int
-    #: [new tokens, length]: 0 up to each token itself, -inf after; None where pages is.
-    mask: Tensor | None
+    #: Its pages, and the mask [new tokens, length] that is 0 up to each token itself and -inf after. Both are
+    #: None where nothing was computed before this step.
+    pages: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -47,104 +39,78 @@ class TorchNativeBackend(AttentionBackend):
     """
 
     kinds: ClassVar[frozenset[str]] = frozenset({"mha", "mla", "dsa"})
-    _decode: _DecodeStep | None = None
     _chunks: list[_Chunk]
 
     def prepare(self, batch: ForwardBatch) -> None:
-        self._decode = self._decode_step(batch) if batch.num_decodes else None
+        if batch.num_decodes:
+            self._prepare_decodes(batch)
         self._chunks = []
         start = 0
         for i in range(batch.num_decodes, len(batch.lengths)):
             end = start + batch.num_new_tokens[i]
-            self._chunks.append(self._chunk(batch, i, start, end))
+            self._chunks.append(self._chunk(batch, i, slice(start, end)))
             start = end
 
-    def _decode_step(self, batch: ForwardBatch) -> _DecodeStep:
-        page_size = self.page_table.page_size
+    def _prepare_decodes(self, batch: ForwardBatch) -> None:
         lengths = batch.lengths[: batch.num_decodes]
-        count = -(-max(lengths) // page_size)
-        rows = batch.rows[: batch.num_decodes]
-        device = self.page_table.table.device
-        ends = torch.tensor(lengths, device=device).unsqueeze(1)
-        mask = torch.zeros(len(lengths), count * page_size, dtype=self.kv_pool.dtype, device=device)
-        mask.masked_fill_(torch.arange(count * page_size, device=device) >= ends, float("-inf"))
-        pages = self.page_table.table[rows, :count].reshape(-1)
-        return _DecodeStep(pages, mask.view(len(lengths), 1, 1, -1))
+        count = self._pages_for(max(lengths))
+        table = self.page_table.table
+        #: [requests * pages]: the pages of all requests, each padded to the longest with page 0.
+        self._decode_pages = table[batch.rows[: batch.num_decodes], :count].reshape(-1)
+        positions = torch.arange(count * self.page_table.page_size, device=table.device)
+        mask = torch.zeros(len(lengths), len(positions), dtype=self.kv_pool.dtype, device=table.device)
+        mask.masked_fill_(positions >= torch.tensor(lengths, device=table.device)[:, None], float("-inf"))
+        #: [requests, 1, 1, tokens]: 0 where a token is the request's own, -inf on padding.
+        self._decode_mask = mask[:, None, None]
 
-    def _chunk(self, batch: ForwardBatch, i: int, start: int, end: int) -> _Chunk:
-        length = batch.lengths[i]
-        computed = length - (end - start)
-        if computed == 0:
-            return _Chunk(start, end, None, length, None)
-        device = self.page_table.table.device
-        count = -(-length // self.page_table.page_size)
-        mask = torch.full((end - start, length), float("-inf"), dtype=self.kv_pool.dtype, device=device)
-        return _Chunk(
-            start, end, self.page_table.table[batch.rows[i], :count], length, mask.triu_(computed + 1)
-        )
+    def _chunk(self, batch: ForwardBatch, i: int, tokens: slice) -> _Chunk:
+        length, new = batch.lengths[i], batch.num_new_tokens[i]
+        if new == length:
+            return _Chunk(tokens, length)
+        pages = self.page_table.table[batch.rows[i], : self._pages_for(length)]
+        mask = torch.full((new, length), float("-inf"), dtype=self.kv_pool.dtype, device=pages.device)
+        return _Chunk(tokens, length, pages, mask.triu_(length - new + 1))
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_table.page_size)
 
     def forward_decode(self, query: Tensor, layer: Attention, batch: ForwardBatch) -> Tensor:
-        assert self._decode is not None  # prepare() of this step made it
         requests, heads, head_dim = query.shape
-        key, value = self._gather(layer, self._decode.pages, requests)
+        key, value = self._gather(layer, self._decode_pages, requests)
         # [requests, kv_heads, heads of the group, head_dim]: the group's heads are the queries.
         grouped = query.reshape(requests, layer.num_kv_heads, -1, head_dim)
         output = F.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=self._decode.mask, scale=layer.scale
+            grouped, key, value, attn_mask=self._decode_mask, scale=layer.scale
         )
         return output.reshape(requests, heads, layer.v_head_dim)
 
     def forward_extend(
         self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
-        output = query.new_empty(len(query), layer.num_heads, layer.v_head_dim)
+        groups = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
+        output = query.new_empty(len(query), *groups, layer.v_head_dim)
         for chunk in self._chunks:
-            tokens = slice(chunk.start, chunk.end)
-            if chunk.pages is None:
-                # [kv_heads, tokens, head_dim] of this step's own keys and values.
-                keys, values = key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
+            if chunk.pages is None:  # this step's own keys and values are all there is
+                keys, values = key[chunk.tokens].transpose(0, 1), value[chunk.tokens].transpose(0, 1)
             else:
-                gathered_keys, gathered_values = self._gather(layer, chunk.pages, 1)
-                keys = gathered_keys[0, :, : chunk.length]
-                values = gathered_values[0, :, : chunk.length]
-            self._attend(query[tokens], keys, values, layer, chunk.mask, output[tokens])
-        return output
+                gathered = self._gather(layer, chunk.pages, 1)
+                keys, values = (each[0, :, : chunk.length] for each in gathered)
+            # All [kv_heads, heads of the group, tokens, head_dim].
+            attended = F.scaled_dot_product_attention(
+                query[chunk.tokens].view(-1, *groups, layer.head_dim).permute(1, 2, 0, 3),
+                keys.unsqueeze(1).expand(-1, groups[1], -1, -1),
+                values.unsqueeze(1).expand(-1, groups[1], -1, -1),
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                scale=layer.scale,
+            )
+            output[chunk.tokens] = attended.permute(2, 0, 1, 3)
+        return output.flatten(1, 2)
 
     def forward_sparse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        index: IndexerInputs,
-        layer: Attention,
-        batch: ForwardBatch,
+        self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
-        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
-        self.kv_pool.set_index_key_buffer(layer.layer_id, batch.slots, index.key)
         return sparse_attention(self.kv_pool, self.page_table, query, index, layer, batch)
-
-    def _attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        layer: Attention,
-        mask: Tensor | None,
-        output: Tensor,
-    ) -> None:
-        """One request: query [tokens, heads, head_dim], keys and values [kv_heads, length, head_dim]."""
-        tokens, _, head_dim = query.shape
-        shape = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, -1, head_dim)
-        grouped = query.view(tokens, shape[0], shape[1], head_dim).permute(1, 2, 0, 3)
-        attended = F.scaled_dot_product_attention(
-            grouped,
-            keys.unsqueeze(1).expand(shape),
-            values.unsqueeze(1).expand(*shape[:3], layer.v_head_dim),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=layer.scale,
-        )
-        output.view(tokens, shape[0], shape[1], layer.v_head_dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _gather(self, layer: Attention, pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer."""

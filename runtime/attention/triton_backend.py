@@ -14,10 +14,12 @@ slots that were chosen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import triton
+from torch import Tensor
 
 from sgl_aspects.runtime.attention.base import IndexerInputs
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
@@ -36,82 +38,83 @@ _BLOCK_TOKENS = 16
 _BLOCK_HEADS = 16
 
 
+@dataclass(eq=False)
+class _Places:
+    """Where the tokens are that decoding requests attend to."""
+
+    #: Page numbers, [rows, pages], and tokens in a page.
+    table: Tensor
+    page_size: int
+    #: [requests]: each one's row of the table, and its tokens in there.
+    rows: Tensor
+    lengths: Tensor
+
+
 class TritonBackend(TorchNativeBackend):
     """Needs a device that Triton compiles for, and pools whose rows are [slots, heads, head_dim] views."""
 
     capturable: ClassVar[bool] = True
     reads_unwritten_slots: ClassVar[bool] = False
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        super().prepare(batch)
-        self._lengths = batch.device_lengths[: batch.num_decodes]
-
-    def _decode_step(self, batch: ForwardBatch) -> Any:
-        """Nothing: the kernels read the page table themselves."""
-        return None
+    def _prepare_decodes(self, batch: ForwardBatch) -> None:
+        table, count = self.page_table, batch.num_decodes
+        lengths = batch.device_lengths[:count]
+        self._places = _Places(table.table, table.page_size, batch.rows[:count], lengths)
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         layer: Attention,
         batch: ForwardBatch,
-    ) -> torch.Tensor:
+        index: IndexerInputs | None = None,
+    ) -> Tensor:
         """As of any backend, but what decoding requests add is stored by the kernel that reads it."""
         decodes = batch.num_decodes
+        if index is not None or decodes == 0:
+            return super().forward(query, key, value, layer, batch, index)
+        decoded = self._decode(query, (key, value), layer, self._places)
         if decodes == len(batch.lengths):
-            return self._decode_pages(query, key, value, layer, batch)
+            return decoded
         prompts = query[decodes:], key[decodes:], value[decodes:]
         self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots[decodes:], *prompts[1:])
-        extended = self.forward_extend(*prompts, layer, batch)
-        if not decodes:
-            return extended
-        decoded = self._decode_pages(query[:decodes], key[:decodes], value[:decodes], layer, batch)
-        return torch.cat((decoded, extended))
+        return torch.cat((decoded, self.forward_extend(*prompts, layer, batch)))
 
     def forward_sparse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        index: IndexerInputs,
-        layer: Attention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+        self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
+    ) -> Tensor:
         if batch.num_decodes < len(batch.lengths):
-            return super().forward_sparse(query, key, value, index, layer, batch)
-        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
-        self.kv_pool.set_index_key_buffer(layer.layer_id, batch.slots, index.key)
-        fitness = self._fitness(index, layer, batch)
+            return super().forward_sparse(query, index, layer, batch)
+        fitness = self._fitness(index, layer)
         # Sorted: what is past a request's end is last, and past the lengths that the kernels are told.
         best = fitness.topk(min(index.topk, fitness.shape[1]), dim=-1).indices
         slots = self.page_table.slots(batch.rows.unsqueeze(1), best)
         rows = torch.arange(len(slots), device=slots.device)
-        lengths = self._lengths.clamp(max=slots.shape[1])
-        return self._decode_over(query, None, None, layer, slots, 1, rows, lengths)
+        lengths = self._places.lengths.clamp(max=slots.shape[1])
+        return self._decode(query, None, layer, _Places(slots, 1, rows, lengths))
 
-    def _fitness(self, index: IndexerInputs, layer: Attention, batch: ForwardBatch) -> torch.Tensor:
+    def _fitness(self, index: IndexerInputs, layer: Attention) -> Tensor:
         """[requests, tokens of the longest context]: how well each token suits; -inf past the end."""
         keys = self.kv_pool.get_index_key_buffer(layer.layer_id)
         requests, heads, dim = index.query.shape
-        table, page_size = self.page_table.table, self.page_table.page_size
-        tokens = table.shape[1] * page_size
+        places = self._places
+        tokens = places.table.shape[1] * places.page_size
         fitness = torch.empty(requests, tokens, dtype=torch.float32, device=keys.device)
+        asked = index.query.contiguous(), index.weights.contiguous()
         block = 64
         index_scores[(requests, triton.cdiv(tokens, block))](
-            index.query.contiguous(),
-            index.weights.contiguous(),
+            *asked,
             keys,
-            table,
-            batch.rows,
-            self._lengths,
+            places.table,
+            places.rows,
+            places.lengths,
             fitness,
             dim**-0.5,
             tokens,
             keys.stride(0),
-            table.stride(0),
-            PAGE_SIZE=page_size,
+            places.table.stride(0),
+            PAGE_SIZE=places.page_size,
             HEADS=heads,
             DIM=dim,
             BLOCK_HEADS=max(16, triton.next_power_of_2(heads)),
@@ -120,85 +123,68 @@ class TritonBackend(TorchNativeBackend):
         )
         return fitness
 
-    def _decode_pages(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: Attention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
-        table, page_size = self.page_table.table, self.page_table.page_size
-        return self._decode_over(query, key, value, layer, table, page_size, batch.rows, self._lengths)
-
-    def _decode_over(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        layer: Attention,
-        table: torch.Tensor,
-        page_size: int,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> torch.Tensor:
-        """One token a request; its ``key`` and ``value`` are stored, or None where they are in the pool."""
-        requests, heads, head_dim = query.shape
-        value_dim = layer.v_head_dim
+    def _decode(
+        self, query: Tensor, new: tuple[Tensor, Tensor] | None, layer: Attention, places: _Places
+    ) -> Tensor:
+        """The first tokens of ``query``, one a request. Their keys and values are ``new``, and stored; None
+        where they are in the pool.
+        """
+        requests, dim = len(places.lengths), layer.v_head_dim
         keys = self.kv_pool.get_key_buffer(layer.layer_id)
-        values = self.kv_pool.get_value_buffer(layer.layer_id)
-        stores = key is not None
-        new_key, new_value = (keys, values) if key is None or value is None else (key, value)
-        group = heads // layer.num_kv_heads
+        others = self.kv_pool.get_value_buffer(layer.layer_id)
+        new_keys, new_others = (keys, others) if new is None else new
+        compressed = layer.head_dim > dim
+        if compressed:  # a row is a key whose first numbers are the value: the others are looked at apart
+            others, new_others = keys[..., dim:], new_keys[..., dim:]
+        group = layer.num_heads // layer.num_kv_heads
         head_blocks = triton.cdiv(group, _BLOCK_HEADS)
         splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (requests * layer.num_kv_heads * head_blocks)))
-        parts = torch.empty(requests, heads, splits, value_dim, dtype=torch.float32, device=query.device)
-        weights = torch.empty(requests, heads, splits, dtype=torch.float32, device=query.device)
-        block_dim = max(16, triton.next_power_of_2(value_dim))
+        shape = requests, layer.num_heads, splits
+        parts = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
+        weights = torch.empty(shape, dtype=torch.float32, device=query.device)
+        block_dim = max(16, triton.next_power_of_2(dim))
         decode_splits[(requests, layer.num_kv_heads * head_blocks, splits)](
-            query,
-            new_key,
-            new_value,
+            query.contiguous(),
+            new_keys,
+            new_others,
             keys,
-            values,
-            table,
-            rows,
-            lengths,
+            others,
+            places.table,
+            places.rows,
+            places.lengths,
             parts,
             weights,
             layer.scale,
-            query.stride(0),
-            query.stride(1),
-            new_key.stride(0),
-            new_key.stride(1),
-            new_value.stride(0),
-            new_value.stride(1),
+            new_keys.stride(0),
+            new_keys.stride(1),
+            new_others.stride(0),
+            new_others.stride(1),
             keys.stride(0),
             keys.stride(1),
-            values.stride(0),
-            values.stride(1),
-            table.stride(0),
-            PAGE_SIZE=page_size,
+            others.stride(0),
+            others.stride(1),
+            places.table.stride(0),
+            PAGE_SIZE=places.page_size,
             GROUP=group,
             HEAD_BLOCKS=head_blocks,
-            VALUE_DIM=value_dim,
-            # A compressed row is a key whose first numbers are the value: the others are looked at apart.
-            REST_DIM=head_dim - value_dim,
-            STORES=stores,
+            DIM=dim,
+            OTHER_DIM=others.shape[2],
+            COMPRESSED=compressed,
+            STORES=new is not None,
             BLOCK_HEADS=_BLOCK_HEADS,
             BLOCK_DIM=block_dim,
-            BLOCK_REST=max(16, triton.next_power_of_2(head_dim - value_dim)),
+            BLOCK_OTHER=max(16, triton.next_power_of_2(others.shape[2])),
             BLOCK_TOKENS=_BLOCK_TOKENS,
             SPLITS=splits,
             num_warps=min(8, max(1, block_dim // 64)),
             **overlapping(),
         )
-        output = torch.empty(requests, heads, value_dim, dtype=query.dtype, device=query.device)
-        join_splits[(requests, heads)](
+        output = torch.empty(requests, layer.num_heads, dim, dtype=query.dtype, device=query.device)
+        join_splits[shape[:2]](
             parts,
             weights,
             output,
-            HEAD_DIM=value_dim,
+            HEAD_DIM=dim,
             BLOCK_DIM=block_dim,
             SPLITS=splits,
             BLOCK_SPLITS=triton.next_power_of_2(splits),

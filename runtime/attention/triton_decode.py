@@ -10,40 +10,43 @@ import triton.language as tl
 def decode_splits(
     query,
     new_keys,
-    new_values,
+    new_others,
     keys,
-    values,
+    others,
     table,
     rows,
     lengths,
     parts,
     weights,
     scale,
-    query_request_stride,
-    query_head_stride,
     new_key_request_stride,
     new_key_head_stride,
-    new_value_request_stride,
-    new_value_head_stride,
+    new_other_request_stride,
+    new_other_head_stride,
     key_slot_stride,
     key_head_stride,
-    value_slot_stride,
-    value_head_stride,
+    other_slot_stride,
+    other_head_stride,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    OTHER_DIM: tl.constexpr,
+    COMPRESSED: tl.constexpr,
     STORES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One split of one request and key-value head: up to BLOCK_HEADS of its group over the split's tokens."""
+    """One split of one request and key-value head: up to BLOCK_HEADS of its group over the split's tokens.
+
+    A token is DIM numbers in ``keys`` and OTHER_DIM in ``others``: key and value, or COMPRESSED, where the
+    first are value and key at once, and the others the rest of the key.
+    """
     request, kv_head, split = tl.program_id(0), tl.program_id(1) // HEAD_BLOCKS, tl.program_id(2)
     head_block = tl.program_id(1) % HEAD_BLOCKS
     length = tl.load(lengths + request)
@@ -52,88 +55,61 @@ def decode_splits(
     share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_TOKENS) * BLOCK_TOKENS
     start = split * share
     end = tl.minimum(start + share, length)
-    dims = tl.arange(0, BLOCK_DIM)
-    in_dim = dims < VALUE_DIM
-    rest_dims = VALUE_DIM + tl.arange(0, BLOCK_REST)
-    in_rest = rest_dims < VALUE_DIM + REST_DIM
+    old_end = tl.minimum(end, newest)
+    dims, other_dims = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_OTHER)
+    in_dim, in_other = dims < DIM, other_dims < OTHER_DIM
     pages = table + tl.load(rows + request) * table_stride
     keys += kv_head * key_head_stride
-    values += kv_head * value_head_stride
+    others += kv_head * other_head_stride
     # Read before the wait: what earlier steps stored, and lengths and pages, which are written before the
     # first layer begins. The newest token is yet to come.
     if OVERLAP and not STORES:
         tl.extra.cuda.gdc_wait()
     tokens = start + tl.arange(0, BLOCK_TOKENS)
-    old = tokens < tl.minimum(end, newest)
-    slots = _slots_of(pages, tokens, old, PAGE_SIZE)[:, None]
-    key = tl.load(keys + slots * key_slot_stride + dims[None, :], old[:, None] & in_dim[None, :], 0.0)
-    if REST_DIM:
-        rest = tl.load(
-            keys + slots * key_slot_stride + rest_dims[None, :], old[:, None] & in_rest[None, :], 0.0
-        )
-    else:
-        value = tl.load(
-            values + slots * value_slot_stride + dims[None, :], old[:, None] & in_dim[None, :], 0.0
-        )
+    slots = _slots_of(pages, tokens, old_end, PAGE_SIZE)
+    key = _read(keys + slots * key_slot_stride, tokens < old_end, dims, in_dim)
+    other = _read(others + slots * other_slot_stride, tokens < old_end, other_dims, in_other)
     tokens += BLOCK_TOKENS
-    old = tokens < tl.minimum(end, newest)
-    slots = _slots_of(pages, tokens, old, PAGE_SIZE)[:, None]
+    slots = _slots_of(pages, tokens, old_end, PAGE_SIZE)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     members = head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    is_member = (members < GROUP)[:, None]
-    heads = kv_head * GROUP + members
-    asking = query + request * query_request_stride + heads[:, None] * query_head_stride
-    asked = tl.load(asking + dims[None, :], is_member & in_dim[None, :], 0.0)
-    if REST_DIM:
-        asked_rest = tl.load(asking + rest_dims[None, :], is_member & in_rest[None, :], 0.0)
+    is_member = members < GROUP
+    place = (request * (tl.num_programs(1) // HEAD_BLOCKS) + kv_head) * GROUP + members
+    width = DIM + OTHER_DIM if COMPRESSED else DIM
+    asked = _read(query + place * width, is_member, dims, in_dim)
+    if COMPRESSED:
+        asked_other = _read(query + place * width + DIM, is_member, other_dims, in_other)
     if STORES:
         new_keys += request * new_key_request_stride + kv_head * new_key_head_stride
-        new_values += request * new_value_request_stride + kv_head * new_value_head_stride
+        new_others += request * new_other_request_stride + kv_head * new_other_head_stride
         new_key = tl.load(new_keys + dims, mask=in_dim, other=0.0)
-        if REST_DIM:
-            new_rest = tl.load(new_keys + rest_dims, mask=in_rest, other=0.0)
-        else:
-            new_value = tl.load(new_values + dims, mask=in_dim, other=0.0)
+        new_other = tl.load(new_others + other_dims, mask=in_other, other=0.0)
         if (start < end) & (end == length) & (head_block == 0):  # the newest token is of this split
             slot = tl.load(pages + newest // PAGE_SIZE) * PAGE_SIZE + newest % PAGE_SIZE
             tl.store(keys + slot * key_slot_stride + dims, new_key, mask=in_dim)
-            if REST_DIM:
-                tl.store(keys + slot * key_slot_stride + rest_dims, new_rest, mask=in_rest)
-            else:
-                tl.store(values + slot * value_slot_stride + dims, new_value, mask=in_dim)
+            tl.store(others + slot * other_slot_stride + other_dims, new_other, mask=in_other)
     largest = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     output = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
     for first in range(start, end, BLOCK_TOKENS):
         # What the next round looks at is under way while this one computes.
-        next_key = tl.load(
-            keys + slots * key_slot_stride + dims[None, :], old[:, None] & in_dim[None, :], 0.0
-        )
-        if REST_DIM:
-            next_rest = tl.load(
-                keys + slots * key_slot_stride + rest_dims[None, :], old[:, None] & in_rest[None, :], 0.0
-            )
-        else:
-            next_value = tl.load(
-                values + slots * value_slot_stride + dims[None, :], old[:, None] & in_dim[None, :], 0.0
-            )
+        next_key = _read(keys + slots * key_slot_stride, tokens < old_end, dims, in_dim)
+        next_other = _read(others + slots * other_slot_stride, tokens < old_end, other_dims, in_other)
         tokens += BLOCK_TOKENS
-        old = tokens < tl.minimum(end, newest)
-        slots = _slots_of(pages, tokens, old, PAGE_SIZE)[:, None]
+        slots = _slots_of(pages, tokens, old_end, PAGE_SIZE)
         present = first + tl.arange(0, BLOCK_TOKENS)
         if STORES:
             is_newest = (present == newest)[:, None]
             key = tl.where(is_newest, new_key[None, :], key)
-            if REST_DIM:
-                rest = tl.where(is_newest, new_rest[None, :], rest)
-            else:
-                value = tl.where(is_newest, new_value[None, :], value)
+            other = tl.where(is_newest, new_other[None, :], other)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee")
-        if REST_DIM:
-            scores = tl.dot(asked_rest, tl.trans(rest), scores, input_precision="ieee")
+        if COMPRESSED:
+            scores = tl.dot(asked_other, tl.trans(other), scores, input_precision="ieee")
             value = key
+        else:
+            value = other
         scores = tl.where((present < end)[None, :], scores * scale, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         shares = tl.exp(scores - new_largest[:, None])
@@ -142,26 +118,29 @@ def decode_splits(
         output = output * shrink[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         largest = new_largest
         key = next_key
-        if REST_DIM:
-            rest = next_rest
-        else:
-            value = next_value
-    place = (request * (tl.num_programs(1) // HEAD_BLOCKS) * GROUP + heads) * SPLITS + split
+        other = next_other
+    place = place * SPLITS + split
     is_full = end > start
     divisor = tl.where(total > 0, total, 1.0)
     tl.store(
-        parts + place[:, None] * VALUE_DIM + dims[None, :],
+        parts + place[:, None] * DIM + dims[None, :],
         tl.where(is_full, output / divisor[:, None], 0.0),
-        mask=is_member & in_dim[None, :],
+        mask=is_member[:, None] & in_dim[None, :],
     )
     weight = tl.where(is_full, largest + tl.log(divisor), float("-inf"))
-    tl.store(weights + place, weight, mask=members < GROUP)
+    tl.store(weights + place, weight, mask=is_member)
 
 
 @triton.jit
-def _slots_of(pages, tokens, inside, PAGE_SIZE: tl.constexpr):
-    """Where the tokens at these positions of a row live."""
-    return tl.load(pages + tokens // PAGE_SIZE, inside, 0) * PAGE_SIZE + tokens % PAGE_SIZE
+def _slots_of(pages, tokens, end, PAGE_SIZE: tl.constexpr):
+    """Where the tokens at these positions of a row live; those before ``end``."""
+    return tl.load(pages + tokens // PAGE_SIZE, tokens < end, 0) * PAGE_SIZE + tokens % PAGE_SIZE
+
+
+@triton.jit
+def _read(rows, is_row, columns, is_column):
+    """[rows, columns] of numbers: zeros where there is no row or no column."""
+    return tl.load(rows[:, None] + columns[None, :], is_row[:, None] & is_column[None, :], 0.0)
 
 
 @triton.jit
@@ -222,14 +201,9 @@ def index_scores(
         heads, dims = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM)
         is_head, in_dim = heads < HEADS, dims < DIM
         pages = table + tl.load(rows + request) * table_stride
-        slots = _slots_of(pages, tokens, tokens < length, PAGE_SIZE)
-        key = tl.load(
-            keys + slots[:, None] * key_slot_stride + dims[None, :],
-            (tokens < length)[:, None] & in_dim[None, :],
-            0.0,
-        )
-        asking = query + (request * HEADS + heads[:, None]) * DIM + dims[None, :]
-        asked = tl.load(asking, is_head[:, None] & in_dim[None, :], 0.0)
+        slots = _slots_of(pages, tokens, length, PAGE_SIZE)
+        key = _read(keys + slots * key_slot_stride, tokens < length, dims, in_dim)
+        asked = _read(query + (request * HEADS + heads) * DIM, is_head, dims, in_dim)
         weight = tl.load(weights + request * HEADS + heads, is_head, 0.0)
         each = tl.maximum(tl.dot(asked, tl.trans(key), input_precision="ieee") * scale, 0.0)
         scores = tl.where(tokens < length, tl.sum(each * weight[:, None], 0), scores)

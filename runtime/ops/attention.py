@@ -46,6 +46,4 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
         v_head_dim] → [tokens, heads, v_head_dim]. With ``index``: over the tokens that it finds best."""
-        if index is not None:
-            return batch.attention_backend.forward_sparse(query, key, value, index, self, batch)
-        return batch.attention_backend.forward(query, key, value, self, batch)
+        return batch.attention_backend.forward(query, key, value, self, batch, index)
