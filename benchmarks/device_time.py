@@ -30,7 +30,8 @@ from benchmarks.turns import interval
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.messages import TokenizedRequest
-from sgl_aspects.tracing import attach, ring_format
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.ring import format as ring_format
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu-tracing.md"
 MARK = "bench.forward"

@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 from sgl_aspects.engines import EMBEDDED
-from sgl_aspects.tracing import ring_format
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, ScheduledRequestAspect, SchedulerState
 from sgl_aspects.tracing.aspects.step import StepAspect
-from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 
 LEVELS = (0, 1, 2, 3)
 ROUNDS, STEPS = 15, 2000

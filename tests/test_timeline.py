@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.chrome_trace import Timeline
 from sgl_aspects.tracing.context import root_of_trace_id, trace_id_of_root
+from sgl_aspects.tracing.export.chrome_trace import Timeline
 
 Event = dict[str, Any]
 

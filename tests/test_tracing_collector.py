@@ -19,11 +19,12 @@ import pytest
 from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from sgl_aspects.tracing import TraceSession, attach, context, ring_format
+from sgl_aspects.tracing import TraceSession, attach, context
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests import workers
 from tests.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 

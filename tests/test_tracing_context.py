@@ -16,10 +16,10 @@ from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.aspects.step import StepAspect
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.join import Joiner
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

@@ -24,10 +24,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects import weave_aspects
-from sgl_aspects.tracing.join import Joiner
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.logs import correlate_logs
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving.faces import weaver
 from tests.stand_ins import Engine

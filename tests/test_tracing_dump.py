@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.tracing import attach, dump
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.ring_reader import RingReader
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests import workers
 from tests.otlp_receiver import spans_of
 from tests.test_tracing_collector import begin, read_file, run_scheduler, wait_until
@@ -92,7 +92,7 @@ def test_a_timeline_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_timeline_that_was_cut_short_misses_its_bracket_only(tmp_path: Path) -> None:
-    from sgl_aspects.tracing.chrome_trace import ChromeTraceExporter
+    from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 
     exporter = ChromeTraceExporter(str(tmp_path / "trace.json"))
     exporter.export([])

@@ -21,8 +21,9 @@ import psutil
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from sgl_aspects.tracing import TraceSession, attach, ring_format
+from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring import format as ring_format
 from tests import workers
 from tests.otlp_receiver import spans_of
 from tests.test_tracing_collector import is_running, read_file, wait_until

@@ -11,9 +11,9 @@ from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.records import SpanEnd
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 
 
 class Clock:

@@ -18,14 +18,15 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from sgl_aspects.tracing import dump, ring_format
+from sgl_aspects.tracing import dump
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.join import Joiner
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.ring_decoder import DamagedError
-from sgl_aspects.tracing.ring_reader import RingReader
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.decoder import DamagedError
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.test_tracing_ring import PLAIN, read_all, record_everything
 
 SLOTS = 256

@@ -271,7 +271,7 @@ def test_a_collector_started_again_counts_nothing_twice(
 def test_drops_are_counted_once_over_restarts(tmp_path: Path) -> None:
     from opentelemetry.sdk.resources import Resource
 
-    from sgl_aspects.tracing.collector_metrics import CollectorMetrics
+    from sgl_aspects.tracing.collector.reported_metrics import CollectorMetrics
 
     class Reader:
         dropped = 0
@@ -373,7 +373,7 @@ def steps_in(folder: str) -> int:
     import shutil
 
     from sgl_aspects.tracing.records import SpanEnd
-    from sgl_aspects.tracing.ring_reader import RingReader
+    from sgl_aspects.tracing.ring.reader import RingReader
 
     count = 0
     for path in Path(folder).glob("*.ring"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sgl_aspects.tracing import ring_format
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import (
     Record,
@@ -27,9 +27,9 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.ring_reader import RingReader
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests import workers
 from tests.ring_page_reader import read_page
 

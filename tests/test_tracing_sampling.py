@@ -12,9 +12,10 @@ import pytest
 
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing import TraceSession, attach, context, tail
+from sgl_aspects.tracing import TraceSession, attach, context
 from sgl_aspects.tracing.aspects.options import AspectOptions
 from sgl_aspects.tracing.aspects.request import REQUEST, RequestAspect
+from sgl_aspects.tracing.collector import tail
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
 from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment

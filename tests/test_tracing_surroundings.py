@@ -19,9 +19,9 @@ import pytest
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import attach, run_folder
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.records import SpanBegin, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import RingRecorder
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.session import current
 from tests import workers
 from tests.otlp_receiver import spans_of
@@ -118,7 +118,7 @@ def test_a_process_that_becomes_another_user_goes_on_untraced(tmp_path: Path) ->
     script = f"""
 import os
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 recorder = RingRecorder({str(tmp_path)!r})
 assert recorder.open()
 os.closerange(3, 64)

@@ -32,7 +32,7 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     import time
 
     from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
-    from sgl_aspects.tracing.ring import RingRecorder
+    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     step, queue = SpanType("scheduler.step", {"sgl_aspects.batch.size": int}), SpanType("queue")
@@ -154,7 +154,7 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
     import time
 
     from sgl_aspects.tracing.records import SpanBegin, SpanType
-    from sgl_aspects.tracing.ring import RingRecorder
+    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     small = SpanType("small", {"number": int, "half": float, "mode": str})
@@ -181,7 +181,7 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
 def record_spans(folder: str, first: int, count: int, roots: bool = False) -> None:
     """Records spans with the ids after ``first``; ``roots``: each in a trace of its own."""
     from sgl_aspects.tracing.records import SpanType
-    from sgl_aspects.tracing.ring import RingRecorder
+    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     write = recorder.spans(SpanType("plain", {"number": int}))
@@ -195,9 +195,9 @@ def record_for_ever(folder: str) -> None:
     """Records spans 1, 2, 3 … as if a collector had taken all of them at once, until it is killed."""
     import time
 
-    from sgl_aspects.tracing import ring_format
     from sgl_aspects.tracing.records import SpanType
-    from sgl_aspects.tracing.ring import RingRecorder
+    from sgl_aspects.tracing.ring import format as ring_format
+    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     write = recorder.spans(SpanType("plain", {"number": int, "text": str}))
@@ -215,7 +215,7 @@ def record_by_level(folder: str, ends: bool = False) -> None:
     """Makes a ring of level 3 in ``folder``, and waits to be killed unless it ``ends``."""
     import time
 
-    from sgl_aspects.tracing.ring import RingRecorder
+    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder, 3)
     recorder.open()
@@ -232,7 +232,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
     from sgl_aspects.tracing.aspects.scheduled import DECODE, PREFILL, QUEUE
     from sgl_aspects.tracing.aspects.step import STEP
     from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanBegin, SpanType
-    from sgl_aspects.tracing.ring import RingRecorder
+    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder, level=3)
     span, new_id, second = recorder.spans, recorder.new_id, 1_000_000_000

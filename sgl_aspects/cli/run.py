@@ -72,7 +72,7 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
         named = environment.get("OTEL_METRICS_EXPORTER")
         environment["OTEL_METRICS_EXPORTER"] = ",".join(filter(None, [named, "prometheus"]))
     # A wrong setting is told here, in one line, and not by each process of the program.
-    from sgl_aspects.tracing.prometheus_port import require_port
+    from sgl_aspects.tracing.export.prometheus_port import require_port
     from sgl_aspects.tracing.settings import TraceSettings
 
     before = dict(os.environ)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.ring_decoder import DamagedError
-from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.decoder import DamagedError
+from sgl_aspects.tracing.ring.reader import RingReader
 
 FOLDER_PREFIX = "sgl-aspects-"
 _FILE = "control"

@@ -11,8 +11,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
-from sgl_aspects.tracing.join import Joiner
-from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.ring.reader import RingReader
 
 FORMATS = ("text", "otlp-json", "perfetto")
 
@@ -46,11 +46,11 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
 def write(spans: Sequence[ReadableSpan], form: str) -> str:
     """The spans in one of ``FORMATS``."""
     if form == "otlp-json":
-        from sgl_aspects.tracing.otlp_file import to_json
+        from sgl_aspects.tracing.export.otlp_file import to_json
 
         return json.dumps(to_json(spans)) + "\n"
     if form == "perfetto":
-        from sgl_aspects.tracing.chrome_trace import Timeline
+        from sgl_aspects.tracing.export.chrome_trace import Timeline
 
         return json.dumps({"traceEvents": list(Timeline().events_of(spans))}) + "\n"
     return "".join(_lines(spans))

@@ -1,4 +1,4 @@
-"""The one interface through which aspects record; storages stand behind it (:mod:`.ring`, :mod:`.sdk`)."""
+"""The one interface through which aspects record; :mod:`.ring.recorder` and :mod:`.sdk` stand behind it."""
 
 from __future__ import annotations
 

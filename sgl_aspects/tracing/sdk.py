@@ -19,7 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, S
 
 from sgl_aspects import __version__
 from sgl_aspects.tracing.context import Opened, TraceContext, open_span
-from sgl_aspects.tracing.metrics import STEP, EngineMetrics
+from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 

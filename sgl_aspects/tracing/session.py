@@ -13,7 +13,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.aspects.options import AspectOptions
 from sgl_aspects.tracing.logs import correlate_logs
-from sgl_aspects.tracing.ring import RingRecorder
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
@@ -67,7 +67,7 @@ class TraceSession:
         else:
             has_metrics = bool(settings.metric_exporters)
             if has_metrics:
-                from sgl_aspects.tracing.prometheus_port import require_port
+                from sgl_aspects.tracing.export.prometheus_port import require_port
 
                 require_port(settings)
             self.run_folder = make_run_folder()

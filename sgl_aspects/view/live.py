@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
-from sgl_aspects.tracing.ring_decoder import DamagedError
-from sgl_aspects.tracing.ring_format import SUFFIX
-from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.tracing.ring.decoder import DamagedError
+from sgl_aspects.tracing.ring.format import SUFFIX
+from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.view.numbers import PHASES, STEP
 
 REQUEST_PHASES = ("queue", "prefill", "decode")

@@ -19,14 +19,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
-from sgl_aspects.tracing.ring_file import RingFile
-from sgl_aspects.tracing.ring_slots import Slots
-from sgl_aspects.tracing.span_writers import Layouts, codes_of, make_writer, writer_by_values
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.file import RingFile
+from sgl_aspects.tracing.ring.slots import Slots
+from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, writer_by_values
 
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode

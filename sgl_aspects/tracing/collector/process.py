@@ -23,17 +23,17 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.collector_metrics import STEP, CollectorMetrics
-from sgl_aspects.tracing.exporters import Pipeline, close_all, make_exporter, quiet_exporters
-from sgl_aspects.tracing.join import Joiner
-from sgl_aspects.tracing.metric_exporters import make_reader
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collector.tail import TailChoice
+from sgl_aspects.tracing.export.metric_readers import make_reader
+from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all, make_exporter, quiet_exporters
 from sgl_aspects.tracing.records import Record, SpanEnd
-from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import remove_run_folder
-from sgl_aspects.tracing.run_reader import RunReader
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
-from sgl_aspects.tracing.tail import TailChoice
 
 POLL_SECONDS = 0.2
 LOCK = "collector.lock"
@@ -224,11 +224,3 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.suppress(BrokenPipeError):
         os.write(report, summary.to_json().encode())
     return 1 if summary.problem else 0
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # An exporter may still hang in a call that nothing can interrupt; its time is over.
-    os._exit(code)

@@ -10,10 +10,10 @@ from pathlib import Path
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 
-from sgl_aspects.tracing.exporters import Pipeline
-from sgl_aspects.tracing.metric_exporters import MetricsPipeline
-from sgl_aspects.tracing.metrics import STEP, EngineMetrics
-from sgl_aspects.tracing.run_reader import RunReader
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
+from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
+from sgl_aspects.tracing.export.span_exporters import Pipeline
 
 __all__ = ["STEP", "CollectorMetrics"]
 

@@ -11,7 +11,7 @@ import os
 import struct
 import time
 
-from sgl_aspects.tracing import ring_format as layout
+from sgl_aspects.tracing.ring import format as layout
 
 logger = logging.getLogger(__name__)
 

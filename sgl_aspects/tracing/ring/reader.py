@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
-from sgl_aspects.tracing.ring_decoder import DamagedError, Decoder
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.decoder import DamagedError, Decoder
 
 # So many slots are read at once, and so many to see whether there is anything: it is asked often.
 _CHUNK = 512

@@ -13,7 +13,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
 from sgl_aspects.tracing.records import AttributeValue, SpanEnd
-from sgl_aspects.tracing.ring_reader import RingReader as Writer
+from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 #: The error of a span whose process ended first.
 UNFINISHED = "unfinished"

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.records import Record
-from sgl_aspects.tracing.ring_decoder import DamagedError
-from sgl_aspects.tracing.ring_reader import RingReader
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.decoder import DamagedError
+from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import CLOSING
 
 _TICKS_NS = 100_000_000

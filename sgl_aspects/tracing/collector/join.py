@@ -16,6 +16,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 
+from sgl_aspects.tracing.collector.span_builder import UNFINISHED, SpanBuilder
+from sgl_aspects.tracing.collector.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.records import (
     AttributeValue,
@@ -27,9 +29,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
-from sgl_aspects.tracing.ring_reader import RingReader as Writer
-from sgl_aspects.tracing.span_builder import UNFINISHED, SpanBuilder
-from sgl_aspects.tracing.tail import HeldSpans, TailChoice
+from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 _WAITING_RECORDS = 20_000
 _WAITING_SECONDS = 5.0

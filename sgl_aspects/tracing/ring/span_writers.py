@@ -10,9 +10,9 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import AttributeValue, SpanType
+from sgl_aspects.tracing.ring import format as layout
 
 #: (number of links, has an error) -> what packs such a span into memory, and the first word of its slot.
 Layouts = dict[tuple[int, bool], tuple[Callable[..., None], int]]
@@ -59,7 +59,7 @@ def make(slots, texts, layouts, learn, write_as_text):
 
 
 def codes_of(type: SpanType) -> str | None:
-    """One code for each attribute (:data:`.ring_format.CODES`); None where spans of it do not fit a slot."""
+    """One code for each attribute (:data:`.format.CODES`); None where spans of it do not fit a slot."""
     codes = [layout.CODE_OF.get(each) for each in type.attributes.values()]
     return None if None in codes or len(codes) > layout.SPAN_WORDS else "".join(map(str, codes))
 
@@ -106,7 +106,7 @@ def make_writer(
 ) -> SpanWriter:
     """The writer of spans with attributes of these codes.
 
-    ``slots``: a :class:`~sgl_aspects.tracing.ring_slots.Slots`. ``learn`` is given the writer and its
+    ``slots``: a :class:`~sgl_aspects.tracing.ring.slots.Slots`. ``learn`` is given the writer and its
     arguments where ``layouts`` or ``texts`` do not have what the span needs, or the number of values is
     wrong: it sees to that and calls again, or gives up. ``write_as_text`` gets what does not fit a slot.
     """

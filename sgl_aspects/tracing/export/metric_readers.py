@@ -19,8 +19,8 @@ from opentelemetry.sdk.resources import Resource
 
 from sgl_aspects import __version__
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.metrics import EngineMetrics
-from sgl_aspects.tracing.prometheus_port import port_problem
+from sgl_aspects.tracing.export.metrics import EngineMetrics
+from sgl_aspects.tracing.export.prometheus_port import port_problem
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.settings import TraceSettings

@@ -35,14 +35,14 @@ def make_exporter(name: str, settings: TraceSettings, *, append: bool = False) -
     if name == "console":
         return ConsoleSpanExporter(out=sys.stdout)
     if name == "otlp-json-file":
-        from sgl_aspects.tracing.otlp_file import OtlpJsonFileExporter
+        from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
 
         try:
             return OtlpJsonFileExporter(settings.file or "", append=append)
         except OSError as error:
             raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={settings.file!r}: {error.strerror}") from error
     if name == "perfetto":
-        from sgl_aspects.tracing.chrome_trace import ChromeTraceExporter
+        from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 
         try:
             return ChromeTraceExporter(settings.perfetto_file, append=append)

@@ -1,4 +1,4 @@
-"""What the slots of a ring file mean: the records of :mod:`.records`, and nothing that is damaged."""
+"""What the slots of a ring file mean: the records of :mod:`..records`, and nothing that is damaged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sgl_aspects.tracing import ring_format as layout
 from sgl_aspects.tracing.records import (
     Record,
     RequestBegin,
@@ -17,6 +16,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
+from sgl_aspects.tracing.ring import format as layout
 
 # Parts of records whose end has not come; beyond so many the oldest are given up.
 _PENDING_PIECES = 1 << 17

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sgl_aspects.tracing import ring_format as layout
-from sgl_aspects.tracing.ring_file import RingFile
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.file import RingFile
 
 # Where records go that come too late: a slot before the ring is there, and after.
 _NOWHERE = bytearray(layout.SLOTS_OFFSET + layout.SLOT_BYTES)

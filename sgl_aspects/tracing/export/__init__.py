@@ -1,0 +1,1 @@
+"""Where traces and metrics go: OpenTelemetry's exporters, files, a port for Prometheus."""
