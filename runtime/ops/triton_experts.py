@@ -33,22 +33,12 @@ def fused_experts(
     parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     sizes = {"BLOCK_PAIRS": block, "BLOCK_OUTER": 64, "BLOCK_INNER": 64, "num_warps": 4, "num_stages": 3}
     sizes["BLOCK_EXPERTS"] = triton.next_power_of_2(len(down))
-    groups = (order, begins, ends, last_blocks, len(down))
-    factors = weights.contiguous()
+    groups = weights.contiguous(), order, begins, ends, last_blocks, len(down)
     _grouped_product[(blocks, triton.cdiv(inner, 64))](
-        x.contiguous(),
-        gate_up,
-        made,
-        factors,
-        *groups,
-        inner,
-        SOURCES=chosen,
-        INNER=hidden,
-        GATED=True,
-        **sizes,
+        x.contiguous(), gate_up, made, *groups, inner, SOURCES=chosen, INNER=hidden, GATED=True, **sizes
     )
     _grouped_product[(blocks, triton.cdiv(hidden, 64))](
-        made, down, parts, factors, *groups, hidden, SOURCES=1, INNER=inner, GATED=False, **sizes
+        made, down, parts, *groups, hidden, SOURCES=1, INNER=inner, GATED=False, **sizes
     )
     return parts.view(tokens, chosen, hidden).sum(1).to(x.dtype)
 

@@ -42,19 +42,9 @@ def rms_norm(
     x = x.contiguous()
     output = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    _rms_norm[(x.numel() // size,)](
-        x,
-        x if residual is None else residual.contiguous(),
-        weight,
-        output,
-        total,
-        eps,
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        HAS_RESIDUAL=residual is not None,
-        num_warps=4 if size <= 2048 else 8,
-        **overlapping(),
-    )
+    tensors = x, x if residual is None else residual.contiguous(), weight, output, total
+    options = {"HAS_RESIDUAL": residual is not None, "num_warps": 4 if size <= 2048 else 8, **overlapping()}
+    _rms_norm[(x.numel() // size,)](*tensors, eps, SIZE=size, BLOCK=triton.next_power_of_2(size), **options)
     return output if residual is None else (output, total)
 
 
@@ -76,27 +66,12 @@ def rotate(
     """query [tokens, heads, dim], key [tokens, kv_heads, dim]; cos, signed sin [tokens, 1, dim]."""
     tokens, heads, dim = query.shape
     kv_heads = key.shape[1]
-    new_query = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
-    new_key = torch.empty(tokens, kv_heads, dim, dtype=key.dtype, device=key.device)
+    new_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    new_key = torch.empty_like(key, memory_format=torch.contiguous_format)
+    strides = *query.stride()[:2], *key.stride()[:2], cos.stride(0), sin.stride(0)
+    options = {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "num_warps": 1, **overlapping()}
     _rotate[(tokens, heads + kv_heads)](
-        query,
-        key,
-        cos,
-        sin,
-        new_query,
-        new_key,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        heads,
-        kv_heads,
-        DIM=dim,
-        BLOCK=triton.next_power_of_2(dim),
-        num_warps=1,
-        **overlapping(),
+        query, key, cos, sin, new_query, new_key, *strides, heads, kv_heads, **options
     )
     return new_query, new_key
 
@@ -109,35 +84,18 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     arguments = (x.contiguous(), weight, weight if bias is None else bias, output)
     options = {"INNER": inner, "HAS_BIAS": bias is not None, **overlapping()}
     if tokens == 1:  # without the matrix units: whole steps are a tenth faster than with the other kernel
-        columns = min(2048, triton.next_power_of_2(inner))
-        _row_times_weight[(triton.cdiv(outer, 2),)](
-            *arguments,
-            outer,
-            BLOCK_OUTER=2,
-            BLOCK_INNER=columns,
-            num_warps=8 if inner > 4096 else 4,
-            **options,
-        )
+        options |= {"BLOCK_OUTER": 2, "BLOCK_INNER": min(2048, triton.next_power_of_2(inner))}
+        warps = 8 if inner > 4096 else 4
+        _row_times_weight[(triton.cdiv(outer, 2),)](*arguments, outer, num_warps=warps, **options)
         return output
     count = triton.cdiv(outer, _BLOCK_OUTER)
     splits = 1 if count >= _PROGRAMS else 4
     parts = output
     if splits > 1:
         parts = torch.empty(splits, outer, SKINNY_TOKENS, dtype=torch.float32, device=x.device)
-    _rows_times_weight[(count, splits)](
-        *arguments,
-        parts,
-        _arrivals(x.device),
-        outer,
-        tokens,
-        BLOCK_TOKENS=SKINNY_TOKENS,
-        BLOCK_OUTER=_BLOCK_OUTER,
-        BLOCK_INNER=128 if inner <= 4096 else 256,
-        SPLITS=splits,
-        num_warps=4,
-        num_stages=3,
-        **options,
-    )
+    options |= {"BLOCK_TOKENS": SKINNY_TOKENS, "BLOCK_OUTER": _BLOCK_OUTER, "SPLITS": splits}
+    options |= {"BLOCK_INNER": 128 if inner <= 4096 else 256, "num_warps": 4, "num_stages": 3}
+    _rows_times_weight[(count, splits)](*arguments, parts, _arrivals(x.device), outer, tokens, **options)
     return output
 
 
