@@ -1,12 +1,12 @@
 """The operators that models are written on: a PyTorch reference each, and faster forms for some platforms."""
 
-from sgl_aspects.runtime.ops.activation import GeluAndMul, SiluAndMul
+from sgl_aspects.runtime.ops.activation import SiluAndMul
 from sgl_aspects.runtime.ops.attention import Attention
 from sgl_aspects.runtime.ops.base import Operator
 from sgl_aspects.runtime.ops.embedding import Embedding
 from sgl_aspects.runtime.ops.linear import Linear
 from sgl_aspects.runtime.ops.moe import FusedExperts, TopKExperts
-from sgl_aspects.runtime.ops.norm import GemmaRMSNorm, RMSNorm
+from sgl_aspects.runtime.ops.norm import RMSNorm
 from sgl_aspects.runtime.ops.parallel import ColumnParallelLinear, MergedLinear, RowParallelLinear
 from sgl_aspects.runtime.ops.rotary import Angles, RotaryEmbedding
 
@@ -16,17 +16,7 @@ def layer_class(op_name: str) -> type[Operator] | None:
     return next((cls for cls in _LAYERS if cls.op_name == op_name), None)
 
 
-_LAYERS: tuple[type[Operator], ...] = (
-    Embedding,
-    FusedExperts,
-    GeluAndMul,
-    GemmaRMSNorm,
-    Linear,
-    RMSNorm,
-    RotaryEmbedding,
-    SiluAndMul,
-    TopKExperts,
-)
+_LAYERS = (Embedding, FusedExperts, Linear, RMSNorm, RotaryEmbedding, SiluAndMul, TopKExperts)
 
 __all__ = [
     "Angles",
@@ -34,8 +24,6 @@ __all__ = [
     "ColumnParallelLinear",
     "Embedding",
     "FusedExperts",
-    "GeluAndMul",
-    "GemmaRMSNorm",
     "Linear",
     "MergedLinear",
     "Operator",

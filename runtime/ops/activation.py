@@ -1,4 +1,4 @@
-"""Gated activations."""
+"""The gated activation."""
 
 from __future__ import annotations
 
@@ -25,17 +25,3 @@ class SiluAndMul(Operator):
 
     def call_function(self, function: Any, x: torch.Tensor) -> Any:
         return function(x)
-
-
-class GeluAndMul(Operator):
-    """[..., 2 n] → [..., n]: ``gelu(first half) * second half``, by tanh or exactly ("none")."""
-
-    def __init__(self, approximate: str = "tanh") -> None:
-        super().__init__()
-        self.approximate = approximate
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return dense.gelu_and_mul(x, self.approximate)
-
-    def call_function(self, function: Any, x: torch.Tensor) -> Any:
-        return function(x, self.approximate)

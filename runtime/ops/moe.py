@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.dispatch.reference.experts import fused_moe
 from sgl_aspects.runtime.dispatch.types import ImplKind
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.loader.weights import Target
@@ -80,17 +80,8 @@ class FusedExperts(Operator):
         )
 
     def forward_native(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden], weights and experts [tokens, experts_per_token] → [tokens, hidden].
-
-        One expert after the other, over the tokens that are sent to it.
-        """
-        output = torch.zeros_like(x)
-        for expert in sorted(set(experts.flatten().tolist())):
-            tokens, places = torch.where(experts == expert)
-            gate, up = F.linear(x[tokens], self.gate_up[expert]).chunk(2, dim=-1)
-            made = F.linear(F.silu(gate).mul_(up), self.down[expert])
-            output.index_add_(0, tokens, (made * weights[tokens, places, None]).to(x.dtype))
-        return output
+        """x [tokens, hidden], weights and experts [tokens, experts_per_token] → [tokens, hidden]."""
+        return fused_moe(x, self.gate_up, self.down, weights, experts)
 
     def forward_cuda(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """All experts at once."""

@@ -40,22 +40,3 @@ class RMSNorm(Operator):
 
     def call_function(self, function: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         return function(x, self.weight, self.eps, residual)
-
-
-class GemmaRMSNorm(Operator):
-    """As :class:`RMSNorm`, with ``1 + weight``."""
-
-    op_name = "gemma_rms_norm"
-
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype), requires_grad=False)
-        self.eps = eps
-
-    def forward_native(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return dense.gemma_rms_norm(x, self.weight, self.eps, residual)
-
-    def call_function(self, function: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        return function(x, self.weight, self.eps, residual)

@@ -35,7 +35,7 @@ def fused_moe(
     topk_ids: torch.Tensor,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """The gated MLPs of each token's experts, weighted and summed.
+    """The gated MLPs of each token's experts, weighted and summed: one expert after the other.
 
     x [tokens, hidden]; gate_up_weight [experts, 2 inner, hidden]; down_weight [experts, hidden, inner];
     topk_weights and topk_ids [tokens, k]. ``activation`` is "silu" or "gelu" (tanh). Returns like x.
@@ -44,7 +44,8 @@ def fused_moe(
         raise ValueError(f'activation={activation!r}: choose "silu" or "gelu"')
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     output = torch.zeros(x.shape, dtype=exact, device=x.device)
-    for expert in range(len(gate_up_weight)):
+    # An id that is no expert's, as engines write it for padding, adds nothing.
+    for expert in sorted(set(range(len(gate_up_weight))).intersection(topk_ids.flatten().tolist())):
         tokens, place = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[tokens], gate_up_weight[expert]).chunk(2, dim=-1)
         inner = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
