@@ -19,7 +19,6 @@ from loopback_platform.streams import LoopbackEvent, LoopbackStream
 
 from sgl_aspects.platforms import DeviceEvent, DeviceGraph, PlatformEnum
 from sgl_aspects.runtime.kv_cache import MLATokenPool, NSATokenPool, PagedAllocator
-from sgl_aspects.runtime.kv_cache.pools import PagedRows
 from sgl_aspects.runtime.ops import RMSNorm, SiluAndMul
 
 
@@ -229,7 +228,10 @@ class ForgetsRotaryKey(LoopbackPlatform):
 
 class _StaleIndexPool(NSATokenPool):
     def clear(self, pages: list[int]) -> None:
-        PagedRows.clear(self, pages)
+        kept = [rows[:, self.index_start :].clone() for rows in self.rows]
+        super().clear(pages)
+        for rows, old in zip(self.rows, kept):
+            rows[:, self.index_start :] = old
 
 
 class KeepsIndexKeys(LoopbackPlatform):

@@ -100,15 +100,10 @@ def both_backends(pool_class: Any, lengths: list[int], **row: int) -> Iterator[t
             slots.append(table.slots(torch.full_like(positions, at), positions))
             del pages[:count]
         old, all_slots = torch.cat([each[:-1] for each in slots]), torch.cat(slots)
-        stores = [rows.rows[0] for rows in (pool, getattr(pool, "_index", None)) if rows is not None]
-        for rows in stores:
-            rows.fill_(float("nan") if backend is TritonBackend else 0.0)
-            rows[old] = random(len(old), rows.shape[1], seed=9)
-        yield backend(pool, table), partial(contents, stores, all_slots)
-
-
-def contents(stores: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
-    return torch.cat([rows[slots] for rows in stores], dim=1)
+        (rows,) = pool.rows
+        rows.fill_(float("nan") if backend is TritonBackend else 0.0)
+        rows[old] = random(len(old), rows.shape[1], seed=9)
+        yield backend(pool, table), partial(rows.index_select, 0, all_slots)
 
 
 def decode(backend: AttentionBackend, lengths: list[int]) -> ForwardBatch:
