@@ -1,7 +1,7 @@
 """The embedded engine: small, readable, and real.
 
 The caller's process:
-    engine.py             Engine: generate, stream, chat, submit, abort, shutdown
+    engine.py             Engine: generate, stream, submit, abort, shutdown
     request_manager.py    RequestManager: one RequestState per request, from prompt to text
     request_handle.py, output_receiver.py   what a caller holds of a request; where outputs arrive
     scheduler_link.py, rank_processes.py    the spawned scheduler processes and the pipe to them

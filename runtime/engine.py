@@ -76,12 +76,12 @@ class Engine:
         self._questions = Questions(link.send)
         link.start(OutputReceiver(self.request_manager, self._questions))
 
-    # -- from prompts --------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------
 
     @overload
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         rid: str | None = None,
@@ -91,7 +91,7 @@ class Engine:
     @overload
     def generate(
         self,
-        prompt: list[str] | list[list[int]],
+        prompt: list[str] | list[list[int]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         rid: Sequence[str] | None = None,
@@ -106,17 +106,33 @@ class Engine:
         rid: Any = None,
         external_trace_header: Mapping[str, str] | None = None,
     ) -> GenerationResult | list[GenerationResult]:
-        """The answer to a text or a list of token ids; a list of answers to a list of such prompts.
+        """The answer to a prompt; a list of answers to a list of prompts.
 
-        ``sampling_params`` is one for all prompts, or one for each. InvalidRequestError where a prompt can
-        never be served; the others of its list are aborted then.
+        A prompt is a text, a list of token ids, or a conversation: a list of messages, each a dict with
+        "role" and "content", which goes through the model's chat template. ``sampling_params`` is one for all
+        prompts, or one for each. InvalidRequestError where a prompt can never be served; the others of its
+        list are aborted then.
         """
         many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-        return self._answers(prompt, sampling_params, rid, external_trace_header, is_chat=False, many=many)
+        prompts = prompt if many else [prompt]
+        each_params = _one_for_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+        each_rid = _one_for_each(rid, len(prompts), "rid", type(None) if many else str)
+        handles: list[RequestHandle] = []
+        try:
+            for one, params, its_rid in zip(prompts, each_params, each_rid):
+                handle = self.submit(
+                    one, params, rid=its_rid, external_trace_header=external_trace_header, stream=False
+                )
+                handles.append(handle)
+            results = [handle.result() for handle in handles]
+        finally:
+            for handle in handles:  # where one failed, or Ctrl-C ended the wait
+                handle.abort()
+        return results if many else results[0]
 
     def stream(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         rid: str | None = None,
@@ -129,91 +145,67 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         rid: str | None = None,
         external_trace_header: Mapping[str, str] | None = None,
+        stream: bool = True,
     ) -> RequestHandle:
-        """Send a request and return at once."""
-        return self._submit(prompt, sampling_params, rid, external_trace_header, is_chat=False, stream=True)
-
-    # -- from conversations --------------------------------------------------------------------------
-
-    @overload
-    def chat(
-        self,
-        messages: list[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        rid: str | None = None,
-        external_trace_header: Mapping[str, str] | None = None,
-    ) -> GenerationResult: ...
-
-    @overload
-    def chat(
-        self,
-        messages: list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        rid: Sequence[str] | None = None,
-        external_trace_header: Mapping[str, str] | None = None,
-    ) -> list[GenerationResult]: ...
-
-    def chat(
-        self,
-        messages: Any,
-        sampling_params: Any = None,
-        *,
-        rid: Any = None,
-        external_trace_header: Mapping[str, str] | None = None,
-    ) -> GenerationResult | list[GenerationResult]:
-        """As :meth:`generate`, for a conversation or a list of them: messages with "role" and "content"."""
-        many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
-        return self._answers(messages, sampling_params, rid, external_trace_header, is_chat=True, many=many)
-
-    def stream_chat(
-        self,
-        messages: list[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        rid: str | None = None,
-        external_trace_header: Mapping[str, str] | None = None,
-    ) -> Iterator[StreamChunk]:
-        """As :meth:`stream`, for a conversation."""
-        return iter(
-            self.submit_chat(messages, sampling_params, rid=rid, external_trace_header=external_trace_header)
+        """Send a request and return at once. ``stream``, for traces: whether its text is read as it comes."""
+        if sampling_params is not None and sampling_params.n != 1:
+            raise InvalidRequestError(
+                f"n={sampling_params.n}: submit_group() is what gives several answers to a prompt"
+            )
+        ((handle,),) = self.submit_group(
+            [prompt], sampling_params, rid=rid, external_trace_header=external_trace_header, stream=stream
         )
-
-    def submit_chat(
-        self,
-        messages: list[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        rid: str | None = None,
-        external_trace_header: Mapping[str, str] | None = None,
-    ) -> RequestHandle:
-        """As :meth:`submit`, for a conversation."""
-        return self._submit(messages, sampling_params, rid, external_trace_header, is_chat=True, stream=True)
-
-    # -- several at once ---------------------------------------------------------------------------------
+        return handle
 
     def submit_group(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
-        is_chat: bool = False,
         rid: str | None = None,
         external_trace_header: Mapping[str, str] | None = None,
+        stream: bool = True,
     ) -> list[list[RequestHandle]]:
         """Send ``sampling_params.n`` requests for each prompt, which make up one call and one trace.
 
         Returns the handles of each prompt. Where one cannot be sent, none is.
         """
-        return self._submit_group(
-            prompts, sampling_params, rid, external_trace_header, is_chat=is_chat, stream=True
-        )
+        params = sampling_params or SamplingParams()
+        manager = self.request_manager
+        manager.check_sampling_params(params)
+        headers = {name.lower(): value for name, value in (external_trace_header or {}).items()}
+        first = rid or uuid.uuid4().hex
+        count = len(prompts) * params.n
+        states: list[RequestState] = []
+        try:
+            for number in range(count):
+                request = GenerateRequest(
+                    prompt=prompts[number // params.n],
+                    sampling_params=_of_choice(params, number % params.n),
+                    rid=f"{first}-{number}" if number else first,
+                    stream=stream,
+                    headers=headers,
+                    group=first if count > 1 else "",
+                )
+                states.append(manager.receive_request(request))
+            for number, state in enumerate(states):
+                if number % params.n:
+                    state.input_ids = states[number - 1].input_ids
+                else:
+                    manager.tokenize_request(state)
+            for state in states:
+                manager.send_request(state)
+        except BaseException as error:
+            for state in states:
+                manager.fail_request(state.rid, error)
+            raise
+        handles = [RequestHandle(manager, state) for state in states]
+        return [handles[start : start + params.n] for start in range(0, count, params.n)]
 
     # -- the engine itself ---------------------------------------------------------------------------
 
@@ -268,91 +260,6 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
-
-    # -- helpers -------------------------------------------------------------------------------------
-
-    def _answers(
-        self,
-        prompt: Any,
-        params: Any,
-        rid: Any,
-        headers: Mapping[str, str] | None,
-        *,
-        is_chat: bool,
-        many: bool,
-    ) -> GenerationResult | list[GenerationResult]:
-        prompts = prompt if many else [prompt]
-        each_params = _one_for_each(params, len(prompts), "sampling_params", SamplingParams)
-        each_rid = _one_for_each(rid, len(prompts), "rid", type(None) if many else str)
-        handles: list[RequestHandle] = []
-        try:
-            for item in zip(prompts, each_params, each_rid):
-                handles.append(self._submit(*item, headers, is_chat=is_chat, stream=False))  # noqa: PERF401
-            results = [handle.result() for handle in handles]
-        finally:
-            for handle in handles:  # where one failed, or Ctrl-C ended the wait
-                handle.abort()
-        return results if many else results[0]
-
-    def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        rid: str | None,
-        headers: Mapping[str, str] | None,
-        *,
-        is_chat: bool,
-        stream: bool,
-    ) -> RequestHandle:
-        if params is not None and params.n != 1:
-            raise InvalidRequestError(
-                f"n={params.n}: submit_group() is what gives several answers to a prompt"
-            )
-        ((handle,),) = self._submit_group([prompt], params, rid, headers, is_chat=is_chat, stream=stream)
-        return handle
-
-    def _submit_group(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None,
-        rid: str | None,
-        headers: Mapping[str, str] | None,
-        *,
-        is_chat: bool,
-        stream: bool,
-    ) -> list[list[RequestHandle]]:
-        params = params or SamplingParams()
-        manager = self.request_manager
-        manager.check_sampling_params(params)
-        headers = {name.lower(): value for name, value in (headers or {}).items()}
-        first = rid or uuid.uuid4().hex
-        count = len(prompts) * params.n
-        states: list[RequestState] = []
-        try:
-            for number in range(count):
-                request = GenerateRequest(
-                    prompt=prompts[number // params.n],
-                    sampling_params=_of_choice(params, number % params.n),
-                    rid=f"{first}-{number}" if number else first,
-                    is_chat=is_chat,
-                    stream=stream,
-                    headers=headers,
-                    group=first if count > 1 else "",
-                )
-                states.append(manager.receive_request(request))
-            for number, state in enumerate(states):
-                if number % params.n:
-                    state.input_ids = states[number - 1].input_ids
-                else:
-                    manager.tokenize_request(state)
-            for state in states:
-                manager.send_request(state)
-        except BaseException as error:
-            for state in states:
-                manager.fail_request(state.rid, error)
-            raise
-        handles = [RequestHandle(manager, state) for state in states]
-        return [handles[start : start + params.n] for start in range(0, count, params.n)]
 
 
 def _of_choice(params: SamplingParams, index: int) -> SamplingParams:

@@ -6,7 +6,6 @@ import queue
 import reprlib
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -28,18 +27,21 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass
 class GenerateRequest:
-    """What a caller asks for: a text, token ids, or (``is_chat``) a conversation."""
+    """What a caller asks for: the continuation of a text or of token ids, or the answer to a conversation."""
 
     prompt: Prompt
     sampling_params: SamplingParams
-    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    is_chat: bool = False
+    rid: str
     #: Whether the caller wants text as it comes.
-    stream: bool = False
+    stream: bool
     #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str]
     #: Of several requests that one call led to, the id of the first; empty where there is but one.
-    group: str = ""
+    group: str
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, Sequence) and isinstance(next(iter(self.prompt), None), Mapping)
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,8 @@ class RequestManager:
     def _checked_ids(self, prompt: Sequence[Any]) -> list[int]:
         if not isinstance(prompt, Sequence):
             raise InvalidRequestError(
-                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+                "a prompt is a text, a list of token ids or a conversation (a list of messages), not "
+                f"{type(prompt).__name__}"
             )
         for token in prompt:
             self._check_id(token)

@@ -94,9 +94,9 @@ def test_a_conversation_goes_through_the_chat_template(engine: Engine, tokenizer
     assert tokenizer.render_chat(messages) == text
     params = SamplingParams(max_new_tokens=6)
     expected = engine.generate(tokenizer.encode(text), params)
-    assert engine.chat(messages, params).output_ids == expected.output_ids
-    assert engine.chat([messages, messages], params)[1].output_ids == expected.output_ids
-    assert "".join(chunk.text for chunk in engine.stream_chat(messages, params)) == expected.text
+    assert engine.generate(messages, params).output_ids == expected.output_ids
+    assert engine.generate([messages, messages], params)[1].output_ids == expected.output_ids
+    assert "".join(chunk.text for chunk in engine.stream(messages, params)) == expected.text
 
 
 # -- ends --------------------------------------------------------------------------------------------
@@ -279,10 +279,10 @@ def test_an_id_in_use_is_refused(engine: Engine) -> None:
 
 
 def test_messages_that_the_template_cannot_read_are_refused(engine: Engine) -> None:
-    bad: list[Any] = [[{"content": "no role"}], ["text"], [{}], "text"]
+    bad: list[Any] = [[{"content": "no role"}], [{}], [{"role": "user", "content": "one"}, "text"]]
     for messages in bad:
         with pytest.raises(InvalidRequestError, match=r'such as {"role": "user", "content": "Hello"}'):
-            engine.chat(messages)
+            engine.generate(messages)
 
 
 def test_settings_for_each_prompt_must_be_as_many(engine: Engine) -> None:

@@ -137,7 +137,7 @@ def test_in_a_tiny_cache_and_on_several_ranks_they_answer_as_transformers(
 
 
 def test_chat_answers_in_english(engine: Engine) -> None:
-    result = engine.chat([{"role": "user", "content": "What is the capital of France?"}])
+    result = engine.generate([{"role": "user", "content": "What is the capital of France?"}])
     assert result.text == "The capital of France is Paris."
     assert result.finish_reason == "stop"
 

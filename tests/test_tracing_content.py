@@ -67,7 +67,7 @@ def chat_and_generate(model: Path, file: Path) -> tuple[str, list[dict[str, Any]
     """One conversation, one text and one list of tokens; gives what the first was answered, and the spans."""
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
     with attach(level=1, file=str(file)), Engine(model_path=model, max_total_tokens=512) as engine:
-        answer = engine.chat(CHAT, sampling)
+        answer = engine.generate(CHAT, sampling)
         engine.generate(f"{SECRET} again", sampling)
         engine.generate([5, 6, 7], sampling)
     return answer.text, roots(file)

@@ -97,7 +97,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 max_new_tokens=6, temperature=0.5, top_p=0.9, top_k=7, seed=3, ignore_eos=True
             )
             headers = {**parent(), "tracestate": "vendor=1"}
-            engine.chat(conversation, sampling, rid="whole", external_trace_header=headers)
+            engine.generate(conversation, sampling, rid="whole", external_trace_header=headers)
 
             for number in range(3):
                 trace_id = f"{number + 1:032x}"

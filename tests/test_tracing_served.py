@@ -91,6 +91,7 @@ def test_a_whole_answer(run: Run, number: int) -> None:
     assert not any(span.is_error for span in spans.values())
     assert spans[""].attributes["gen_ai.response.finish_reasons"] == ["length"]
     assert spans[""].parent_id == "00f067aa0ba902b7"
+    assert spans[""].attributes["gen_ai.request.stream"] is (number == 2)
 
 
 def test_a_client_that_hangs_up(run: Run) -> None:

@@ -48,7 +48,6 @@ class Endpoint(ABC):
 
     body_class: type[SamplingFields]
     id_prefix: str
-    is_chat: bool
 
     def __init__(self, calls: Calls, model: str, settings: ServerSettings) -> None:
         self.settings = settings
@@ -91,11 +90,10 @@ class Endpoint(ABC):
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options: only allowed with stream=true", param="stream_options")
         prompts, params = self.prompts(body), self.sampling_params(body)
-        call = await self.calls.start(request, self.id_prefix, prompts, params, chat=self.is_chat)
+        stream = bool(body.stream)
+        call = await self.calls.start(request, self.id_prefix, prompts, params, stream=stream)
         try:
-            response = await (
-                self._stream(request, call, body) if body.stream else self._whole(request, call)
-            )
+            response = await (self._stream(request, call, body) if stream else self._whole(request, call))
         except BaseException:
             self.calls.end(call)
             raise

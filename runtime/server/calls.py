@@ -43,7 +43,13 @@ class Calls:
         return sum(call.size for call in self.under_way)
 
     async def start(
-        self, request: Request, prefix: str, prompts: Sequence[Prompt], params: SamplingParams, *, chat: bool
+        self,
+        request: Request,
+        prefix: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        stream: bool,
     ) -> Call:
         """Send ``params.n`` requests for each prompt. Raises what the engine refuses them with."""
         size = len(prompts) * params.n
@@ -65,9 +71,9 @@ class Calls:
                 self.engine.submit_group,
                 prompts,
                 params,
-                is_chat=chat,
                 rid=call.rid,
                 external_trace_header=headers,
+                stream=stream,
             )
         )
         try:

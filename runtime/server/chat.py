@@ -31,7 +31,6 @@ from sgl_aspects.runtime.server.protocol import (
 class ChatEndpoint(Endpoint):
     body_class = ChatRequest
     id_prefix = "chatcmpl-"
-    is_chat = True
 
     def prompts(self, body: ChatRequest) -> list[Prompt]:
         # "developer" is OpenAI's newer name for what templates know as "system".

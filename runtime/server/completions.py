@@ -27,7 +27,6 @@ _MAX_TOKENS = 16
 class CompletionEndpoint(Endpoint):
     body_class = CompletionRequest
     id_prefix = "cmpl-"
-    is_chat = False
 
     def prompts(self, body: CompletionRequest) -> list[Prompt]:
         prompt = body.prompt

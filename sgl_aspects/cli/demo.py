@@ -94,9 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             loaded = f"{name} on {device}, loaded in {time.monotonic() - begin:.1f} s"
             console.print(Rule(Text(loaded, style="bold"), align="left"))
             sampling = SamplingParams(max_new_tokens=arguments.max_new_tokens, temperature=0.0)
-            handles = [
-                engine.submit_chat([{"role": "user", "content": prompt}], sampling) for prompt in PROMPTS
-            ]
+            handles = [engine.submit([{"role": "user", "content": prompt}], sampling) for prompt in PROMPTS]
             follow_answers(console, PROMPTS, handles)
     finally:
         with console.status("Collecting the spans ..."):
