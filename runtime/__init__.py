@@ -2,8 +2,7 @@
 
 The caller's process:
     engine.py             Engine: generate, stream, submit, abort, shutdown
-    request_manager.py    RequestManager: one RequestState per request, from prompt to text
-    request_handle.py, output_receiver.py   what a caller holds of a request; where outputs arrive
+    request_manager.py, request_handle.py   each request from prompt to text, and what its caller holds of it
     scheduler_link.py, rank_processes.py    the spawned scheduler processes and the pipe to them
     tokenizer.py, text_stream.py   text to tokens, chat templates; tokens to text as they come
 The scheduler's process:
@@ -27,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.engine import Engine
-    from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
-    from sgl_aspects.runtime.request_manager import StreamChunk
+    from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle, StreamChunk
     from sgl_aspects.runtime.sampling_params import SamplingParams
     from sgl_aspects.runtime.server_args import ServerArgs
 
@@ -38,7 +36,7 @@ _HOMES = {
     "RequestHandle": "request_handle",
     "SamplingParams": "sampling_params",
     "ServerArgs": "server_args",
-    "StreamChunk": "request_manager",
+    "StreamChunk": "request_handle",
 }
 
 __all__ = ["Engine", "GenerationResult", "RequestHandle", "SamplingParams", "ServerArgs", "StreamChunk"]

@@ -21,16 +21,14 @@ from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
 from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.messages import StatsRequest, UpdateWeightsRequest
-from sgl_aspects.runtime.output_receiver import OutputReceiver, Questions
-from sgl_aspects.runtime.request_handle import GenerationResult, RequestHandle
-from sgl_aspects.runtime.request_manager import (
-    Counters,
+from sgl_aspects.runtime.request_handle import (
     GenerateRequest,
+    GenerationResult,
     Prompt,
-    RequestManager,
-    RequestState,
+    RequestHandle,
     StreamChunk,
 )
+from sgl_aspects.runtime.request_manager import Counters, RequestManager
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.scheduler_link import SchedulerLink
 from sgl_aspects.runtime.server_args import ServerArgs
@@ -73,8 +71,7 @@ class Engine:
             context_length=self.context_length,
             max_total_tokens=ready.max_total_tokens,
         )
-        self._questions = Questions(link.send)
-        link.start(OutputReceiver(self.request_manager, self._questions))
+        link.start(self.request_manager)
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -181,7 +178,7 @@ class Engine:
         headers = {name.lower(): value for name, value in (external_trace_header or {}).items()}
         first = rid or uuid.uuid4().hex
         count = len(prompts) * params.n
-        states: list[RequestState] = []
+        handles: list[RequestHandle] = []
         try:
             for number in range(count):
                 request = GenerateRequest(
@@ -192,19 +189,18 @@ class Engine:
                     headers=headers,
                     group=first if count > 1 else "",
                 )
-                states.append(manager.receive_request(request))
-            for number, state in enumerate(states):
+                handles.append(manager.receive_request(request))
+            for number, handle in enumerate(handles):
                 if number % params.n:
-                    state.input_ids = states[number - 1].input_ids
+                    handle.input_ids = handles[number - 1].input_ids
                 else:
-                    manager.tokenize_request(state)
-            for state in states:
-                manager.send_request(state)
+                    manager.tokenize_request(handle)
+            for handle in handles:
+                manager.send_request(handle)
         except BaseException as error:
-            for state in states:
-                manager.fail_request(state.rid, error)
+            for handle in handles:
+                manager.fail_request(handle.rid, error)
             raise
-        handles = [RequestHandle(manager, state) for state in states]
         return [handles[start : start + params.n] for start in range(0, count, params.n)]
 
     # -- the engine itself ---------------------------------------------------------------------------
@@ -234,7 +230,7 @@ class Engine:
 
         The scheduler answers between two steps; TimeoutError where that takes longer than so many seconds.
         """
-        stats: dict[str, int] = self._questions.ask(StatsRequest(), timeout)
+        stats: dict[str, int] = self._link.ask(StatsRequest(), timeout)
         return stats
 
     def update_weights(self, model_path: str | os.PathLike[str]) -> None:
@@ -244,7 +240,7 @@ class Engine:
         ones; this returns when the new weights are in place. They are loaded beside the old ones, which need
         their memory until then. ModelLoadError where they cannot be loaded: the old ones go on serving.
         """
-        self._questions.ask(UpdateWeightsRequest(os.fspath(model_path)))
+        self._link.ask(UpdateWeightsRequest(os.fspath(model_path)))
 
     @property
     def counters(self) -> Counters:

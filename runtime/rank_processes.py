@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import multiprocessing
 import multiprocessing.resource_tracker
 import signal
 import tempfile
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
 from sgl_aspects.runtime.messages import FailureMessage
@@ -16,11 +15,9 @@ from sgl_aspects.runtime.rank_links import RankLinks
 from sgl_aspects.runtime.scheduler_process import run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
 
-logger = logging.getLogger(__name__)
-
 
 class RankProcesses:
-    """Started when it is made. ``connection`` is the pipe to rank 0, the only one that answers."""
+    """Started when it is made. The first of ``connections`` is the pipe to rank 0, which answers for all."""
 
     def __init__(self, server_args: ServerArgs) -> None:
         context = multiprocessing.get_context("spawn")
@@ -30,7 +27,7 @@ class RankProcesses:
         init_method = f"file://{self._folder.name}/ranks" if self._folder else ""
         to_owner = [context.Pipe(duplex=True) for _ in range(count)]
         between = [context.Pipe(duplex=False) for _ in range(1, count)]
-        self._connections = [ours for ours, _ in to_owner]
+        self.connections = [ours for ours, _ in to_owner]
         self.processes = []
         for rank in range(count):
             peers = [writer for _, writer in between] if rank == 0 else [between[rank - 1][0]]
@@ -43,26 +40,19 @@ class RankProcesses:
                     daemon=True,
                 )
             )
-        self._failures: dict[int, FailureMessage] = {}
+        #: The last words of those that failed, by rank.
+        self.failures: dict[int, FailureMessage] = {}
         try:
             for process in self.processes:
                 _start_deaf_to_ctrl_c(process)
         except BaseException:
             self.kill()
-            self.connection.close()
+            self.connections[0].close()
             raise
         finally:
             # Or the death of a process would not end its pipes.
             for end in [theirs for _, theirs in to_owner] + [end for pair in between for end in pair]:
                 end.close()
-
-    @property
-    def connection(self) -> Connection:
-        return self._connections[0]
-
-    @property
-    def sentinels(self) -> list[int]:
-        return [process.sentinel for process in self.processes]
 
     def are_alive(self) -> bool:
         """Whether all of them are."""
@@ -84,38 +74,28 @@ class RankProcesses:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def failed(self, failure: FailureMessage, rank: int = 0) -> None:
-        """Remember the last word of a rank."""
-        self._failures.setdefault(rank, failure)
-
     def cause(self) -> tuple[str, FailureMessage | None]:
         """Who ended first, in words, with the error that it named. Ask before :meth:`kill`.
 
         One that was killed says nothing, and those that waited for it fail because of that: it comes first.
         """
-        for rank, connection in enumerate(self._connections[1:], 1):
-            self._read_failure(rank, connection)
-        killed = [rank for rank, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
-        if killed:
-            return f"{self._name(killed[0])} {exit_in_words(self.processes[killed[0]].exitcode)}", None
-        if self._failures:
-            rank = min(self._failures, key=lambda rank: self._failures[rank].time_ns)
-            failure = self._failures[rank]
-            return f"{self._name(rank)} failed with {failure.error_type}: {failure.message}", failure
-        ended = [rank for rank, process in enumerate(self.processes) if process.exitcode is not None]
-        rank = ended[0] if ended else 0
-        return f"{self._name(rank)} {exit_in_words(self.processes[rank].exitcode)}", None
-
-    def _read_failure(self, rank: int, connection: Any) -> None:
-        try:
-            if connection.poll(0):
-                self.failed(connection.recv(), rank)
-        except (EOFError, OSError):
-            logger.debug("rank %d said nothing", rank)
-
-    def _name(self, rank: int) -> str:
-        count = len(self.processes)
-        return f"the scheduler process of rank {rank}" if count > 1 else "the scheduler process"
+        for rank, connection in enumerate(self.connections[1:], 1):
+            with contextlib.suppress(EOFError, OSError):  # it said nothing
+                if connection.poll(0):
+                    self.failures[rank] = connection.recv()
+        exits = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        killed = [rank for rank, code in exits.items() if code is not None and code < 0]
+        failure = None
+        if self.failures and not killed:
+            rank = min(self.failures, key=lambda rank: self.failures[rank].time_ns)
+            failure = self.failures[rank]
+            what = f"failed with {failure.error_type}: {failure.message}"
+        else:
+            ended = [rank for rank, code in exits.items() if code is not None]
+            rank = (killed or ended or [0])[0]
+            what = exit_in_words(exits[rank])
+        who = f"the scheduler process of rank {rank}" if len(exits) > 1 else "the scheduler process"
+        return f"{who} {what}", failure
 
 
 def _start_deaf_to_ctrl_c(process: Any) -> None:

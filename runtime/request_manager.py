@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,48 +14,12 @@ from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
 from sgl_aspects.runtime.checks import is_integer
 from sgl_aspects.runtime.grammar import check_json_schema
 from sgl_aspects.runtime.messages import AbortRequest, TokenizedRequest, TokenOutput
+from sgl_aspects.runtime.request_handle import GenerateRequest, RequestHandle, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.runtime.text_stream import IncrementalDecoder, StopTexts
-from sgl_aspects.runtime.tokenizer import ChatMessage, Tokenizer
+from sgl_aspects.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.logprobs import TokenLogprobs
-
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-
-
-@dataclass
-class GenerateRequest:
-    """What a caller asks for: the continuation of a text or of token ids, or the answer to a conversation."""
-
-    prompt: Prompt
-    sampling_params: SamplingParams
-    rid: str
-    #: Whether the caller wants text as it comes.
-    stream: bool
-    #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
-    headers: Mapping[str, str]
-    #: Of several requests that one call led to, the id of the first; empty where there is but one.
-    group: str
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.prompt, Sequence) and isinstance(next(iter(self.prompt), None), Mapping)
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """A piece of a request's output; the pieces make up the whole text. The last has a finish reason."""
-
-    rid: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    #: One for each token, where the request asked for them.
-    logprobs: list[TokenLogprobs] | None = None
-    #: The same, but held back as long as the tokens' text is, and without tokens that only end the request:
-    #: for readers who must not see a part of a stop text.
-    shown_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass
@@ -70,47 +33,6 @@ class Counters:
     #: Prompt tokens that were found in the prefix cache.
     cached_tokens: int = 0
     output_tokens: int = 0
-
-
-class RequestState:
-    """One request's life on this side. Times are of ``time.time_ns``; None: not yet."""
-
-    def __init__(self, request: GenerateRequest, model: str) -> None:
-        self.rid = request.rid
-        self.request = request
-        #: The served model's name.
-        self.model = model
-        self.input_ids: list[int] = []
-        self.output_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.text = ""
-        #: Characters that all tokens so far gave, those that are held back among them.
-        self.decoded_chars = 0
-        #: With the number of characters up to the end of the token.
-        self.held_logprobs: list[tuple[int, TokenLogprobs]] = []
-        self.cached_tokens = 0
-        self.finish_reason: str | None = None
-        self.error: BaseException | None = None
-        self.created_time_ns = time.time_ns()
-        self.first_token_time_ns: int | None = None
-        self.finished_time_ns: int | None = None
-        #: Chunks for the one who reads this request; ``finished`` is set after the last was put.
-        self.chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
-        self.finished = threading.Event()
-        #: Called, in the thread that receives, after something was put into ``chunks``.
-        self.wake: Callable[[], None] | None = None
-        self.decoder: IncrementalDecoder | None = None
-        self.stop_texts = StopTexts(request.sampling_params.stop)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.input_ids)
-
-    def put_chunk(self, chunk: StreamChunk | None) -> None:
-        self.chunks.put(chunk)
-        wake = self.wake
-        if wake is not None:
-            wake()
 
 
 class RequestManager:
@@ -137,30 +59,30 @@ class RequestManager:
         self._context_length = context_length
         self._max_total_tokens = max_total_tokens
         #: The requests under way. Whoever takes one out ends it, so that each ends once.
-        self._states: dict[str, RequestState] = {}
+        self._under_way: dict[str, RequestHandle] = {}
         self.counters = Counters()
         self._lock = threading.Lock()
         #: Why no request is taken any more; None while they are.
         self.death: str | None = None
 
-    def receive_request(self, request: GenerateRequest) -> RequestState:
+    def receive_request(self, request: GenerateRequest) -> RequestHandle:
         """InvalidRequestError where a request with this id is under way; nothing is received then."""
-        state = RequestState(request, self.model)
+        handle = RequestHandle(request, self)
         with self._lock:
             if self.death is not None:
                 raise SchedulerDiedError(self.death)
-            if request.rid in self._states:
+            if request.rid in self._under_way:
                 raise InvalidRequestError(
                     f"request id {request.rid!r} is in use: choose another, or leave it out"
                 )
-            self._states[request.rid] = state
+            self._under_way[request.rid] = handle
             self.counters.received_requests += 1
-        return state
+        return handle
 
-    def tokenize_request(self, state: RequestState) -> list[int]:
+    def tokenize_request(self, handle: RequestHandle) -> list[int]:
         """The prompt's tokens; InvalidRequestError where it is empty or can never fit."""
-        prompt = state.request.prompt
-        if state.request.is_chat:
+        prompt = handle.request.prompt
+        if handle.request.is_chat:
             tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # is_chat says so
         elif isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
@@ -168,8 +90,8 @@ class RequestManager:
             tokens = self._checked_ids(prompt)
         if not tokens:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        self._check_length(len(tokens), state.request.sampling_params.max_new_tokens)
-        state.input_ids = tokens
+        self._check_length(len(tokens), handle.request.sampling_params.max_new_tokens)
+        handle.input_ids = tokens
         return tokens
 
     def check_sampling_params(self, params: SamplingParams) -> None:
@@ -180,60 +102,66 @@ class RequestManager:
         if isinstance(params.json_schema, str):
             check_json_schema(params.json_schema)
 
-    def send_request(self, state: RequestState) -> None:
-        params = state.request.sampling_params
+    def send_request(self, handle: RequestHandle) -> None:
+        params = handle.request.sampling_params
         if params.max_new_tokens is None:
-            room = min(self._context_length, self._max_total_tokens) - state.prompt_tokens
+            room = min(self._context_length, self._max_total_tokens) - handle.prompt_tokens
             params = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        self._send(TokenizedRequest(state.rid, state.input_ids, params))
+        self._send(TokenizedRequest(handle.rid, handle.input_ids, params))
+
+    def handle_outputs(self, outputs: list[TokenOutput]) -> None:
+        """Take in those of one step. What goes wrong with one ends its request alone."""
+        for output in outputs:
+            try:
+                self.handle_output(output)
+            except Exception as error:  # noqa: BLE001 - its caller is told
+                self.fail_request(output.rid, error)
 
     def handle_output(self, output: TokenOutput) -> None:
         """Take in what a request got in one step. Outputs of a request that has ended are dropped."""
         with self._lock:
-            state = self._states.get(output.rid)
-        if state is None:
+            handle = self._under_way.get(output.rid)
+        if handle is None:
             return
-        if state.first_token_time_ns is None and output.token_ids:
-            state.first_token_time_ns = time.time_ns()
-            state.cached_tokens = output.cached_tokens
-        state.output_ids.extend(output.token_ids)
-        state.logprobs.extend(output.logprobs or ())
-        text = self._new_text(state, output)
+        if handle.first_token_time_ns is None and output.token_ids:
+            handle.first_token_time_ns = time.time_ns()
+            handle.cached_tokens = output.cached_tokens
+        handle.output_ids.extend(output.token_ids)
+        handle.logprobs.extend(output.logprobs or ())
+        text = self._new_text(handle, output)
         finish_reason = output.finish_reason
-        shown = self._shown_logprobs(state, output, len(state.text) + len(text))
-        if state.stop_texts.found and finish_reason in (None, "length", "stop"):
+        shown = self._shown_logprobs(handle, output, len(handle.text) + len(text))
+        if handle.stop_texts.found and finish_reason in (None, "length", "stop"):
             if finish_reason is None:  # the scheduler does not know text: it would go on
-                self._send(AbortRequest(state.rid))
+                self._send(AbortRequest(handle.rid))
             finish_reason = "stop"
-        state.text += text
+        handle.text += text
         if text or finish_reason is not None or output.token_ids:
-            state.put_chunk(
-                StreamChunk(state.rid, text, output.token_ids, finish_reason, output.logprobs, shown)
+            handle.put_chunk(
+                StreamChunk(handle.rid, text, output.token_ids, finish_reason, output.logprobs, shown)
             )
         if finish_reason is not None:
             error = getattr(errors, output.error_type)(output.error) if finish_reason == "error" else None
-            self.end_request(state, finish_reason, error)
+            self.end_request(handle, finish_reason, error)
 
-    def detokenize(self, state: RequestState, token_ids: Sequence[int]) -> str:
+    def detokenize(self, handle: RequestHandle, token_ids: Sequence[int]) -> str:
         """The text that these further tokens add, as far as it is certain."""
-        if state.decoder is None:
-            state.decoder = IncrementalDecoder(self.tokenizer)
-        return state.decoder.add(token_ids)
+        return handle.decoder.add(token_ids)
 
     def finish_request(
-        self, state: RequestState, finish_reason: str, error: BaseException | None = None
+        self, handle: RequestHandle, finish_reason: str, error: BaseException | None = None
     ) -> None:
         """Called once for every request that was received: record its end, wake whoever waits for it."""
-        state.finish_reason = finish_reason
-        state.error = error
-        state.finished_time_ns = time.time_ns()
-        state.finished.set()
-        state.put_chunk(None)
+        handle.finish_reason = finish_reason
+        handle.error = error
+        handle.finished_time_ns = time.time_ns()
+        handle.finished.set()
+        handle.put_chunk(None)
 
     def abort(self, rid: str) -> bool:
         """Ask the scheduler to end the request; False where none with this id is under way."""
         with self._lock:
-            known = rid in self._states
+            known = rid in self._under_way
         if known:
             self._send(AbortRequest(rid))
         return known
@@ -241,66 +169,67 @@ class RequestManager:
     def fail_request(self, rid: str, error: BaseException) -> None:
         """End a request on this side because of ``error``, and tell the scheduler."""
         with self._lock:
-            state = self._states.get(rid)
-        if state is not None:
+            handle = self._under_way.get(rid)
+        if handle is not None:
             self._send(AbortRequest(rid))
-            self.end_request(state, "error", error)
+            self.end_request(handle, "error", error)
 
     def end_request(
-        self, state: RequestState, finish_reason: str, error: BaseException | None = None
+        self, handle: RequestHandle, finish_reason: str, error: BaseException | None = None
     ) -> None:
         """Finish a request unless another thread has: its last output and the scheduler's death may meet."""
         with self._lock:
-            first = self._states.pop(state.rid, None) is state
+            first = self._under_way.get(handle.rid) is handle
             if first:
-                self._count(state, finish_reason)
+                del self._under_way[handle.rid]
+                self._count(handle, finish_reason)
         if first:
-            self.finish_request(state, finish_reason, error)
+            self.finish_request(handle, finish_reason, error)
 
     def scheduler_died(self, error: SchedulerDiedError) -> None:
         """End every request with this error, each with an instance of its own, and refuse all later ones."""
         with self._lock:
             self.death = str(error)
-            states = list(self._states.values())
-        for state in states:
-            self.end_request(state, "error", SchedulerDiedError(self.death))
+            handles = list(self._under_way.values())
+        for handle in handles:
+            self.end_request(handle, "error", SchedulerDiedError(self.death))
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _count(self, state: RequestState, finish_reason: str) -> None:
+    def _count(self, handle: RequestHandle, finish_reason: str) -> None:
         counters = self.counters
         finished = counters.finished_requests
         finished[finish_reason] = finished.get(finish_reason, 0) + 1
-        counters.prompt_tokens += state.prompt_tokens
-        counters.cached_tokens += state.cached_tokens
-        counters.output_tokens += len(state.output_ids)
+        counters.prompt_tokens += handle.prompt_tokens
+        counters.cached_tokens += handle.cached_tokens
+        counters.output_tokens += len(handle.output_ids)
 
-    def _new_text(self, state: RequestState, output: TokenOutput) -> str:
+    def _new_text(self, handle: RequestHandle, output: TokenOutput) -> str:
         shown = output.token_ids[:-1] if output.has_end_token else output.token_ids
-        text = self.detokenize(state, shown)
-        state.decoded_chars += len(text)
-        if len(state.output_ids) > state.request.sampling_params.min_new_tokens:
-            text = state.stop_texts.add(text)
-        if output.finish_reason is not None and not state.stop_texts.found:
-            text += state.stop_texts.add(state.decoder.flush() if state.decoder else "")
-            if not state.stop_texts.found:
-                text += state.stop_texts.flush()
+        text = self.detokenize(handle, shown)
+        handle.decoded_chars += len(text)
+        if len(handle.output_ids) > handle.request.sampling_params.min_new_tokens:
+            text = handle.stop_texts.add(text)
+        if output.finish_reason is not None and not handle.stop_texts.found:
+            text += handle.stop_texts.add(handle.decoder.flush())
+            if not handle.stop_texts.found:
+                text += handle.stop_texts.flush()
         return text
 
     def _shown_logprobs(
-        self, state: RequestState, output: TokenOutput, given: int
+        self, handle: RequestHandle, output: TokenOutput, given: int
     ) -> list[TokenLogprobs] | None:
         """Those whose text is among the first ``given`` characters, and has not been shown."""
         if output.logprobs is None:
             return None
         entries = output.logprobs[:-1] if output.has_end_token else output.logprobs
         # A token that ends in a part of a character belongs to the next one.
-        end = state.decoded_chars + (state.decoder is not None and state.decoder.is_incomplete)
-        state.held_logprobs += [(end, entry) for entry in entries]
-        if output.finish_reason is not None and not state.stop_texts.found:
+        end = handle.decoded_chars + handle.decoder.is_incomplete
+        handle.held_logprobs += [(end, entry) for entry in entries]
+        if output.finish_reason is not None and not handle.stop_texts.found:
             given = end
-        shown = [entry for end, entry in state.held_logprobs if end <= given]
-        state.held_logprobs = state.held_logprobs[len(shown) :]
+        shown = [entry for end, entry in handle.held_logprobs if end <= given]
+        handle.held_logprobs = handle.held_logprobs[len(shown) :]
         return shown
 
     def _checked_ids(self, prompt: Sequence[Any]) -> list[int]:

@@ -6,19 +6,31 @@ callers never wait for a busy scheduler; another one receives.
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import logging
 import os
 import queue
 import threading
 import time
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sgl_aspects import errors
 from sgl_aspects.errors import EngineError, SchedulerDiedError
-from sgl_aspects.runtime.messages import FailureMessage, ReadyMessage, ShutdownRequest
+from sgl_aspects.runtime.messages import (
+    FailureMessage,
+    ReadyMessage,
+    Reply,
+    ShutdownRequest,
+    StatsRequest,
+    UpdateWeightsRequest,
+)
 from sgl_aspects.runtime.rank_processes import RankProcesses
 from sgl_aspects.runtime.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.request_manager import RequestManager
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +38,6 @@ logger = logging.getLogger(__name__)
 _ALIVE_CHECK_SECONDS = 1.0
 #: How long a scheduler that was told to stop may take before it is killed: it finishes the step it is in.
 _STOP_SECONDS = 5.0
-
-
-class Receiver(Protocol):
-    """Called in the thread that receives: with each message, and once, last, when the scheduler is gone."""
-
-    def on_message(self, message: Any) -> None: ...
-
-    def on_death(self, error: SchedulerDiedError) -> None: ...
 
 
 class SchedulerLink:
@@ -44,37 +48,56 @@ class SchedulerLink:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._receiving: threading.Thread | None = None
         self._closing = False
+        #: Questions that wait for their answer, by number.
+        self._questions: dict[int, concurrent.futures.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        #: Why nobody answers any more.
+        self._death: str | None = None
         self.ranks = RankProcesses(server_args)
-        self._connection = self.ranks.connection
+        self._connection = self.ranks.connections[0]
 
     def wait_until_ready(self, timeout: float) -> ReadyMessage:
         """Raises what the scheduler raised while starting, EngineError after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            wait([self._connection, *self.ranks.sentinels], timeout=_ALIVE_CHECK_SECONDS)
+            sentinels = [process.sentinel for process in self.ranks.processes]
+            wait([self._connection, *sentinels], timeout=_ALIVE_CHECK_SECONDS)
             if self._connection.poll(0) or not self.ranks.are_alive():
                 message = self._receive()
                 if isinstance(message, ReadyMessage):
                     return message
-                if isinstance(message, FailureMessage):
-                    self.ranks.failed(message)
                 raise self._start_error()
         raise EngineError(
             f"the scheduler process did not load the model within {timeout:g} s: raise startup_timeout, "
             "or look at its output above"
         )
 
-    def start(self, receiver: Receiver) -> None:
-        """From now on messages go both ways."""
+    def start(self, manager: RequestManager) -> None:
+        """From now on messages go both ways; ``manager`` gets the outputs, and hears of the death."""
         threading.Thread(target=self._send_loop, name="sgl-aspects-send", daemon=True).start()
         self._receiving = threading.Thread(
-            target=self._receive_loop, args=(receiver,), name="sgl-aspects-receive", daemon=True
+            target=self._receive_loop, args=(manager,), name="sgl-aspects-receive", daemon=True
         )
         self._receiving.start()
 
     def send(self, message: Any) -> None:
         """Returns at once; a message to a scheduler that is gone is dropped, the receiver is told of that."""
         self._outbox.put(message)
+
+    def ask(self, question: StatsRequest | UpdateWeightsRequest, timeout: float | None = None) -> Any:
+        """The answer's value, or the error that it brings; TimeoutError after so many seconds."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._death is not None:
+                raise SchedulerDiedError(self._death)
+            question.number = next(self._numbers)
+            self._questions[question.number] = future
+        self.send(question)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:  # before Python 3.11 not the built-in one
+            raise TimeoutError(f"the scheduler did not answer within {timeout:g} s") from None
 
     def close(self) -> None:
         """Ask the scheduler to stop, kill it where it does not. The receiver is told before this returns."""
@@ -102,33 +125,49 @@ class SchedulerLink:
             if isinstance(message, ShutdownRequest):
                 return
 
-    def _receive_loop(self, receiver: Receiver) -> None:
+    def _receive_loop(self, manager: RequestManager) -> None:
         while (message := self._receive()) is not None:
-            if isinstance(message, FailureMessage):
-                self.ranks.failed(message)
+            if isinstance(message, Reply):
+                self._answer(message)
             else:
-                receiver.on_message(message)
+                manager.handle_outputs(message)
         # One that has failed ends soon. Where another did, those that wait for it may never.
         self.ranks.processes[0].join(_STOP_SECONDS if self.ranks.are_alive() else _ALIVE_CHECK_SECONDS)
         self._outbox.put(ShutdownRequest())  # ends the sending thread
-        death = self._death()
+        death = self._why_it_ended()
         if not self._closing:
             self.ranks.kill()
-        receiver.on_death(death)
+        manager.scheduler_died(death)
+        with self._lock:
+            self._death = str(death)
+        for question in self._questions.values():  # no other comes from now on
+            question.set_exception(SchedulerDiedError(self._death))
+
+    def _answer(self, reply: Reply) -> None:
+        with self._lock:
+            question = self._questions.pop(reply.number)
+        if reply.error is None:
+            question.set_result(reply.value)
+        else:
+            question.set_exception(getattr(errors, reply.error_type)(reply.error))
 
     def _receive(self) -> Any:
-        """The next message; None once the scheduler is gone."""
+        """The next message; None once the scheduler is gone, or has said with what error it goes."""
         try:
             while not self._connection.poll(_ALIVE_CHECK_SECONDS):
                 if not self.ranks.are_alive():
                     return None
-            return self._connection.recv()
+            message = self._connection.recv()
         except (EOFError, OSError):
             return None
+        if isinstance(message, FailureMessage):
+            self.ranks.failures[0] = message
+            return None
+        return message
 
     # -- ends ----------------------------------------------------------------------------------------
 
-    def _death(self) -> SchedulerDiedError:
+    def _why_it_ended(self) -> SchedulerDiedError:
         what, failure = self.ranks.cause()
         if failure is not None:
             logger.error("%s\n%s", what, failure.traceback)

@@ -278,6 +278,24 @@ def test_an_id_in_use_is_refused(engine: Engine) -> None:
     assert engine.generate([5], SamplingParams(max_new_tokens=1), rid="twin").rid == "twin"
 
 
+def test_a_late_end_leaves_the_next_request_of_the_same_id_alone(engine: Engine) -> None:
+    first = engine.submit([5], LONG, rid="again")
+    first.abort()
+    first.result(timeout=60)
+    second = engine.submit([5], LONG, rid="again")
+    engine.request_manager.end_request(first, "abort")
+    assert second.abort()
+    assert second.result(timeout=60).finish_reason == "abort"
+
+
+def test_a_question_that_takes_too_long_is_a_timeout(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._link, "send", lambda message: None)  # it never gets there
+        with pytest.raises(TimeoutError, match=r"did not answer within 0.01 s"):
+            engine.stats(timeout=0.01)
+    assert engine.stats(timeout=60)["running_requests"] == 0
+
+
 def test_messages_that_the_template_cannot_read_are_refused(engine: Engine) -> None:
     bad: list[Any] = [[{"content": "no role"}], [{}], [{"role": "user", "content": "one"}, "text"]]
     for messages in bad:

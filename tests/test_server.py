@@ -8,14 +8,16 @@ import json
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import torch
 
-from sgl_aspects.runtime import StreamChunk
+from sgl_aspects.runtime import RequestHandle, SamplingParams, StreamChunk
+from sgl_aspects.runtime.request_handle import GenerateRequest, chunks_of
 from sgl_aspects.runtime.server.calls import Call
 from tests.http_server import LOCAL, Server, serving, wait_for
 from tests.tiny_models import greedy, make_llama, make_tokenizer
@@ -386,16 +388,33 @@ def test_metrics_count_what_was_done(server: Server) -> None:
 
 
 def test_an_error_of_any_kind_ends_a_call() -> None:
-    class Failing:
-        """A request that fails with something that nobody thought of."""
+    request = GenerateRequest([5], SamplingParams(), "r", stream=True, headers={}, group="")
+    manager: Any = SimpleNamespace(model="tiny", tokenizer=None)
+    going, failing = RequestHandle(request, manager), RequestHandle(request, manager)
+    failing.put_chunk(StreamChunk("r", "a", [1]))
+    failing.error = KeyError("unthought of")  # with something that nobody thought of
+    failing.put_chunk(None)
+    read = []
 
-        async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-            yield StreamChunk("r", "a", [1])
-            raise KeyError("unthought of")
-
-    async def read() -> list[str]:
-        call = Call("cmpl-", 1, handles=[Failing()])  # type: ignore[list-item]
-        return [chunk.text async for _, chunk in call.chunks()]
+    async def chunks() -> None:
+        async for index, chunk in Call("cmpl-", 2, handles=[going, failing]).chunks():
+            read.append((index, chunk.text))
 
     with pytest.raises(KeyError, match="unthought of"):
-        asyncio.run(asyncio.wait_for(read(), 10))
+        asyncio.run(asyncio.wait_for(chunks(), 10))
+    assert read == [(1, "a")]
+
+
+def test_what_comes_for_a_reader_that_is_gone_does_no_harm() -> None:
+    """Its event loop may be closed: the thread that receives goes on with the other requests."""
+    request = GenerateRequest([5], SamplingParams(), "r", stream=True, headers={}, group="")
+    handle = RequestHandle(request, SimpleNamespace(model="tiny", tokenizer=None))  # type: ignore[arg-type]
+    handle.put_chunk(StreamChunk("r", "a", [1]))
+
+    async def first() -> str:
+        async for _, chunk in chunks_of([handle]):
+            return chunk.text
+        return ""
+
+    assert asyncio.run(first()) == "a"
+    handle.put_chunk(None)

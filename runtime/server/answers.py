@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
-from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
 from sgl_aspects.runtime.server.gate import read_body
-from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
-from sgl_aspects.runtime.server.protocol import FinishReason, SamplingFields, Usage
+from sgl_aspects.runtime.server.problems import ApiError, problem_of, problem_of_body
+from sgl_aspects.runtime.server.protocol import FinishReason, SamplingFields, StreamOptions, Usage
 from sgl_aspects.runtime.server.settings import ServerSettings
 
 #: Nobody is there to read it: for the counts.
 _GONE = 499
+T = TypeVar("T")
 
 
 @dataclass
@@ -35,19 +36,22 @@ class Answer:
     def add(self, chunk: StreamChunk) -> None:
         self.text += chunk.text
         self.logprobs += chunk.shown_logprobs or ()
-        if chunk.finish_reason is not None:
-            self.finish_reason = finish_reason(chunk)
+        self.finish_reason = finish_reason(chunk) or self.finish_reason
 
 
-def finish_reason(chunk: StreamChunk) -> FinishReason:
+def finish_reason(chunk: StreamChunk) -> FinishReason | None:
+    if chunk.finish_reason is None:
+        return None
     return "length" if chunk.finish_reason == "length" else "stop"
 
 
 class Endpoint(ABC):
-    """One POST endpoint; a subclass for each says how its bodies and answers look."""
+    """One POST endpoint; a subclass for each says how its bodies and the choices of its answers look."""
 
-    body_class: type[SamplingFields]
     id_prefix: str
+    body_class: type[SamplingFields]
+    answer_class: type[BaseModel]
+    chunk_class: type[BaseModel]
 
     def __init__(self, calls: Calls, model: str, settings: ServerSettings) -> None:
         self.settings = settings
@@ -62,16 +66,16 @@ class Endpoint(ABC):
     def sampling_params(self, body: Any) -> SamplingParams: ...
 
     @abstractmethod
-    def response(self, call: Call, answers: Sequence[Answer]) -> BaseModel: ...
+    def choice(self, index: int, answer: Answer) -> BaseModel:
+        """A choice of a whole answer."""
+
+    def opening(self, index: int) -> BaseModel | None:
+        """What a choice's stream begins with, where it has no text yet."""
+        return None
 
     @abstractmethod
-    def first_chunks(self, call: Call) -> Sequence[BaseModel]: ...
-
-    @abstractmethod
-    def chunk(self, call: Call, index: int, chunk: StreamChunk) -> BaseModel: ...
-
-    @abstractmethod
-    def usage_chunk(self, call: Call, usage: Usage) -> BaseModel: ...
+    def piece(self, index: int, chunk: StreamChunk) -> BaseModel:
+        """A choice as a part of a stream."""
 
     async def __call__(self, request: Request) -> Response:
         try:
@@ -111,7 +115,8 @@ class Endpoint(ABC):
 
         if not await unless_disconnected(request.receive, collect()):
             return None
-        content = self.response(call, answers).model_dump_json()
+        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
+        content = self._envelope(self.answer_class, call, *choices, usage=call.usage()).model_dump_json()
         return Response(content, media_type="application/json", headers={"x-request-id": call.rid})
 
     async def _stream(self, request: Request, call: Call, body: SamplingFields) -> Response | None:
@@ -120,23 +125,35 @@ class Endpoint(ABC):
         first = await unless_disconnected(request.receive, anext(chunks))
         if first is None:
             return None
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        events = self._events(call, _beginning_with(first, chunks), body.stream_options)
+        return EventStream(events, lambda: self.calls.end(call), {"x-request-id": call.rid})
 
-        async def events() -> AsyncIterator[str]:
-            for opening in self.first_chunks(call):
-                yield _event(opening)
-            index, chunk = first
-            while True:
+    async def _events(
+        self, call: Call, chunks: AsyncIterator[tuple[int, StreamChunk]], options: StreamOptions | None
+    ) -> AsyncIterator[str]:
+        try:
+            for index in range(call.size):
+                if (opening := self.opening(index)) is not None:
+                    yield _event(self._envelope(self.chunk_class, call, opening))
+            async for index, chunk in chunks:
                 if chunk.text or chunk.finish_reason is not None or chunk.shown_logprobs:
-                    yield _event(self.chunk(call, index, chunk))
-                try:
-                    index, chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    break
-            if with_usage:
-                yield _event(self.usage_chunk(call, call.usage()))
+                    yield _event(self._envelope(self.chunk_class, call, self.piece(index, chunk)))
+            if options is not None and options.include_usage:
+                yield _event(self._envelope(self.chunk_class, call, usage=call.usage()))
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # noqa: BLE001 - it is too late for a status
+            yield _event(problem_of(error).body())
 
-        return EventStream(events(), lambda: self.calls.end(call), {"x-request-id": call.rid})
+    def _envelope(self, kind: type[BaseModel], call: Call, *choices: BaseModel, **more: Usage) -> BaseModel:
+        """An answer, or a chunk of one, around its choices."""
+        return kind(
+            id=call.id,
+            object=kind.model_fields["object"].default,  # or it would not be written
+            created=call.created,
+            model=self.model,
+            choices=list(choices),
+            **more,
+        )
 
 
 #: Fields that SamplingParams has under the same name.
@@ -162,5 +179,12 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
+async def _beginning_with(first: T, others: AsyncIterator[T]) -> AsyncIterator[T]:
+    yield first
+    async for other in others:
+        yield other
+
+
 def _event(model: BaseModel) -> str:
-    return model.model_dump_json(exclude_unset=True)
+    """A server-sent event."""
+    return f"data: {model.model_dump_json(exclude_unset=True)}\n\n"

@@ -7,20 +7,18 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sgl_aspects.errors import EngineError
 from sgl_aspects.runtime.engine import Engine
-from sgl_aspects.runtime.request_handle import RequestHandle
-from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.request_handle import Prompt, RequestHandle, StreamChunk, chunks_of
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.runtime.server.problems import ApiError, problem_of
+from sgl_aspects.runtime.server.problems import ApiError
 from sgl_aspects.runtime.server.protocol import PromptTokensDetails, Usage
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -131,35 +129,11 @@ class Call:
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         """(index of the answer, its next chunk) in the order they come; an error of one ends all."""
-        queue: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
-
-        async def forward(index: int, handle: RequestHandle) -> None:
-            try:
-                async for chunk in handle:
-                    queue.put_nowait((index, chunk))
-            except Exception as error:  # noqa: BLE001 - raised by who reads the queue
-                queue.put_nowait(error)
-            else:
-                queue.put_nowait(None)
-
-        tasks = [asyncio.ensure_future(forward(i, handle)) for i, handle in enumerate(self.handles)]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    chunk = item[1]
-                    if chunk.finish_reason == "abort":
-                        raise ApiError(503, "the request was aborted", code="aborted")
-                    self.output_tokens += len(chunk.token_ids)
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
+        async for index, chunk in chunks_of(self.handles):
+            if chunk.finish_reason == "abort":
+                raise ApiError(503, "the request was aborted", code="aborted")
+            self.output_tokens += len(chunk.token_ids)
+            yield index, chunk
 
 
 def _abort_what_was_sent(sending: asyncio.Future[list[list[RequestHandle]]]) -> None:
@@ -186,44 +160,19 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Server-sent events. ``events`` gives the data of each; an error of it is sent as the last event.
-
-    ``finish`` is called in the end, whether all was sent or the client has hung up.
-    """
-
-    media_type = "text/event-stream"
+class EventStream(StreamingResponse):
+    """Server-sent events. ``finish`` is called in the end, whether all was sent or the client has hung up."""
 
     def __init__(
         self, events: AsyncIterator[str], finish: Callable[[], None], headers: Mapping[str, str]
     ) -> None:
-        super().__init__(None, 200, {"cache-control": "no-cache", **headers})
-        del self.headers["content-length"]
-        self._events = events
+        headers = {"cache-control": "no-cache", **headers}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._finish = finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            # Not starlette's own way: it sees a client that hangs up only where the web server tells it how.
+            await unless_disconnected(receive, self.stream_response(send))
         finally:
             self._finish()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events) as events:  # type: ignore[type-var]  # they are generators
-            try:
-                async for event in events:
-                    await _send_event(send, event)
-                await _send_event(send, "[DONE]")
-            except Exception as error:  # noqa: BLE001 - it is too late for a status
-                await _send_event(send, problem_of(error).body().model_dump_json())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_event(send: Send, data: str) -> None:
-    body: dict[str, Any] = {
-        "type": "http.response.body",
-        "body": f"data: {data}\n\n".encode(),
-        "more_body": True,
-    }
-    await send(body)

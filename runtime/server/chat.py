@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
-from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
-from sgl_aspects.runtime.server.calls import Call
 from sgl_aspects.runtime.server.problems import ApiError
 from sgl_aspects.runtime.server.protocol import (
     AnswerMessage,
@@ -24,13 +23,14 @@ from sgl_aspects.runtime.server.protocol import (
     JsonSchemaResponseFormat,
     TokenLogprob,
     TopLogprob,
-    Usage,
 )
 
 
 class ChatEndpoint(Endpoint):
-    body_class = ChatRequest
     id_prefix = "chatcmpl-"
+    body_class = ChatRequest
+    answer_class = ChatResponse
+    chunk_class = ChatChunk
 
     def prompts(self, body: ChatRequest) -> list[Prompt]:
         # "developer" is OpenAI's newer name for what templates know as "system".
@@ -57,52 +57,23 @@ class ChatEndpoint(Endpoint):
             params["json_schema"] = json.dumps(body.response_format.json_schema.json_schema)
         return SamplingParams(**params)
 
-    def response(self, call: Call, answers: Sequence[Answer]) -> ChatResponse:
-        return ChatResponse(
-            id=call.id,
-            created=call.created,
-            model=self.model,
-            choices=[
-                ChatChoice(
-                    index=index,
-                    message=AnswerMessage(content=answer.text),
-                    logprobs=self._logprobs(answer.logprobs),
-                    finish_reason=answer.finish_reason,
-                )
-                for index, answer in enumerate(answers)
-            ],
-            usage=call.usage(),
+    def choice(self, index: int, answer: Answer) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AnswerMessage(content=answer.text),
+            logprobs=self._logprobs(answer.logprobs),
+            finish_reason=answer.finish_reason,
         )
 
-    def first_chunks(self, call: Call) -> list[ChatChunk]:
-        return [
-            self._chunk(
-                call,
-                ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None),
-            )
-            for index in range(call.size)
-        ]
+    def opening(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None)
 
-    def chunk(self, call: Call, index: int, chunk: StreamChunk) -> ChatChunk:
-        choice = ChatChunkChoice(
+    def piece(self, index: int, chunk: StreamChunk) -> ChatChunkChoice:
+        return ChatChunkChoice(
             index=index,
             delta=Delta(content=chunk.text) if chunk.text else Delta(),
             logprobs=self._logprobs(chunk.shown_logprobs or []),
-            finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
-        )
-        return self._chunk(call, choice)
-
-    def usage_chunk(self, call: Call, usage: Usage) -> ChatChunk:
-        return self._chunk(call, usage=usage)
-
-    def _chunk(self, call: Call, *choices: ChatChunkChoice, usage: Usage | None = None) -> ChatChunk:
-        return ChatChunk(
-            id=call.id,
-            object="chat.completion.chunk",
-            created=call.created,
-            model=self.model,
-            choices=list(choices),
-            usage=usage,
+            finish_reason=finish_reason(chunk),
         )
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
-from sgl_aspects.runtime.request_manager import Prompt, StreamChunk
+from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
-from sgl_aspects.runtime.server.calls import Call
 from sgl_aspects.runtime.server.problems import ApiError
 from sgl_aspects.runtime.server.protocol import (
     MAX_PROMPTS,
@@ -17,7 +16,6 @@ from sgl_aspects.runtime.server.protocol import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
-    Usage,
 )
 
 #: OpenAI's default for this endpoint.
@@ -25,8 +23,9 @@ _MAX_TOKENS = 16
 
 
 class CompletionEndpoint(Endpoint):
-    body_class = CompletionRequest
     id_prefix = "cmpl-"
+    body_class = CompletionRequest
+    answer_class = chunk_class = CompletionResponse
 
     def prompts(self, body: CompletionRequest) -> list[Prompt]:
         prompt = body.prompt
@@ -43,43 +42,20 @@ class CompletionEndpoint(Endpoint):
             params["logprobs"] = body.logprobs
         return SamplingParams(**params)
 
-    def response(self, call: Call, answers: Sequence[Answer]) -> CompletionResponse:
-        choices = [
-            CompletionChoice(
-                index=index,
-                text=answer.text,
-                logprobs=self._logprobs(answer.logprobs),
-                finish_reason=answer.finish_reason,
-            )
-            for index, answer in enumerate(answers)
-        ]
-        return self._response(call, *choices, usage=call.usage())
+    def choice(self, index: int, answer: Answer) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=answer.text,
+            logprobs=self._logprobs(answer.logprobs),
+            finish_reason=answer.finish_reason,
+        )
 
-    def first_chunks(self, call: Call) -> list[CompletionResponse]:
-        return []
-
-    def chunk(self, call: Call, index: int, chunk: StreamChunk) -> CompletionResponse:
-        choice = CompletionChoice(
+    def piece(self, index: int, chunk: StreamChunk) -> CompletionChoice:
+        return CompletionChoice(
             index=index,
             text=chunk.text,
             logprobs=self._logprobs(chunk.shown_logprobs or []),
-            finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
-        )
-        return self._response(call, choice)
-
-    def usage_chunk(self, call: Call, usage: Usage) -> CompletionResponse:
-        return self._response(call, usage=usage)
-
-    def _response(
-        self, call: Call, *choices: CompletionChoice, usage: Usage | None = None
-    ) -> CompletionResponse:
-        return CompletionResponse(
-            id=call.id,
-            object="text_completion",
-            created=call.created,
-            model=self.model,
-            choices=list(choices),
-            usage=usage,
+            finish_reason=finish_reason(chunk),
         )
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:

@@ -42,11 +42,11 @@ EMBEDDED = Catalog(
     roles={
         # In the process of the caller.
         "receive_request": Role((f"{_MANAGER}.receive_request",), ("manager:self", "request")),
-        "tokenize_request": Role((f"{_MANAGER}.tokenize_request",), ("manager:self", "state")),
-        "send_request": Role((f"{_MANAGER}.send_request",), ("manager:self", "state")),
-        "detokenize": Role((f"{_MANAGER}.detokenize",), ("manager:self", "state", "token_ids")),
+        "tokenize_request": Role((f"{_MANAGER}.tokenize_request",), ("manager:self", "state:handle")),
+        "send_request": Role((f"{_MANAGER}.send_request",), ("manager:self", "state:handle")),
+        "detokenize": Role((f"{_MANAGER}.detokenize",), ("manager:self", "state:handle", "token_ids")),
         "finish_request": Role(
-            (f"{_MANAGER}.finish_request",), ("manager:self", "state", "finish_reason", "error")
+            (f"{_MANAGER}.finish_request",), ("manager:self", "state:handle", "finish_reason", "error")
         ),
         # In the scheduler's process.
         "add_request": Role((f"{_SCHEDULER}.add_request",), ("scheduler:self", "message")),
