@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 
 @dataclass
@@ -22,16 +21,3 @@ class RankLinks:
     init_method: str = ""
     #: Of rank 0: to each of the others. Of another rank: the one from rank 0.
     peers: list[Connection] = field(default_factory=list)
-
-    def pass_on(self, messages: list[Any]) -> None:
-        """Rank 0: what all ranks do next. EOFError where one is gone."""
-        for peer in self.peers:
-            try:
-                peer.send(messages)
-            except OSError as error:
-                raise EOFError from error
-
-    def receive(self) -> list[Any]:
-        """Another rank: waits for what rank 0 passes on. EOFError where it is gone."""
-        messages: list[Any] = self.peers[0].recv()
-        return messages

@@ -105,7 +105,8 @@ class Scheduler:
         The other ranks get theirs from rank 0: so all handle the same ones before the same step.
         """
         if self.ranks.rank > 0:
-            return self.ranks.receive()
+            messages: list[Any] = self.ranks.peers[0].recv()
+            return messages
         while not self.connection.poll(0 if self.has_work else _OWNER_CHECK_SECONDS):
             if os.getppid() != self._owner:  # a process that the owner forked may keep the pipe open
                 raise EOFError
@@ -114,7 +115,8 @@ class Scheduler:
         messages = []
         while self.connection.poll(0):
             messages.append(self.connection.recv())
-        self.ranks.pass_on(messages)
+        for peer in self.ranks.peers:
+            peer.send(messages)
         return messages
 
     def _send(self, message: Any) -> None:
