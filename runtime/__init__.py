@@ -7,7 +7,7 @@ The caller's process:
     tokenizer.py, text_stream.py   text to tokens, chat templates; tokens to text as they come
 The scheduler's process:
     scheduler_process.py  its entry point
-    scheduler.py, request_queue.py, batch.py   continuous batching: which tokens the model sees in each step
+    scheduler.py, batch.py   continuous batching: which tokens the model sees in each step
     kv_cache/             pages, page table, pools by kind of attention
     model_runner.py, forward_batch.py               one step on the device
     logit_adjuster.py, grammar.py, sampler.py, logprobs.py   from logits to tokens

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sgl_aspects.errors import EngineError
 from sgl_aspects.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ class Req:
     #: Stays true when the request has to give way and waits again.
     was_admitted: bool = False
     finish_reason: str | None = None
-    #: Where the reason is "error": what went wrong, and the name of the class in sgl_aspects.errors.
-    error: str | None = None
-    error_type: str = "InvalidRequestError"
+    #: Where the reason is "error": what went wrong.
+    error: EngineError | None = None
     #: Whether the last token only ended the request, and is no text.
     has_end_token: bool = False
     #: What the output is held to, where the request brought a schema.

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sgl_aspects.errors import EngineError
 from sgl_aspects.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -81,10 +82,8 @@ class TokenOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     cached_tokens: int = 0
-    #: Says what went wrong where finish_reason is "error".
-    error: str | None = None
-    #: Name of the error's class in sgl_aspects.errors.
-    error_type: str = "InvalidRequestError"
+    #: What went wrong where finish_reason is "error".
+    error: EngineError | None = None
     #: Whether the last token only ended the request, and is no text.
     has_end_token: bool = False
     #: One for each token, where the request asked for them.
@@ -97,6 +96,4 @@ class Reply:
 
     number: int
     value: Any = None
-    error: str | None = None
-    #: Name of the error's class in sgl_aspects.errors.
-    error_type: str = "EngineError"
+    error: EngineError | None = None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sgl_aspects import errors
 from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
 from sgl_aspects.runtime.checks import is_integer
 from sgl_aspects.runtime.grammar import check_json_schema
@@ -141,8 +140,7 @@ class RequestManager:
                 StreamChunk(handle.rid, text, output.token_ids, finish_reason, output.logprobs, shown)
             )
         if finish_reason is not None:
-            error = getattr(errors, output.error_type)(output.error) if finish_reason == "error" else None
-            self.end_request(handle, finish_reason, error)
+            self.end_request(handle, finish_reason, output.error)
 
     def detokenize(self, handle: RequestHandle, token_ids: Sequence[int]) -> str:
         """The text that these further tokens add, as far as it is certain."""

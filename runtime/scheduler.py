@@ -9,6 +9,7 @@ one request alone always fits; so each gets its turn, and nobody overtakes.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import logging
@@ -19,7 +20,7 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
-from sgl_aspects.errors import InvalidRequestError, ModelLoadError
+from sgl_aspects.errors import EngineError, InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.batch import Batch, BatchResult, ForwardMode, Req
 from sgl_aspects.runtime.grammar import GrammarCompiler
@@ -35,7 +36,6 @@ from sgl_aspects.runtime.messages import (
 )
 from sgl_aspects.runtime.model_runner import ModelRunner
 from sgl_aspects.runtime.rank_links import RankLinks
-from sgl_aspects.runtime.request_queue import RequestQueue
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class Scheduler:
         self.platform.apply_server_args_defaults(server_args)
         self.model_runner = ModelRunner(server_args, self.ranks)
         self.kv_cache = self.model_runner.kv_cache
-        self.waiting = RequestQueue()
+        #: In the order in which they are served. One that had to give way is where it was before.
+        self.waiting: list[Req] = []
         self.running: list[Req] = []
         self.step_id = 0
         self.num_retractions = 0
@@ -139,28 +140,23 @@ class Scheduler:
             raise TypeError(f"the scheduler got a message of unknown type {type(message).__qualname__}")
 
     def add_request(self, message: TokenizedRequest) -> Req:
-        seed = message.sampling_params.seed
-        if seed is None:
-            seed = self._seeds.getrandbits(64)
-        req = Req(
-            message.rid,
-            message.input_ids,
-            message.sampling_params,
-            random.Random(seed),
-            arrival=next(self._arrivals),
-        )
-        if message.sampling_params.json_schema is not None:
-            try:
-                req.grammar = self.grammar_compiler.compile(str(message.sampling_params.json_schema))
-            except InvalidRequestError as error:
-                req.finish_reason, req.error = "error", str(error)
-                self.stream_output([req])
-                return req
+        params = message.sampling_params
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        req = Req(message.rid, message.input_ids, params, random.Random(seed), arrival=next(self._arrivals))
         if req.max_total_tokens > self.kv_cache.total_size:  # the owner checks too: it would wait for ever
             raise ValueError(f"request {req.rid} needs more tokens than the key-value cache holds")
-        self.waiting.add(req)
-        self._limit_queue()
+        self._wait(req)
+        try:
+            if params.json_schema is not None:
+                req.grammar = self.grammar_compiler.compile(str(params.json_schema))
+        except InvalidRequestError as error:
+            self.fail_request(req, error)
+        else:
+            self._limit_queue()
         return req
+
+    def _wait(self, req: Req) -> None:
+        bisect.insort(self.waiting, req, key=lambda other: other.precedence)
 
     def _limit_queue(self) -> None:
         """Refuse the last request where one too many waits; those that can run at once do not count."""
@@ -169,16 +165,16 @@ class Scheduler:
             return
         free_places = args.max_running_requests - len(self.running)
         if len(self.waiting) > args.max_queued_requests + max(free_places, 0):
-            self.fail_request(
-                self.waiting.last_refusable(),
+            refused = next(req for req in reversed(self.waiting) if not req.was_admitted)
+            error = (
                 f"the queue is full: {args.max_queued_requests} requests wait (max_queued_requests). "
-                "Try again later",
-                "QueueFullError",
+                "Try again later"
             )
+            self.fail_request(refused, QueueFullError(error))
 
-    def fail_request(self, req: Req, error: str, error_type: str) -> None:
-        """End a request with an error of a class in sgl_aspects.errors, and tell its caller."""
-        req.error, req.error_type = error, error_type
+    def fail_request(self, req: Req, error: EngineError) -> None:
+        """End a request with an error, and tell its caller."""
+        req.error = error
         self.finish_request(req, "error")
         self.stream_output([req])
 
@@ -210,7 +206,7 @@ class Scheduler:
             self.model_runner.update_weights(message.model_path)
             self.kv_cache.forget_prefixes()
         except ModelLoadError as error:
-            reply.error, reply.error_type = str(error), "ModelLoadError"
+            reply.error = error
         self._send(reply)
 
     # -- one step ------------------------------------------------------------------------------------
@@ -349,7 +345,7 @@ class Scheduler:
         self.kv_cache.release(req)
         req.computed_tokens = 0
         self.num_retractions += 1
-        self.waiting.add(req)
+        self._wait(req)
 
     def _last_running(self) -> Req:
         return max(self.running, key=lambda req: req.precedence)
@@ -390,7 +386,8 @@ class Scheduler:
         if req.grammar is not None:
             req.grammar.accept(token)
             if req.grammar.error:
-                req.error = f"the output cannot be held to json_schema: {req.grammar.error}"
+                problem = f"the output cannot be held to json_schema: {req.grammar.error}"
+                req.error = InvalidRequestError(problem)
                 return "error"
             if req.grammar.is_complete:
                 req.has_end_token = is_eos
@@ -420,7 +417,6 @@ class Scheduler:
                         req.finish_reason,
                         req.cached_tokens,
                         req.error,
-                        req.error_type,
                         req.has_end_token,
                         logprobs,
                     )

@@ -149,7 +149,7 @@ class SchedulerLink:
         if reply.error is None:
             question.set_result(reply.value)
         else:
-            question.set_exception(getattr(errors, reply.error_type)(reply.error))
+            question.set_exception(reply.error)
 
     def _receive(self) -> Any:
         """The next message; None once the scheduler is gone, or has said with what error it goes."""

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sgl_aspects.errors import ModelLoadError
+from sgl_aspects.errors import InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime import scheduler as scheduler_module
 from sgl_aspects.runtime.batch import Batch, ForwardMode, Req
@@ -249,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             end, tokens = caller.ends[rid], caller.tokens[rid]
             answers = [caller.expected(rid, weights) for weights in dict.fromkeys(self.weights)]
             if end.finish_reason == "error":
-                assert end.error_type == "QueueFullError"
+                assert isinstance(end.error, QueueFullError)
                 assert not tokens
             elif end.finish_reason == "abort":
                 assert rid in self.aborted
@@ -318,8 +318,8 @@ def test_one_request_too_many_is_refused_and_says_why() -> None:
     rids = [caller.send([1], 5) for _ in range(7)]
     caller.listen()
     assert list(caller.ends) == rids[5:]  # two can run at once
-    assert caller.ends[rids[5]].error_type == "QueueFullError"
-    assert "3 requests wait (max_queued_requests)" in (caller.ends[rids[5]].error or "")
+    assert isinstance(caller.ends[rids[5]].error, QueueFullError)
+    assert "3 requests wait (max_queued_requests)" in str(caller.ends[rids[5]].error)
     caller.finish()
     assert all(caller.tokens[rid] == caller.expected(rid) for rid in rids[:5])
 
@@ -398,9 +398,35 @@ def test_bad_weights_are_answered_with_an_error_and_the_next_ones_come_after_the
         caller.scheduler.handle_message(UpdateWeightsRequest(path, number))
     later = caller.send([1], 10)
     caller.finish()
-    assert [(reply.number, reply.error_type if reply.error else "") for reply in caller.replies] == [
-        (0, "ModelLoadError"),
-        (1, ""),
+    assert [(reply.number, type(reply.error)) for reply in caller.replies] == [
+        (0, ModelLoadError),
+        (1, type(None)),
     ]
     assert caller.tokens[first] == caller.expected(first)
     assert caller.tokens[later] == caller.expected(later, "second")
+
+
+def test_a_schema_that_cannot_be_compiled_ends_its_request_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Compiler:
+        def compile(self, schema: str) -> None:
+            raise InvalidRequestError("json_schema cannot be used")
+
+    ended = []
+
+    class Watched(Scheduler):
+        def finish_request(self, req: Req, finish_reason: str) -> None:
+            ended.append((req.rid, finish_reason))
+            super().finish_request(req, finish_reason)
+
+    caller = Caller(max_total_tokens=64)
+    caller.scheduler.__class__ = Watched
+    monkeypatch.setitem(vars(caller.scheduler), "grammar_compiler", Compiler())
+    caller.tokens["mine"] = []
+    params = SamplingParams(json_schema="{}", max_new_tokens=4)
+    caller.scheduler.handle_message(TokenizedRequest("mine", [1], params))
+    caller.listen()
+    assert ended == [("mine", "error")]
+    assert isinstance(caller.ends["mine"].error, InvalidRequestError)
+    assert not caller.scheduler.has_work
