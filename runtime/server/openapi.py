@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from sgl_aspects.runtime.server import protocol
@@ -22,27 +21,28 @@ _PROBLEMS = {
 }
 
 
+_BODIES = (protocol.ChatRequest, protocol.CompletionRequest, protocol.UpdateWeightsRequest)
+_ANSWERS = (
+    *(protocol.ChatResponse, protocol.ChatChunk, protocol.CompletionResponse, protocol.ModelCard),
+    *(protocol.ModelList, protocol.Health, protocol.WeightsUpdated, protocol.ErrorResponse),
+)
+
+
 def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, Any]:
-    requests: list[type[BaseModel]] = [protocol.ChatRequest, protocol.CompletionRequest]
-    others: list[type[BaseModel]] = [protocol.UpdateWeightsRequest]
-    responses: list[type[BaseModel]] = [
-        protocol.ChatResponse,
-        protocol.ChatChunk,
-        protocol.CompletionResponse,
-        protocol.ModelCard,
-        protocol.ModelList,
-        protocol.Health,
-        protocol.WeightsUpdated,
-        protocol.ErrorResponse,
-    ]
+    """Of a server of ``model``; ``with_key``: it asks for an API key."""
     _, schemas = models_json_schema(
-        [(model, "validation") for model in (*requests, *others)]
-        + [(model, "serialization") for model in responses],
+        [(body, "validation") for body in _BODIES] + [(answer, "serialization") for answer in _ANSWERS],
         ref_template="#/components/schemas/{model}",
     )
-    for request in requests:
-        schemas["$defs"][request.__name__]["properties"]["model"]["enum"] = [model]
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    for request in ("ChatRequest", "CompletionRequest"):
+        components["schemas"][request]["properties"]["model"]["enum"] = [model]
+    one_model = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "enum": [model]},
+    }
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -51,52 +51,28 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
             "description": "OpenAI-compatible server of the embedded engine.",
         },
         "paths": {
-            "/v1/chat/completions": _post(
+            "/v1/chat/completions": _generation(
                 "Answer a conversation.", "ChatRequest", "ChatResponse", "ChatChunk"
             ),
-            "/v1/completions": _post(
+            "/v1/completions": _generation(
                 "Continue texts.", "CompletionRequest", "CompletionResponse", "CompletionResponse"
             ),
             "/update_weights_from_disk": {
-                "post": {
-                    "summary": "Go on with other weights of the same model; answers when they are in place.",
-                    "requestBody": {
-                        "required": True,
-                        "content": {"application/json": {"schema": _ref("UpdateWeightsRequest")}},
-                    },
-                    "responses": {
-                        "200": {
-                            "description": "They are in place.",
-                            "content": {"application/json": {"schema": _ref("WeightsUpdated")}},
-                        },
-                        **_problems(400, 401, 405, 408, 413, 415, 503),
-                    },
-                }
+                "post": _operation(
+                    "Go on with other weights of the same model; answers when they are in place.",
+                    _json("WeightsUpdated"),
+                    *(400, 401, 405, 408, 413, 415, 503),
+                    body="UpdateWeightsRequest",
+                )
             },
-            "/v1/models": _get("The model that is served.", "ModelList", 401, 405),
+            "/v1/models": {"get": _operation("The model that is served.", _json("ModelList"), 401, 405)},
             "/v1/models/{model}": {
-                **_get("The model of this name.", "ModelCard", 401, 404, 405),
-                "parameters": [
-                    {
-                        "name": "model",
-                        "in": "path",
-                        "required": True,
-                        "schema": {"type": "string", "enum": [model]},
-                    }
-                ],
+                "get": _operation("The model of this name.", _json("ModelCard"), 401, 404, 405),
+                "parameters": [one_model],
             },
-            "/health": _get("Whether the server can answer.", "Health", 405, 503),
+            "/health": {"get": _operation("Whether the server can answer.", _json("Health"), 405, 503)},
             "/metrics": {
-                "get": {
-                    "summary": "Counts as Prometheus text.",
-                    "responses": {
-                        "200": {
-                            "description": "Counts.",
-                            "content": {"text/plain": {"schema": {"type": "string"}}},
-                        },
-                        **_problems(401, 405),
-                    },
-                }
+                "get": _operation("Counts as Prometheus text.", {"text/plain": _schema("string")}, 401, 405)
             },
         },
         "components": components,
@@ -108,38 +84,30 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
     return document
 
 
-def _post(summary: str, request: str, response: str, chunk: str) -> dict[str, Any]:
-    answers = {
-        "description": "The answer; with stream=true, its chunks as server-sent events.",
-        "content": {
-            "application/json": {"schema": _ref(response)},
-            "text/event-stream": {"schema": _event(chunk)},
-        },
-    }
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-            "responses": {"200": answers, **_problems(*_PROBLEMS)},
-        }
-    }
-
-
-def _event(chunk: str) -> dict[str, Any]:
-    """One event of a stream."""
+def _generation(summary: str, body: str, answer: str, chunk: str) -> dict[str, Any]:
+    """An endpoint whose answer comes whole or, with stream=true, as server-sent events."""
     data = {"type": "string", "description": f"A {chunk} as JSON; [DONE] in the end; or an ErrorResponse."}
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    events = _schema("object", properties={"data": data}, required=["data"])
+    content = {**_json(answer), "text/event-stream": events}
+    return {"post": _operation(summary, content, *_PROBLEMS, body=body)}
 
 
-def _get(summary: str, response: str, *problems: int) -> dict[str, Any]:
-    found = {"description": "Found.", "content": {"application/json": {"schema": _ref(response)}}}
-    return {"get": {"summary": summary, "responses": {"200": found, **_problems(*problems)}}}
+def _operation(
+    summary: str, content: dict[str, Any], *problems: int, body: str | None = None
+) -> dict[str, Any]:
+    """What one method of a path takes and answers; ``problems`` are statuses."""
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    for status in problems:
+        responses[str(status)] = {"description": _PROBLEMS[status], "content": _json("ErrorResponse")}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(body)}
+    return operation
 
 
-def _problems(*statuses: int) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref("ErrorResponse")}}
-    return {str(status): {"description": _PROBLEMS[status], "content": content} for status in statuses}
+def _json(model: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model}"}}}
 
 
-def _ref(model: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{model}"}
+def _schema(kind: str, **more: Any) -> dict[str, Any]:
+    return {"schema": {"type": kind, **more}}
