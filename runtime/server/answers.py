@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
@@ -16,12 +16,10 @@ from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
 from sgl_aspects.runtime.server.gate import read_body
-from sgl_aspects.runtime.server.problems import ApiError, problem_of, problem_of_body
+from sgl_aspects.runtime.server.problems import ApiError, no_such_model, problem_of
 from sgl_aspects.runtime.server.protocol import FinishReason, SamplingFields, StreamOptions, Usage
 from sgl_aspects.runtime.server.settings import ServerSettings
 
-#: Nobody is there to read it: for the counts.
-_GONE = 499
 T = TypeVar("T")
 
 
@@ -78,19 +76,9 @@ class Endpoint(ABC):
         """A choice as a part of a stream."""
 
     async def __call__(self, request: Request) -> Response:
-        try:
-            body = self.body_class.model_validate_json(await read_body(request, self.settings))
-        except ClientDisconnect:
-            return Response(status_code=_GONE)
-        except ValidationError as error:
-            raise problem_of_body(error) from error
+        body = await read_body(request, self.settings, self.body_class)
         if body.model != self.model:
-            raise ApiError(
-                404,
-                f"model={body.model[:100]!r} is not served here: this server's is {self.model!r}",
-                param="model",
-                code="model_not_found",
-            )
+            raise no_such_model(body.model, self.model)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options: only allowed with stream=true", param="stream_options")
         prompts, params = self.prompts(body), self.sampling_params(body)
@@ -101,30 +89,26 @@ class Endpoint(ABC):
         except BaseException:
             self.calls.end(call)
             raise
-        if not isinstance(response, EventStream):
+        if not stream:
             self.calls.end(call)
-        return response or Response(status_code=_GONE)
+        return response
 
-    async def _whole(self, request: Request, call: Call) -> Response | None:
+    async def _whole(self, request: Request, call: Call) -> Response:
         answers = [Answer() for _ in call.handles]
 
-        async def collect() -> bool:
+        async def collect() -> None:
             async for index, chunk in call.chunks():
                 answers[index].add(chunk)
-            return True
 
-        if not await unless_disconnected(request.receive, collect()):
-            return None
+        await unless_disconnected(request.receive, collect())
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         content = self._envelope(self.answer_class, call, *choices, usage=call.usage()).model_dump_json()
         return Response(content, media_type="application/json", headers={"x-request-id": call.rid})
 
-    async def _stream(self, request: Request, call: Call, body: SamplingFields) -> Response | None:
+    async def _stream(self, request: Request, call: Call, body: SamplingFields) -> Response:
         """Begun once the first token is there: what goes wrong before that has a status of its own."""
         chunks = call.chunks()
         first = await unless_disconnected(request.receive, anext(chunks))
-        if first is None:
-            return None
         events = self._events(call, _beginning_with(first, chunks), body.stream_options)
         return EventStream(events, lambda: self.calls.end(call), {"x-request-id": call.rid})
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from sgl_aspects import __version__
 from sgl_aspects.errors import EngineError, ModelLoadError
 from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.calls import Calls
 from sgl_aspects.runtime.server.chat import ChatEndpoint
 from sgl_aspects.runtime.server.completions import CompletionEndpoint
@@ -28,15 +29,9 @@ from sgl_aspects.runtime.server.openapi import openapi_document
 from sgl_aspects.runtime.server.problems import (
     ApiError,
     answer_http_exception,
+    answer_nobody,
     answer_problem,
-    problem_of_body,
-)
-from sgl_aspects.runtime.server.protocol import (
-    Health,
-    ModelCard,
-    ModelList,
-    UpdateWeightsRequest,
-    WeightsUpdated,
+    no_such_model,
 )
 from sgl_aspects.runtime.server.settings import ServerSettings
 
@@ -50,7 +45,9 @@ class ServerApp:
         self.calls = Calls(engine, settings.max_concurrent_requests)
         self.metrics = ServerMetrics(engine)
         model = str(engine.server_args.served_model_name)
-        self._card = ModelCard(id=model, created=int(time.time()), max_model_len=engine.context_length)
+        self._card = protocol.ModelCard(
+            id=model, created=int(time.time()), max_model_len=engine.context_length
+        )
         self._document = json.dumps(
             openapi_document(__version__, model, with_key=settings.api_key is not None)
         )
@@ -71,6 +68,7 @@ class ServerApp:
             exception_handlers={
                 ApiError: answer_problem,
                 EngineError: answer_problem,
+                ClientDisconnect: answer_nobody,
                 HTTPException: answer_http_exception,
                 Exception: answer_problem,
             },
@@ -78,37 +76,29 @@ class ServerApp:
         self.asgi: ASGIApp = MeasureResponses(KeyGate(app, settings.api_key), self.metrics, frozenset(routes))
 
     async def list_models(self, request: Request) -> Response:
-        return _json(ModelList(data=[self._card]))
+        return _json(protocol.ModelList(data=[self._card]))
 
     async def retrieve_model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name != self._card.id:
-            raise ApiError(
-                404,
-                f"model={name[:100]!r} is not served here: this server's is {self._card.id!r}",
-                code="model_not_found",
-            )
+            raise no_such_model(name, self._card.id)
         return _json(self._card)
 
     async def update_weights(self, request: Request) -> Response:
         """Returns when the new weights are in place: after the answers that have begun."""
+        body = await read_body(request, self._settings, protocol.UpdateWeightsRequest)
         try:
-            body = UpdateWeightsRequest.model_validate_json(await read_body(request, self._settings))
             await asyncio.to_thread(self.engine.update_weights, body.model_path)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except ValidationError as error:
-            raise problem_of_body(error) from error
         except ModelLoadError as error:
             raise ApiError(400, str(error), param="model_path") from error
-        return _json(WeightsUpdated(model_path=body.model_path))
+        return _json(protocol.WeightsUpdated(model_path=body.model_path))
 
     async def health(self, request: Request) -> Response:
         """200 while the server takes requests."""
         problem = self.engine.failure or self.calls.closed
         if problem is not None:
             raise ApiError(503, problem, code="unavailable")
-        return _json(Health())
+        return _json(protocol.Health())
 
     async def show_metrics(self, request: Request) -> Response:
         text = await asyncio.to_thread(self.metrics.text)

@@ -4,13 +4,15 @@ has hung up."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +22,8 @@ from sgl_aspects.runtime.request_handle import Prompt, RequestHandle, StreamChun
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.problems import ApiError
 from sgl_aspects.runtime.server.protocol import PromptTokensDetails, Usage
+
+logger = logging.getLogger(__name__)
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 T = TypeVar("T")
@@ -63,23 +67,10 @@ class Calls:
         call = Call(prefix, size)
         self.under_way.add(call)
         headers = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
-        sending = asyncio.ensure_future(
-            # Long prompts take their time to become tokens: other calls go on meanwhile.
-            asyncio.to_thread(
-                self.engine.submit_group,
-                prompts,
-                params,
-                rid=call.rid,
-                external_trace_header=headers,
-                stream=stream,
-            )
-        )
+        send = partial(self.engine.submit_group, prompts, params, rid=call.rid, stream=stream)
         try:
-            groups = await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            sending.add_done_callback(_abort_what_was_sent)
-            self.end(call)
-            raise
+            # Long prompts take their time to become tokens: other calls go on meanwhile.
+            groups = await asyncio.to_thread(send, external_trace_header=headers)
         except BaseException:
             self.end(call)
             raise
@@ -136,15 +127,8 @@ class Call:
             yield index, chunk
 
 
-def _abort_what_was_sent(sending: asyncio.Future[list[list[RequestHandle]]]) -> None:
-    if not sending.cancelled() and sending.exception() is None:
-        for handles in sending.result():
-            for handle in handles:
-                handle.abort()
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """What ``work`` gives; None, and the work cancelled, where the client hangs up first."""
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """What ``work`` gives; ClientDisconnect, and the work cancelled, where the client hangs up first."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -153,7 +137,9 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
     finally:
         for future in (task, gone):
             future.cancel()
@@ -174,5 +160,7 @@ class EventStream(StreamingResponse):
         try:
             # Not starlette's own way: it sees a client that hangs up only where the web server tells it how.
             await unless_disconnected(receive, self.stream_response(send))
+        except ClientDisconnect:
+            logger.debug("the client of a stream has hung up")
         finally:
             self._finish()

@@ -8,31 +8,18 @@ from collections.abc import Sequence
 from sgl_aspects.runtime.logprobs import TokenLogprobs
 from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
 from sgl_aspects.runtime.server.problems import ApiError
-from sgl_aspects.runtime.server.protocol import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatRequest,
-    ChatResponse,
-    Delta,
-    JsonObjectFormat,
-    JsonSchemaResponseFormat,
-    TokenLogprob,
-    TopLogprob,
-)
 
 
 class ChatEndpoint(Endpoint):
     id_prefix = "chatcmpl-"
-    body_class = ChatRequest
-    answer_class = ChatResponse
-    chunk_class = ChatChunk
+    body_class = protocol.ChatRequest
+    answer_class = protocol.ChatResponse
+    chunk_class = protocol.ChatChunk
 
-    def prompts(self, body: ChatRequest) -> list[Prompt]:
+    def prompts(self, body: protocol.ChatRequest) -> list[Prompt]:
         # "developer" is OpenAI's newer name for what templates know as "system".
         return [
             [
@@ -44,44 +31,46 @@ class ChatEndpoint(Endpoint):
             ]
         ]
 
-    def sampling_params(self, body: ChatRequest) -> SamplingParams:
+    def sampling_params(self, body: protocol.ChatRequest) -> SamplingParams:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only allowed with logprobs=true", param="top_logprobs")
         params = common_params(body)
         params["max_new_tokens"] = body.max_completion_tokens or body.max_tokens
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
-        if isinstance(body.response_format, JsonObjectFormat):
+        if isinstance(body.response_format, protocol.JsonObjectFormat):
             params["json_schema"] = '{"type": "object"}'
-        elif isinstance(body.response_format, JsonSchemaResponseFormat):
+        elif isinstance(body.response_format, protocol.JsonSchemaResponseFormat):
             params["json_schema"] = json.dumps(body.response_format.json_schema.json_schema)
         return SamplingParams(**params)
 
-    def choice(self, index: int, answer: Answer) -> ChatChoice:
-        return ChatChoice(
+    def choice(self, index: int, answer: Answer) -> protocol.ChatChoice:
+        return protocol.ChatChoice(
             index=index,
-            message=AnswerMessage(content=answer.text),
+            message=protocol.AnswerMessage(content=answer.text),
             logprobs=self._logprobs(answer.logprobs),
             finish_reason=answer.finish_reason,
         )
 
-    def opening(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None)
+    def opening(self, index: int) -> protocol.ChatChunkChoice:
+        return protocol.ChatChunkChoice(
+            index=index, delta=protocol.Delta(role="assistant", content=""), finish_reason=None
+        )
 
-    def piece(self, index: int, chunk: StreamChunk) -> ChatChunkChoice:
-        return ChatChunkChoice(
+    def piece(self, index: int, chunk: StreamChunk) -> protocol.ChatChunkChoice:
+        return protocol.ChatChunkChoice(
             index=index,
-            delta=Delta(content=chunk.text) if chunk.text else Delta(),
+            delta=protocol.Delta(content=chunk.text) if chunk.text else protocol.Delta(),
             logprobs=self._logprobs(chunk.shown_logprobs or []),
             finish_reason=finish_reason(chunk),
         )
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.ChatLogprobs | None:
         if not entries:
             return None
-        return ChatLogprobs(
+        return protocol.ChatLogprobs(
             content=[
-                TokenLogprob(
+                protocol.TokenLogprob(
                     **self._token(entry.token_id, entry.logprob).model_dump(),
                     top_logprobs=[self._token(token, logprob) for token, logprob in entry.top],
                 )
@@ -89,6 +78,6 @@ class ChatEndpoint(Endpoint):
             ]
         )
 
-    def _token(self, token: int, logprob: float) -> TopLogprob:
+    def _token(self, token: int, logprob: float) -> protocol.TopLogprob:
         raw = self.tokenizer.token_bytes(token)
-        return TopLogprob(token=raw.decode("utf-8", "replace"), logprob=logprob, bytes=list(raw))
+        return protocol.TopLogprob(token=raw.decode("utf-8", "replace"), logprob=logprob, bytes=list(raw))

@@ -8,15 +8,9 @@ from itertools import accumulate
 from sgl_aspects.runtime.logprobs import TokenLogprobs
 from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
 from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
 from sgl_aspects.runtime.server.problems import ApiError
-from sgl_aspects.runtime.server.protocol import (
-    MAX_PROMPTS,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    CompletionResponse,
-)
 
 #: OpenAI's default for this endpoint.
 _MAX_TOKENS = 16
@@ -24,48 +18,50 @@ _MAX_TOKENS = 16
 
 class CompletionEndpoint(Endpoint):
     id_prefix = "cmpl-"
-    body_class = CompletionRequest
-    answer_class = chunk_class = CompletionResponse
+    body_class = protocol.CompletionRequest
+    answer_class = chunk_class = protocol.CompletionResponse
 
-    def prompts(self, body: CompletionRequest) -> list[Prompt]:
+    def prompts(self, body: protocol.CompletionRequest) -> list[Prompt]:
         prompt = body.prompt
         several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
         prompts = list(prompt) if several else [prompt]
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise ApiError(400, f"prompt: {len(prompts)} prompts; give 1 to {MAX_PROMPTS}", param="prompt")
+        if not 1 <= len(prompts) <= protocol.MAX_PROMPTS:
+            raise ApiError(
+                400, f"prompt: {len(prompts)} prompts; give 1 to {protocol.MAX_PROMPTS}", param="prompt"
+            )
         return prompts  # type: ignore[return-value]  # a text, or token ids
 
-    def sampling_params(self, body: CompletionRequest) -> SamplingParams:
+    def sampling_params(self, body: protocol.CompletionRequest) -> SamplingParams:
         params = common_params(body)
         params["max_new_tokens"] = body.max_tokens or _MAX_TOKENS
         if body.logprobs is not None:
             params["logprobs"] = body.logprobs
         return SamplingParams(**params)
 
-    def choice(self, index: int, answer: Answer) -> CompletionChoice:
-        return CompletionChoice(
+    def choice(self, index: int, answer: Answer) -> protocol.CompletionChoice:
+        return protocol.CompletionChoice(
             index=index,
             text=answer.text,
             logprobs=self._logprobs(answer.logprobs),
             finish_reason=answer.finish_reason,
         )
 
-    def piece(self, index: int, chunk: StreamChunk) -> CompletionChoice:
-        return CompletionChoice(
+    def piece(self, index: int, chunk: StreamChunk) -> protocol.CompletionChoice:
+        return protocol.CompletionChoice(
             index=index,
             text=chunk.text,
             logprobs=self._logprobs(chunk.shown_logprobs or []),
             finish_reason=finish_reason(chunk),
         )
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.CompletionLogprobs | None:
         """``text_offset`` counts from the beginning of these tokens."""
         if not entries:
             return None
         text = self._token_text
         tokens = [text(entry.token_id) for entry in entries]
         tops = [{text(token): logprob for token, logprob in entry.top} for entry in entries]
-        return CompletionLogprobs(
+        return protocol.CompletionLogprobs(
             tokens=tokens,
             token_logprobs=[entry.logprob for entry in entries],
             top_logprobs=tops if any(tops) else None,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from typing import TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_aspects.runtime.server.problems import ApiError
+from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
 from sgl_aspects.runtime.server.settings import ServerSettings
 
 #: Open to anyone who reaches the port: load balancers have no key.
 OPEN_PATHS = ("/health",)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class KeyGate:
@@ -42,19 +45,22 @@ def _check_key(key: str, headers: Headers) -> None:
         raise ApiError(401, "the API key is wrong", code="invalid_api_key")
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """The whole body; ClientDisconnect where the client has hung up before that."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"content-type={kind[:100]!r}: send application/json")
+async def read_body(request: Request, settings: ServerSettings, kind: type[Body]) -> Body:
+    """The whole body, checked; ClientDisconnect where the client has hung up before that."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, f"content-type={content_type[:100]!r}: send application/json")
     limit = settings.max_body_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
         raise ApiError(413, f"the body has {announced} bytes; at most {limit} are taken")
     try:
-        return await asyncio.wait_for(_collect(request, limit), settings.body_timeout)
+        body = await asyncio.wait_for(_collect(request, limit), settings.body_timeout)
+        return kind.model_validate_json(body)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} s") from None
+    except ValidationError as error:
+        raise problem_of_body(error) from error
 
 
 async def _collect(request: Request, limit: int) -> bytes:

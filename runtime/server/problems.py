@@ -56,6 +56,11 @@ def problem_of(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed at this request; its log says more")
 
 
+def no_such_model(asked: str, served: str) -> ApiError:
+    message = f"model={asked[:100]!r} is not served here: this server's is {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def problem_of_body(error: ValidationError) -> ApiError:
     """Names the first fault of a body, and how many more there are."""
     faults = error.errors(include_url=False, include_context=False)
@@ -84,6 +89,11 @@ def _is_field(part: int | str) -> bool:
 def _shortened(text: str, length: int = 100) -> str:
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= length else f"{text[:length]}..."
+
+
+async def answer_nobody(request: Request, error: Exception) -> Response:
+    """The client has hung up: for the counts."""
+    return Response(status_code=499)
 
 
 async def answer_problem(request: Request, error: Exception) -> Response:
