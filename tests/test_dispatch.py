@@ -20,7 +20,6 @@ from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import (
-    ConfiguredPolicy,
     ImplKind,
     OperatorSpec,
     OpImpl,
@@ -71,7 +70,7 @@ def small_registry() -> OpRegistry:
 
 
 def added(policy: SelectionPolicy) -> int:
-    manager = OpManager(small_registry(), ConfiguredPolicy(policy))
+    manager = OpManager(small_registry(), policy)
     return int(manager.call_op("op", torch.zeros(())))
 
 
@@ -205,7 +204,7 @@ def test_what_was_resolved_while_the_registry_changed_is_not_kept() -> None:
 
 
 def test_every_implementation_has_a_reason() -> None:
-    manager = OpManager(small_registry(), ConfiguredPolicy(SelectionPolicy.of(prefer="vendor:a")))
+    manager = OpManager(small_registry(), SelectionPolicy.of(prefer="vendor:a"))
     assert manager.explain("op", torch.float32, CPU).splitlines() == [
         "op → vendor.a.op   (prefer=vendor:a)",
         "  vendor.a.op: chosen",
@@ -384,9 +383,8 @@ def test_a_vendors_form_and_a_vendors_function_are_chosen_alike(monkeypatch: pyt
             OpImpl("silu_and_mul", "vendor.chip.silu_and_mul", ImplKind.VENDOR, marked, vendor="chip")
         )
         assert layer.chosen().impl_id == "SiluAndMul.forward_chip"
-        with dispatch.policy_context(
-            manager.policy.with_order("silu_and_mul", ["impl:vendor.chip.silu_and_mul"])
-        ):
+        order = {"silu_and_mul": "impl:vendor.chip.silu_and_mul"}
+        with dispatch.policy_context(SelectionPolicy.of(prefer="vendor", per_op_order=order)):
             assert bool((layer(X) == 7).all())
         with dispatch.with_denied_vendors(["chip"]):
             assert layer.chosen().impl_id == "SiluAndMul.forward_native"
@@ -563,7 +561,6 @@ def settings_of(text: str, tmp_path: Path) -> Settings:
         ("shadow_rate: 2", "shadow_rate: 2: write a share above 0 and up to 1"),
         ("shadow_rate: often", "shadow_rate: 'often'"),
         ("summaries: [nope]", "summaries: unknown operator 'nope'"),
-        ("platforms: 7", "platforms: 7: write a list of names"),
         ("log: 7", "log: 7: write a path"),
         ("- prefer", "holds a list: write 'key: value' lines"),
         ("prefer: [", "is no YAML"),
@@ -611,26 +608,43 @@ def test_variables_come_before_the_file_and_the_file_before_the_platforms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = new_registry()
-    configured = load_settings(registry).configured
-    assert configured.policy.prefer.text == "vendor", "cpu.yaml"
-    assert configured.origin("prefer").endswith("cpu.yaml: prefer")
+    settings = load_settings(registry)
+    assert settings.policy.prefer.text == "vendor", "cpu.yaml"
+    assert settings.origin("prefer").endswith("cpu.yaml: prefer")
     file = tmp_path / "mine.yaml"
     file.write_text("prefer: reference\nstrict: true\nop_blacklist: [topk]\n")
     monkeypatch.setenv("SGL_ASPECTS_OP_CONFIG", str(file))
-    configured = load_settings(registry).configured
-    assert (configured.policy.prefer.text, configured.policy.strict) == ("reference", True)
+    settings = load_settings(registry)
+    assert (settings.policy.prefer.text, settings.policy.strict) == ("reference", True)
     monkeypatch.setenv("SGL_ASPECTS_OP_PREFER", "flagos")
     monkeypatch.setenv("SGL_ASPECTS_OP_WHITELIST", "rms_norm")
     monkeypatch.setenv("SGL_ASPECTS_OP_PER_OP_ORDER", "rms_norm=vendor:cuda|default;topk=reference")
-    configured = load_settings(registry).configured
-    assert configured.policy.describe() == (
-        "prefer=default rms_norm=vendor:cuda|default topk=reference strict op_whitelist=rms_norm"
+    settings = load_settings(registry)
+    assert settings.policy.describe() == (
+        "prefer=default per_op_order=rms_norm=vendor:cuda|default;topk=reference strict=true "
+        "op_whitelist=rms_norm"
     )
-    assert configured.origin("strict") == f"{file}: strict"
-    assert configured.origin("prefer") == "SGL_ASPECTS_OP_PREFER"
+    assert settings.origin("strict") == f"{file}: strict"
+    assert settings.origin("prefer") == "SGL_ASPECTS_OP_PREFER"
     monkeypatch.setenv("SGL_ASPECTS_OP_PLATFORM", "none")
     monkeypatch.delenv("SGL_ASPECTS_OP_CONFIG")
     assert load_settings(registry).files == ()
+
+
+def test_a_file_may_say_that_no_folder_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_aspects.runtime.dispatch import live
+
+    followed: list[str] = []
+    monkeypatch.setattr(live, "_start", followed.append)
+    monkeypatch.setattr(live, "_followed", {})
+    monkeypatch.delenv("SGL_ASPECTS_OP_CONTROL")
+    file = tmp_path / "ops.yaml"
+    monkeypatch.setenv("SGL_ASPECTS_OP_CONFIG", str(file))
+    for text, folders in (("control: off", []), (f"control: {tmp_path}", [str(tmp_path)])):
+        file.write_text(text)
+        dispatch.reset_manager()
+        dispatch.follow_requests()
+        assert followed == folders, text
 
 
 def test_a_platform_brings_a_file_of_its_own(tmp_path: Path) -> None:
@@ -643,7 +657,7 @@ def test_a_platform_brings_a_file_of_its_own(tmp_path: Path) -> None:
 
     set_current_platform(Acme())
     try:
-        assert load_settings(new_registry()).configured.origin("prefer") == f"{file}: prefer"
+        assert load_settings(new_registry()).origin("prefer") == f"{file}: prefer"
     finally:
         set_current_platform(None)
 

@@ -18,7 +18,6 @@ from sgl_aspects.errors import ConfigError, OperatorError, UnsupportedCallError
 from sgl_aspects.platforms import DeviceCapability, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime.dispatch import (
-    ConfiguredPolicy,
     ImplKind,
     OperatorSpec,
     OpImpl,
@@ -48,7 +47,7 @@ def manager_of(
         registry.register(
             OpImpl("op", f"vendor.{name}", ImplKind.VENDOR, function, vendor=name, priority=100 - number)
         )
-    return OpManager(registry, ConfiguredPolicy(SelectionPolicy.of(prefer="vendor", strict=strict)))
+    return OpManager(registry, SelectionPolicy.of(prefer="vendor", strict=strict))
 
 
 def failing(x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +91,7 @@ def test_strict_forbids_the_fallback_to_what_the_order_names_too() -> None:
 def test_strict_wants_what_the_order_names_to_be_there() -> None:
     registry = new_registry()
     strict = SelectionPolicy.of(prefer="default", strict=True)
-    manager = OpManager(registry, ConfiguredPolicy(strict))
+    manager = OpManager(registry, strict)
     with pytest.raises(
         OperatorError, match=r"no implementation may serve rms_norm.*default.flaggems.rms_norm"
     ):
@@ -155,7 +154,7 @@ def test_architectures_and_devices_are_checked_at_selection() -> None:
     for capability, chosen in (((8, 0), "reference.op"), ((9, 0), "vendor.new")):
         set_current_platform(Numbered(*capability))
         try:
-            manager.bump_epoch()
+            manager.choose_anew()
             assert manager.select("op", torch.float32, X.device).impl.impl_id == chosen
         finally:
             set_current_platform(None)
@@ -323,6 +322,18 @@ def test_what_refuses_a_call_is_not_set_aside() -> None:
     assert calls == [2] * 5 + [1]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, UnsupportedCallError])
+def test_what_an_error_says_is_told_as_it_is(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(x: torch.Tensor) -> torch.Tensor:
+        raise error("memory is 100% full, %d bytes")
+
+    with caplog.at_level("INFO", logger="sgl_aspects.dispatch"):
+        assert torch.equal(manager_of(full).call_op("op", X), X + 1)
+    assert "memory is 100% full, %d bytes); reference.op served" in caplog.text
+
+
 def test_what_was_set_aside_is_tried_again_when_failures_are_cleared() -> None:
     function = FailsUntilRepaired()
     manager = manager_of(function)
@@ -364,7 +375,7 @@ def test_a_forked_child_registers_nothing_again_and_does_not_hang() -> None:
 
     def hold() -> None:
         scope = manager.policy_context(SelectionPolicy.of(prefer="vendor:v0"))
-        with scope, manager._lock, manager.registry._lock:
+        with scope, manager.lock, manager.registry.lock:
             held.set()
             done.wait(60)
 

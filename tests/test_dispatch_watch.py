@@ -493,12 +493,15 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
         return manager.policy.describe()
 
     assert (
-        after(op_blacklist="topk,rms_norm", strict="yes") == "prefer=vendor strict op_blacklist=rms_norm,topk"
+        after(op_blacklist="topk,rms_norm", strict="yes")
+        == "prefer=vendor strict=true op_blacklist=rms_norm,topk"
     )
-    assert after(op_whitelist="topk") == "prefer=vendor strict op_whitelist=topk", "they exclude each other"
+    assert after(op_whitelist="topk") == "prefer=vendor strict=true op_whitelist=topk", (
+        "they exclude each other"
+    )
     with pytest.raises(ConfigError, match="--set op_whitelist: 'topk' and --set op_blacklist: 'linear' excl"):
         after(op_whitelist="topk", op_blacklist="linear")
-    assert after(op_blacklist="linear") == "prefer=vendor strict op_blacklist=linear"
+    assert after(op_blacklist="linear") == "prefer=vendor strict=true op_blacklist=linear"
     assert after(op_blacklist="", strict="", prefer="") == "prefer=default"
     assert after(allow_vendors="cuda", deny_vendors="cpu") == (
         "prefer=default deny_vendors=cpu allow_vendors=cuda"
@@ -521,6 +524,10 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
     assert watching() == ({"topk": REFERENCE}, 0.01, ("topk",))
     live.obey({"shadow": "", "summaries": ""}, manager)
     assert watching() is None
+    before = manager.policy
+    with pytest.raises(ConfigError, match="--rate: nothing is watched"):
+        live.obey({"set": {"prefer": "reference"}, "rate": 0.5}, manager)
+    assert manager.policy == before, "all of a request or nothing"
 
 
 def test_requests_of_others_and_broken_ones_are_refused(

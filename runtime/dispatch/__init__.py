@@ -8,18 +8,20 @@ print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
 
 The modules, in the order to read them:
 
-    types, registry, operators    an implementation; an operator, and all that is known of each; the twelve
-    reference/                    what each of them means, in PyTorch
+    types                         what an operator is, an implementation of one, a token in an order
+    operators, reference/         the twelve, as functions; what each of them means, in PyTorch
+    registry                      all of them, with all implementations that are known
     policy, selection             what a person wants; which implementation that is for such tensors
     call_site, manager            a place that calls, down to a plain call; all places, kept up to date
-    functions, process            the operators as functions; the one manager of this process
+    process                       the one manager of this process
     backends, flaggems, vendors/  where implementations come from
     configuration, live           what variables and files say; what `sgl-aspects ops` says to live processes
     watching, comparing           shadow mode; with layer_names (whose call) and compiled_calls (in graphs)
     bridge                        other engines' layers, called as their engines call them
 """
 
-from sgl_aspects.runtime.dispatch.functions import (
+from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.operators import (
     chunk_gated_delta_rule,
     embedding,
     fused_moe,
@@ -33,8 +35,7 @@ from sgl_aspects.runtime.dispatch.functions import (
     silu_and_mul,
     topk,
 )
-from sgl_aspects.runtime.dispatch.manager import OpManager
-from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.process import (
     call_op,
     follow_requests,
@@ -46,11 +47,10 @@ from sgl_aspects.runtime.dispatch.process import (
     with_preference,
     with_strict_mode,
 )
-from sgl_aspects.runtime.dispatch.registry import OperatorSpec, OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token
 
 __all__ = [
-    "ConfiguredPolicy",
     "ImplKind",
     "OpImpl",
     "OpManager",

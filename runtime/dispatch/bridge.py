@@ -10,23 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sgl_aspects.runtime.dispatch import functions
-
-
-def silu_and_mul(layer: Any, x: torch.Tensor) -> Any:
-    return functions.silu_and_mul(x)
+from sgl_aspects.runtime.dispatch import operators
 
 
-def gelu_and_mul(layer: Any, x: torch.Tensor) -> Any:
-    return functions.gelu_and_mul(x, layer.approximate)
+def silu_and_mul(layer: Any, x: Tensor) -> Any:
+    return operators.silu_and_mul(x)
+
+
+def gelu_and_mul(layer: Any, x: Tensor) -> Any:
+    return operators.gelu_and_mul(x, layer.approximate)
 
 
 def rms_norm(
     layer: Any,
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    post_residual_addition: torch.Tensor | None = None,
+    x: Tensor,
+    residual: Tensor | None = None,
+    post_residual_addition: Tensor | None = None,
     quant_linear: Any = None,
     **others: Any,
 ) -> Any:
@@ -37,27 +38,24 @@ def rms_norm(
     takers = (quant_linear, getattr(layer, "_quant_linear", None))
     if _asks(*others.values()) or not _is_plain_norm(layer) or any(map(_scales_its_input, takers)):
         return NotImplemented
-    return functions.rms_norm(
+    return operators.rms_norm(
         x, layer.weight, layer.variance_epsilon, _added(residual, post_residual_addition)
     )
 
 
 def gemma_rms_norm(
-    layer: Any,
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    post_residual_addition: torch.Tensor | None = None,
+    layer: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
 ) -> Any:
     residual = _added(residual, post_residual_addition)
-    return functions.gemma_rms_norm(x, layer.weight, layer.variance_epsilon, residual)
+    return operators.gemma_rms_norm(x, layer.weight, layer.variance_epsilon, residual)
 
 
 def rotary_embedding(
     layer: Any,
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    offsets: torch.Tensor | None = None,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    offsets: Tensor | None = None,
     fused_set_kv_buffer_arg: Any = None,
     **others: Any,
 ) -> Any:
@@ -67,7 +65,7 @@ def rotary_embedding(
     if offsets is not None:
         positions = positions + offsets
     cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
-    turned = functions.rotary_embedding(
+    turned = operators.rotary_embedding(
         query.view(len(positions), -1, layer.head_size),
         key.view(len(positions), -1, layer.head_size),
         cos,
@@ -80,9 +78,9 @@ def rotary_embedding(
 
 def mrotary_embedding(
     layer: Any,
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
     fused_set_kv_buffer_arg: Any = None,
     **others: Any,
 ) -> Any:
@@ -96,7 +94,7 @@ def mrotary_embedding(
         return NotImplemented
     tokens = positions.shape[-1]
     cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
-    turned = functions.mrotary_embedding(
+    turned = operators.mrotary_embedding(
         query.view(tokens, -1, layer.head_size),
         key.view(tokens, -1, layer.head_size),
         cos,
@@ -109,11 +107,11 @@ def mrotary_embedding(
 
 
 def topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
+    hidden_states: Tensor,
+    gating_output: Tensor,
     topk: int,
     renormalize: bool,
-    correction_bias: torch.Tensor | None = None,
+    correction_bias: Tensor | None = None,
     scoring_func: str = "softmax",
     *more: Any,
     **others: Any,
@@ -121,11 +119,11 @@ def topk(
     """Not a layer but a function, as SGLang's ``fused_topk``; ids in int32, as it has them."""
     if scoring_func not in ("softmax", "sigmoid") or _asks(correction_bias, *more, *others.values()):
         return NotImplemented
-    weights, ids = functions.topk(gating_output, topk, renormalize, scoring_func)
+    weights, ids = operators.topk(gating_output, topk, renormalize, scoring_func)
     return weights, ids.to(torch.int32)
 
 
-def fused_moe(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> Any:
+def fused_moe(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Any:
     """As SGLang's ``moe_forward_native``: stacked weights in ``w13_weight`` and ``w2_weight``."""
     config = moe_runner_config
     plain = config.activation in ("silu", "gelu") and not config.apply_router_weight_on_input
@@ -135,7 +133,7 @@ def fused_moe(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: 
     if getattr(layer, "w13_weight_bias", None) is not None:
         return NotImplemented
     weights, ids, *_ = topk_output
-    return functions.fused_moe(x, layer.w13_weight, layer.w2_weight, weights, ids.long(), config.activation)
+    return operators.fused_moe(x, layer.w13_weight, layer.w2_weight, weights, ids.long(), config.activation)
 
 
 BRIDGES: dict[str, Callable[..., Any]] = {
@@ -153,13 +151,13 @@ BRIDGES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _added(residual: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+def _added(residual: Tensor | None, more: Tensor | None) -> Tensor | None:
     return residual if residual is None or more is None else residual + more
 
 
 def _asks(*values: Any) -> bool:
     """Whether any of a call's further arguments asks for something; a tensor always does."""
-    return any(isinstance(value, torch.Tensor) or bool(value) for value in values)
+    return any(isinstance(value, Tensor) or bool(value) for value in values)
 
 
 def _is_plain_norm(layer: Any) -> bool:

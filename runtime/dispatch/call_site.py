@@ -21,7 +21,7 @@ from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.manager import OpManager
     from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
-    from sgl_aspects.runtime.dispatch.registry import OperatorSpec
+    from sgl_aspects.runtime.dispatch.types import OperatorSpec
 
 _GUARD = """
 def make(calls, resolve):
@@ -108,23 +108,22 @@ class CallSite:
         # A device's number, -1 for the host's: asking a tensor for it makes no object.
         key = (dtype, -1 if device is None or device.index is None else device.index)
         call = calls.get(policy, {}).get(key)
-        if call is None:
-            selection = self.select((dtype, device))
-            manager.note_selection(self, (dtype, device), selection)
-            call = self.bound(selection.impl)
-            if manager.watch is not None:
-                call = manager.watch.around(self, selection, call)
-            calls.setdefault(policy, {})[key] = call
-            # Once tensors have a say here they keep it: another type's choice must not replace the guard.
-            self._guarded = self._guarded or selection.depends_on_tensors
-            self._install(calls, self._guard(calls[policy]) if self._guarded else call)
-        return call
-
-    def _install(self, calls: dict[SelectionPolicy, Any], run: Callable[..., Any]) -> None:
-        """Run this from now on, unless what it was chosen from is void by now, or depends on the context."""
-        with self.manager.lock:
-            if calls is self._calls and not self.manager.is_scoped:
+        if call is not None:
+            return call
+        selection = self.select((dtype, device))
+        manager.log_selection(self, (dtype, device), selection.impl)
+        call = self.bound(selection.impl)
+        if manager.watch is not None:
+            call = manager.watch.around(self, selection, call)
+        calls.setdefault(policy, {})[key] = call
+        # Once tensors have a say here they keep it: another type's choice must not replace the guard.
+        self._guarded = self._guarded or selection.depends_on_tensors
+        run = self._guard(calls[policy]) if self._guarded else call
+        with manager.lock:
+            # Unless what it was chosen from is void by now, or depends on the context.
+            if calls is self._calls and not manager.is_scoped:
                 self.run = run
+        return call
 
     def _guard(self, calls: dict[Key, Callable[..., Any]]) -> Callable[..., Any]:
         """What ``run`` is where tensors decide: look the deciding one up, then a plain call."""

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy, listed
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry, check_choice
 from sgl_aspects.runtime.dispatch.types import Token
-
-if TYPE_CHECKING:
-    from sgl_aspects.runtime.dispatch.manager import OpManager
 
 PREFIX = "SGL_ASPECTS_OP_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -47,34 +44,26 @@ class Value:
 class Settings:
     """All keys, checked."""
 
-    configured: ConfiguredPolicy
+    policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     shadow: tuple[tuple[str, Token], ...] = ()
     shadow_rate: float = 0.01
     summaries: frozenset[str] = frozenset()
     #: The folder through which `sgl-aspects ops` talks to live processes.
     control: str | None = None
     log: str | None = None
+    #: Key → where it is written; those of which nobody said anything are not in it.
+    origins: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
 
-    def start_watching(self, manager: OpManager) -> None:
-        """What was asked for at start: a log of what is chosen, shadow calls, summaries, a control folder."""
-        from sgl_aspects.runtime.dispatch import live, watching
-
-        if self.log is not None:
-            live.log_to(self.log)
-        if self.shadow or self.summaries:
-            manager.set_watch(watching.Watch(dict(self.shadow), self.shadow_rate, self.summaries))
-        if self.control is not None:
-            live.follow(self.control, manager)
+    def origin(self, key: str) -> str:
+        return self.origins.get(key, "default")
 
 
 # -- readers of one value each ---------------------------------------------------------------------------
 
 
 def _names(value: Value) -> frozenset[str]:
-    if not isinstance(value.value, (str, list, tuple)):
-        raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
-    names = listed(value.value)
+    names = listed(value.value) if isinstance(value.value, (str, list, tuple)) else [""]
     is_blank = isinstance(value.value, str) and not names
     if is_blank or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
@@ -144,6 +133,10 @@ def _path(value: Value) -> str:
     return value.value
 
 
+def _control(value: Value) -> str:
+    return "off" if value.value is False else _path(value)  # what YAML makes of a plain off
+
+
 #: Every key, with what reads its value. Whether the names in it are there, the registry knows.
 KEYS: dict[str, Callable[[Value], Any]] = {
     "prefer": _token,
@@ -156,17 +149,18 @@ KEYS: dict[str, Callable[[Value], Any]] = {
     "shadow": _shadow,
     "shadow_rate": _share,
     "summaries": _names,
-    "control": _path,
+    "control": _control,
     "log": _path,
 }
-POLICY_KEYS = tuple(SelectionPolicy.__dataclass_fields__)
+POLICY_KEYS = tuple(each.name for each in fields(SelectionPolicy))
 WATCH_KEYS = ("shadow", "shadow_rate", "summaries")
 DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
 #: What ``--set KEY=`` stands for: the default, whatever a file says.
 USUAL = object()
-#: What else a file may hold, and what else a variable may be called.
-_FILE_ONLY = ("platforms",)
+#: What else a variable may be called.
 _VARIABLES_ONLY = ("CONFIG", "PLATFORM", "VENDOR_PATH", "ATTACH")
+#: Which of our files is for which platform, by its device_name.
+_FILE_OF_PLATFORM = {"cuda": "nvidia", "rocm": "amd", "npu": "ascend", "cpu": "cpu"}
 
 
 # -- sources ------------------------------------------------------------------------------------------------
@@ -178,16 +172,9 @@ def load_settings(registry: OpRegistry, said: Mapping[str, str] | None = None) -
     :raises ConfigError: names the file or variable, the key, the value and the choices.
     """
     sources = [from_words(said or {}), from_variables()]
-    path = env.text(CONFIG_VARIABLE)
-    files = []
-    if path is not None:
-        sources.append(read_file(path))
-        files.append(path)
-    platform_file = find_platform_file()
-    if platform_file is not None:
-        sources.append(read_file(platform_file))
-        files.append(str(platform_file))
-    return merged(sources, registry, tuple(files))
+    files = [str(path) for path in (env.text(CONFIG_VARIABLE), find_platform_file()) if path is not None]
+    settings = merged([*sources, *map(read_file, files)], registry)
+    return replace(settings, files=tuple(files))
 
 
 def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
@@ -196,29 +183,20 @@ def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
     :raises ConfigError: an unknown key.
     """
     for key in said:
-        if key not in KEYS:
-            raise ConfigError(f"--set: unknown key {key!r}; choose from {', '.join(KEYS)}")
+        check_choice("--set", "key", key, list(KEYS))
     return {key: Value(USUAL if value == "" else value, f"--set {key}") for key, value in said.items()}
 
 
 def from_variables() -> dict[str, Value]:
     """:raises ConfigError: a variable begins as ours do and is none of them."""
-    known = [*map(_variable, KEYS), *_VARIABLES_ONLY]
+    # The prefix says OP already: op_whitelist is SGL_ASPECTS_OP_WHITELIST.
+    variables = {key: PREFIX + key.removeprefix("op_").upper() for key in KEYS}
+    known = [*variables.values(), *(PREFIX + name for name in _VARIABLES_ONLY)]
     for variable in os.environ:
-        if variable.startswith(PREFIX) and variable[len(PREFIX) :] not in known:
-            choices = ", ".join(f"{PREFIX}{name}" for name in known)
-            raise ConfigError(f"environment: unknown variable {variable!r}; choose from {choices}")
-    found = {}
-    for key in KEYS:
-        text = env.text(PREFIX + _variable(key))
-        if text is not None:
-            found[key] = Value(text, PREFIX + _variable(key))
-    return found
-
-
-def _variable(key: str) -> str:
-    """The prefix says OP already: ``op_whitelist`` is SGL_ASPECTS_OP_WHITELIST."""
-    return key.removeprefix("op_").upper()
+        if variable.startswith(PREFIX):
+            check_choice("environment", "variable", variable, known)
+    said = {key: (env.text(variable), variable) for key, variable in variables.items()}
+    return {key: Value(text, variable) for key, (text, variable) in said.items() if text is not None}
 
 
 def read_file(path: str | Path) -> dict[str, Value]:
@@ -243,52 +221,47 @@ def read_file(path: str | Path) -> dict[str, Value]:
             f"the keys {', '.join(KEYS)}"
         )
     for key in document:
-        if key not in KEYS and key not in _FILE_ONLY:
-            raise ConfigError(f"{path}: unknown key {key!r}; choose from {', '.join([*KEYS, *_FILE_ONLY])}")
+        check_choice(str(path), "key", key, list(KEYS))
     return {key: Value(value, f"{path}: {key}") for key, value in document.items()}
 
 
 def find_platform_file() -> Path | None:
     """The platform's own file; else ours for its name; SGL_ASPECTS_OP_PLATFORM names one of ours, or none."""
-    ours = {path.stem: path for path in sorted(PLATFORM_FILES.glob("*.yaml")) if path.stem != "sample"}
     wanted = env.text(PLATFORM_VARIABLE)
-    if wanted == "none":
-        return None
     if wanted is not None:
-        check_choice(PLATFORM_VARIABLE, "platform file", wanted, [*ours, "none"])
-        return ours[wanted]
-    own = current_platform.get_operator_config()
-    if own is not None:
-        return Path(own)
-    for path in ours.values():
-        platforms = read_file(path).get("platforms", Value([], str(path)))
-        if current_platform.device_name in _names(platforms):
-            return path
-    return None
+        check_choice(
+            PLATFORM_VARIABLE, "platform file", wanted, [*sorted(_FILE_OF_PLATFORM.values()), "none"]
+        )
+    else:
+        own = current_platform.get_operator_config()
+        if own is not None:
+            return Path(own)
+        wanted = _FILE_OF_PLATFORM.get(current_platform.device_name, "none")
+    return None if wanted == "none" else PLATFORM_FILES / f"{wanted}.yaml"
 
 
-def merged(sources: list[dict[str, Value]], registry: OpRegistry, files: tuple[str, ...] = ()) -> Settings:
-    """Each key from the first source that says something about it; all of them are checked."""
+def merged(sources: list[dict[str, Value]], registry: OpRegistry, base: Settings | None = None) -> Settings:
+    """Each key from the first source that says something about it, else from ``base``; all are checked."""
+    base = base or Settings()
     values: dict[str, Any] = {}
     first: dict[str, Value] = {}
     rank: dict[str, int] = {}
     for number, source in enumerate(sources):
         for key, value in source.items():
-            if key in _FILE_ONLY:
-                _names(value)
-                continue
             checked = DEFAULTS[key] if value.value is USUAL else KEYS[key](value)
             registry.check_names(key, checked, value.where)
             if key not in values:
                 values[key], first[key], rank[key] = checked, value, number
-    # A list said in a variable replaces the other list of a file: they exclude each other in one source only.
-    white, black = "op_whitelist", "op_blacklist"
-    if values.get(white) is not None and values.get(black):
-        if rank[white] == rank[black]:
-            both = " and ".join(f"{first[key].where}: {first[key].value!r}" for key in (white, black))
-            raise ConfigError(f"{both} exclude each other: keep one")
-        values.pop(max(white, black, key=lambda key: rank[key]))
-    origins = {key: value.where for key, value in first.items() if key in values}
-    policy = SelectionPolicy(**{key: values[key] for key in POLICY_KEYS if key in values})
-    others = {key: value for key, value in values.items() if key not in POLICY_KEYS}
-    return Settings(ConfiguredPolicy(policy, origins), files=files, **others)
+    # A list that one source says replaces a later one's other list; in one source they exclude each other.
+    other = {"op_whitelist": "op_blacklist", "op_blacklist": "op_whitelist"}
+    lists = [key for key in other if key in values and values[key] != DEFAULTS[key]]
+    if len({rank[key] for key in lists}) < len(lists):
+        both = " and ".join(f"{first[key].where}: {first[key].value!r}" for key in lists)
+        raise ConfigError(f"{both} exclude each other: keep one")
+    if lists:
+        replaced = other[min(lists, key=rank.__getitem__)]
+        values[replaced] = DEFAULTS[replaced]
+        first.pop(replaced, None)
+    policy = replace(base.policy, **{key: values.pop(key) for key in POLICY_KEYS if key in values})
+    origins = {**base.origins, **{key: value.where for key, value in first.items()}}
+    return replace(base, policy=policy, origins=origins, **values)

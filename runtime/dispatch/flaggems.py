@@ -4,6 +4,8 @@ Each function is the operator's contract put on FlagGems' own call. What a kerne
 before anything is computed.
 """
 
+# mypy: no-warn-return-any
+
 from __future__ import annotations
 
 import importlib
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.platforms import current_platform
@@ -38,52 +41,42 @@ def available() -> bool | str:
     return True
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    result: torch.Tensor = _gems().silu_and_mul(gate, up)
-    return result
+    return _gems().silu_and_mul(gate, up)
 
 
-def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    result: torch.Tensor = _gems().gelu_and_mul(gate, up, approximate)
-    return result
+    return _gems().gelu_and_mul(gate, up, approximate)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     # FlagGems' fused_add_rms_norm writes into both inputs, which the operator promises to leave alone.
     total = x if residual is None else x + residual
-    normed: torch.Tensor = _gems().rms_norm(total, list(weight.shape), weight, eps)
+    normed: Tensor = _gems().rms_norm(total, list(weight.shape), weight, eps)
     return normed if residual is None else (normed, total)
 
 
 def gemma_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     return rms_norm(x, weight.float() + 1.0, eps, residual)
 
 
 def rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     if 2 * cos.shape[-1] != query.shape[-1]:
         raise UnsupportedCallError("FlagGems rotates whole heads, not a part of them")
-    result: tuple[torch.Tensor, torch.Tensor] = _gems().apply_rotary_pos_emb(
-        query, key, cos, sin, positions, interleaved
-    )
-    return result
+    return _gems().apply_rotary_pos_emb(query, key, cos, sin, positions, interleaved)
 
 
 def topk(
-    router_logits: torch.Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    router_logits: Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[Tensor, Tensor]:
     if scoring != "softmax" or k > 32:
         raise UnsupportedCallError(f"FlagGems chooses up to 32 experts by softmax, not {k} by {scoring}")
     tokens = len(router_logits)
@@ -95,32 +88,31 @@ def topk(
 
 
 def fused_moe(
-    x: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     activation: str = "silu",
-) -> torch.Tensor:
+) -> Tensor:
     if activation != "silu":
         raise UnsupportedCallError(f"FlagGems' experts use silu, not {activation}")
-    result: torch.Tensor = _gems().outplace_fused_experts(
+    return _gems().outplace_fused_experts(
         x.contiguous(), gate_up_weight, down_weight, topk_weights, topk_ids.int(), activation
     )
-    return result
 
 
 def chunk_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
     chunk_size: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
     if initial_state is None:
@@ -128,11 +120,7 @@ def chunk_gated_delta_rule(
         initial_state = value.new_zeros(shape, dtype=torch.float32)
     _give_triton_an_allocator(value.device)
     _, output, _, state, *_ = _gems().chunk_gated_delta_rule_fwd(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        g.float().contiguous(),
-        beta.contiguous(),
+        *(x.contiguous() for x in (query, key, value, g.float(), beta)),
         key.shape[-1] ** -0.5 if scale is None else scale,
         initial_state,
         True,
@@ -141,15 +129,15 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     batch, tokens = key.shape[:2]
     # One row of all sequences, and where each begins: the kernel wants to be told even where all are alike.
     begins = torch.arange(0, batch * tokens + 1, tokens, device=key.device, dtype=torch.int32)
@@ -157,15 +145,9 @@ def fused_recurrent_gated_delta_rule(
         x.reshape(1, batch * tokens, *x.shape[2:]) for x in (query, key, value, g, beta)
     )
     # The kernel stores the state after each token, wherever these say: always into the sequence's own.
-    own = (
-        torch.arange(batch, device=key.device, dtype=torch.int32)[:, None].expand(batch, tokens).contiguous()
-    )
+    own = torch.arange(batch, device=key.device, dtype=torch.int32)[:, None].repeat(1, tokens)
     output, _ = _gems().fused_recurrent_gated_delta_rule_fwd(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        g.float().contiguous(),
-        beta.contiguous(),
+        *(x.contiguous() for x in (query, key, value, g.float(), beta)),
         key.shape[-1] ** -0.5 if scale is None else scale,
         state,
         inplace_final_state=True,
@@ -173,22 +155,21 @@ def fused_recurrent_gated_delta_rule(
         ssm_state_indices=own,
         use_qk_l2norm_in_kernel=use_qk_l2norm,
     )
-    result: torch.Tensor = output
-    return result.reshape(batch, tokens, *value.shape[2:])
+    return output.reshape(batch, tokens, *value.shape[2:])
 
 
 def _give_triton_an_allocator(device: torch.device) -> None:
     """Kernels with tensor descriptors ask Triton for memory, and Triton asks whoever was set to give it."""
     triton: Any = importlib.import_module("triton")
 
-    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
 
     if hasattr(triton, "set_allocator"):  # Triton 3.3 and later
         triton.set_allocator(allocate)
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def _unit(x: Tensor) -> Tensor:
     return (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 

@@ -7,7 +7,6 @@ other users are not read.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -15,13 +14,21 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import AspectsError, ConfigError
-
-if TYPE_CHECKING:
-    from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.configuration import (
+    POLICY_KEYS,
+    USUAL,
+    WATCH_KEYS,
+    Settings,
+    Value,
+    from_words,
+    merged,
+)
+from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.watching import watch_of
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
@@ -30,6 +37,7 @@ OFF = "off"
 _REQUEST = "request.json"
 _SECONDS = 0.5
 
+#: Folder → whom its requests are for.
 _followed: dict[str, OpManager] = {}
 
 
@@ -46,22 +54,19 @@ def folder_of_environment() -> Path:
     return parent / f"sgl-aspects-operators-{user}"
 
 
-def follow_default(manager: OpManager) -> None:
-    """Unless the variable names another folder (followed already) or says "off"."""
-    if env.text(CONTROL_VARIABLE) is None:
-        follow(str(folder_of_environment()), manager)
-
-
 def follow(folder: str, manager: OpManager) -> None:
-    """Start a daemon thread that does what is asked in ``folder``.
+    """Do what is asked in ``folder``, in a daemon thread; nothing where it is "off".
 
     :raises ConfigError: the folder cannot be made, or belongs to someone else.
     """
-    if folder == OFF or folder in _followed:
+    if folder == OFF:
         return
-    prepare_folder(Path(folder))
+    is_followed = folder in _followed
+    if not is_followed:
+        prepare_folder(Path(folder))
     _followed[folder] = manager
-    _start(folder, manager)
+    if not is_followed:
+        _start(folder)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -77,29 +82,30 @@ def prepare_folder(folder: Path) -> None:
         )
 
 
-def _start(folder: str, manager: OpManager) -> None:
-    threading.Thread(target=_work, args=(Path(folder), manager), name="operators", daemon=True).start()
+def _start(folder: str) -> None:
+    threading.Thread(target=_work, args=(folder,), name="operators", daemon=True).start()
 
 
 def _restart_after_fork() -> None:
-    for folder, manager in _followed.items():
-        _start(folder, manager)
+    for folder in _followed:
+        _start(folder)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_restart_after_fork)
 
 
-def _work(folder: Path, manager: OpManager) -> None:
+def _work(name: str) -> None:
     """Requests from before this process began are not for it. What dead processes left behind goes."""
+    folder = Path(name)
     states(folder)
-    request = read_own_json(folder / _REQUEST)
-    done = request.get("serial") if request else None
+    done = (read_own_json(folder / _REQUEST) or {}).get("serial")
     error: str | None = None
     written = ""
     while True:
-        request = read_own_json(folder / _REQUEST)
-        if request is not None and request.get("serial") != done:
+        manager = _followed[name]
+        request = read_own_json(folder / _REQUEST) or {}
+        if request.get("serial") != done:
             done = request.get("serial")
             if request.get("pid") in (None, os.getpid()):
                 try:
@@ -121,53 +127,36 @@ def _work(folder: Path, manager: OpManager) -> None:
 def obey(request: dict[str, Any], manager: OpManager) -> None:
     """``set``: keys and values; ``shadow``, ``rate``, ``summaries``: what is watched; nothing ends the watch.
 
+    All of it is done, or nothing.
+
     :raises ConfigError: an unknown key, one that is read at start only, or a value that is not allowed.
     """
-    from sgl_aspects.runtime.dispatch.configuration import (
-        POLICY_KEYS,
-        USUAL,
-        WATCH_KEYS,
-        Value,
-        from_words,
-        merged,
-    )
-    from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
-    from sgl_aspects.runtime.dispatch.watching import Watch
-
     said = from_words(request.get("set") or {})
     for key in said:
         if key not in (*POLICY_KEYS, *WATCH_KEYS):
-            raise ConfigError(
-                f"--set {key}: it is read at start only; choose from {', '.join((*POLICY_KEYS, *WATCH_KEYS))}"
-            )
+            choices = ", ".join((*POLICY_KEYS, *WATCH_KEYS))
+            raise ConfigError(f"--set {key}: it is read at start only; choose from {choices}")
     for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate"), ("summaries", "summaries")):
         if request.get(flag) is not None:
             said[key] = Value(USUAL if request[flag] == "" else request[flag], f"--{flag}")
-    settings = merged([said], manager.registry)
-    chosen = {key: getattr(settings.configured.policy, key) for key in POLICY_KEYS if key in said}
-    if chosen:
-        current = manager.configured
-        if chosen.get("op_whitelist") is not None:
-            chosen.setdefault("op_blacklist", frozenset())
-        elif chosen.get("op_blacklist"):
-            chosen.setdefault("op_whitelist", None)
-        policy = dataclasses.replace(current.policy, **chosen)
-        manager.set_policy(ConfiguredPolicy(policy, {**current.origins, **settings.configured.origins}))
+    current, watch = Settings(manager.process_policy), manager.watch
+    if watch is not None:
+        shadow, summaries = tuple(watch.shadow.items()), frozenset(watch.summaries)
+        current = Settings(manager.process_policy, shadow, watch.rate, summaries)
+    wanted = merged([said], manager.registry, current)
+    if set(said).intersection(WATCH_KEYS) == {"shadow_rate"} and watch is None:
+        raise ConfigError("--rate: nothing is watched: name operators with --shadow or --summaries")
+    if wanted.policy != current.policy:
+        manager.set_policy(wanted.policy)
     if any(key in said for key in WATCH_KEYS):
-        old = manager.watch or Watch({})
-        shadow = dict(settings.shadow) if "shadow" in said else old.shadow
-        rate = settings.shadow_rate if "shadow_rate" in said else old.rate
-        summaries = settings.summaries if "summaries" in said else old.summaries
-        if not (shadow or summaries or "shadow" in said or "summaries" in said):
-            raise ConfigError("--rate: nothing is watched: name operators with --shadow or --summaries")
-        manager.set_watch(Watch(shadow, rate, summaries) if shadow or summaries else None)
+        manager.set_watch(watch_of(wanted))
 
 
 def state(manager: OpManager) -> dict[str, Any]:
     """What this process has resolved and found, in plain values."""
     return {
         "pid": os.getpid(),
-        "policy": manager.configured.policy.describe(),
+        "policy": manager.process_policy.describe(),
         "resolved": [list(row) for row in manager.resolved()],
         "failures": [[op, impl, count] for (op, impl), count in manager.failures().items()],
         "watch": None if manager.watch is None else manager.watch.report(),
@@ -200,8 +189,8 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # another user's by now
+        pass
     return True
 
 

@@ -17,7 +17,7 @@ import torch
 from sgl_aspects.errors import OperatorError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.call_site import CallSite, Key
-from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy, SelectionPolicy
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.selection import Availability, Selection, choose
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
@@ -36,13 +36,13 @@ _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 class OpManager:
     """Safe to use from several threads and after a fork. One for the process: :func:`get_manager`."""
 
-    def __init__(self, registry: OpRegistry, configured: ConfiguredPolicy | None = None) -> None:
+    def __init__(self, registry: OpRegistry, policy: SelectionPolicy | None = None) -> None:
         self.registry = registry
-        self._availability = Availability()
-        #: Grows with each change of policy: what was resolved before is void.
-        self.epoch = 0
+        #: What holds where no scope says otherwise.
+        self.process_policy = policy or SelectionPolicy()
         self.watch: Watch | None = None
-        self._configured = configured or ConfiguredPolicy(SelectionPolicy())
+        #: Held while anything changes; another one in a forked child.
+        self.lock = threading.RLock()
         #: The policies of this context's open scopes, the innermost last.
         self._scoped: contextvars.ContextVar[tuple[SelectionPolicy, ...]] = contextvars.ContextVar(
             "operator policies", default=()
@@ -50,13 +50,12 @@ class OpManager:
         self._open_scopes = 0
         self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
         self._functions: dict[str, CallSite] = {}
+        self._availability = Availability()
+        #: (policy, operator, layer's kind, dtype, device, dispatch key) → who serves, since the last change.
+        self._selections: dict[tuple[Any, ...], Selection] = {}
         #: (policy, operator, implementation, tensors) → how often.
         self._failures: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
-        self._selections: dict[tuple[Any, ...], Selection] = {}
-        #: (operator, layer's kind, tensors) → implementation, since the last change.
-        self._resolved: dict[tuple[str, Any, Key], str] = {}
         self._logged: set[tuple[Any, ...]] = set()
-        self._lock = threading.RLock()
         _managers.add(self)
         registry.users.add(self)
 
@@ -66,35 +65,22 @@ class OpManager:
     def policy(self) -> SelectionPolicy:
         """The policy of this context: the innermost scope's, or the one that was set for the process."""
         scopes = self._scoped.get()
-        return scopes[-1] if scopes else self._configured.policy
-
-    @property
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Held while anything changes; another one in a forked child."""
-        return self._lock
-
-    @property
-    def configured(self) -> ConfiguredPolicy:
-        return self._configured
+        return scopes[-1] if scopes else self.process_policy
 
     @property
     def is_scoped(self) -> bool:
         """Whether the policy depends on who calls: then nothing is resolved for good."""
         return self._open_scopes > 0
 
-    def set_policy(self, policy: SelectionPolicy | ConfiguredPolicy) -> None:
+    def set_policy(self, policy: SelectionPolicy) -> None:
         """For the whole process, from the next call on.
 
         :raises ConfigError: it names an operator, vendor or implementation that is not there.
         """
-        if not isinstance(policy, ConfiguredPolicy):
-            policy = ConfiguredPolicy(
-                policy, dict.fromkeys(SelectionPolicy.__dataclass_fields__, "set_policy")
-            )
-        self.registry.check_policy(policy.policy)
-        with self._lock:
-            self._configured = policy
-            self.bump_epoch()
+        self.registry.check_policy(policy)
+        with self.lock:
+            self.process_policy = policy
+            self.choose_anew()
 
     @contextlib.contextmanager
     def policy_context(self, policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
@@ -112,15 +98,14 @@ class OpManager:
             self._scope_opened(-1)
 
     def _scope_opened(self, change: int) -> None:
-        with self._lock:
+        with self.lock:
             self._open_scopes += change
-            self.bump_epoch()
+            self.choose_anew()
 
-    def bump_epoch(self) -> None:
+    def choose_anew(self) -> None:
         """Void everything that was resolved: each place chooses anew at its next call."""
-        with self._lock:
-            self.epoch += 1
-            self._selections, self._resolved = {}, {}
+        with self.lock:
+            self._selections = {}
             for site in list(self._sites):
                 site.reset()
 
@@ -131,14 +116,14 @@ class OpManager:
         if layer is None:
             self.registry.spec(op_name)
         site = CallSite(self, op_name, layer)
-        with self._lock:
+        with self.lock:
             self._sites.add(site)
             site.reset()
         return site
 
     def function_site(self, op_name: str) -> CallSite:
         """The place of the operator's own function; one for the process."""
-        with self._lock:
+        with self.lock:
             if op_name not in self._functions:
                 self._functions[op_name] = self.site(op_name)
             return self._functions[op_name]
@@ -148,7 +133,7 @@ class OpManager:
         if layer is None:
             return self.registry.impls(op_name)
         forms: tuple[OpImpl, ...] = layer.forms()
-        if not layer.takes_functions or op_name not in self.registry.op_names():
+        if not layer.takes_functions or op_name not in self.registry:
             return forms
         functions = self.registry.impls(op_name)
         if any(form.kind is ImplKind.REFERENCE for form in forms):
@@ -166,25 +151,24 @@ class OpManager:
         policy: SelectionPolicy | None = None,
     ) -> Selection:
         """:raises OperatorError: nothing may serve."""
-        policy = policy or self.policy
-        known, kind = self._selections, _kind_of(layer)
+        policy, known = policy or self.policy, self._selections
+        kind = None  # layers of one kind are served alike
+        if layer is not None:
+            kind = (layer if isinstance(layer, type) else type(layer), layer.takes_functions)
         question = (policy, op_name, kind, dtype, device, current_platform.get_dispatch_key_name())
-        if question not in known:
-            known[question] = self._select(policy, op_name, dtype, device, layer)
-        return known[question]
-
-    def _select(
-        self, policy: SelectionPolicy, op_name: str, dtype: Any, device: Any, layer: Any
-    ) -> Selection:
-        failed = {
-            impl_id
-            for (of_policy, op, impl_id, key), count in list(self._failures.items())
-            if count >= FAILURES_BEFORE_SET_ASIDE
-            and (of_policy, op) == (policy, op_name)
-            and (dtype is None or key == (dtype, device))
-        }
-        candidates = self.candidates(op_name, layer)
-        return choose(op_name, candidates, policy, self._availability, dtype, device, failed)
+        selection = known.get(question)
+        if selection is None:
+            failed = {
+                impl_id
+                for (of_policy, op, impl_id, key), count in list(self._failures.items())
+                if count >= FAILURES_BEFORE_SET_ASIDE
+                and (of_policy, op) == (policy, op_name)
+                and (dtype is None or key == (dtype, device))
+            }
+            candidates = self.candidates(op_name, layer)
+            selection = choose(op_name, candidates, policy, self._availability, dtype, device, failed)
+            known[question] = selection
+        return selection
 
     def resolve_op(
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -204,9 +188,8 @@ class OpManager:
 
     def mutated_by(self, impl: OpImpl) -> tuple[str, ...]:
         """The arguments that a call of this implementation may write to."""
-        if impl.op_name not in self.registry.op_names():
-            return impl.mutates
-        return tuple(dict.fromkeys((*self.registry.spec(impl.op_name).mutates, *impl.mutates)))
+        always = self.registry.spec(impl.op_name).mutates if impl.op_name in self.registry else ()
+        return tuple(dict.fromkeys((*always, *impl.mutates)))
 
     def count_failure(
         self, site: CallSite, key: Key, impl: OpImpl, error: Exception, served_by: OpImpl
@@ -215,19 +198,31 @@ class OpManager:
 
         Not so for one that refused the call: it may serve the next.
         """
-        said = f"{site.op_name}: {impl.impl_id} %s {key[0]} on {key[1]} ({type(error).__name__}: {error}); "
+        dtype, device = key
+        tensors, why = f"{dtype} on {device}", f"{type(error).__name__}: {error}"
         if isinstance(error, UnsupportedCallError):
-            self._log_once(("refused", site.op_name, impl.impl_id, key), said % "refused a call with")
+            self._log_once(
+                ("refused", site.op_name, impl.impl_id, key),
+                f"{site.op_name}: {impl.impl_id} refused a call with {tensors} ({why}); "
+                f"{served_by.impl_id} served it",
+            )
             return
         entry = (self.policy, site.op_name, impl.impl_id, key)
-        with self._lock:
+        with self.lock:
             self._failures[entry] += 1
             count = self._failures[entry]
         if count in (1, FAILURES_BEFORE_SET_ASIDE):
-            after = "" if count == 1 else ", and serves such calls from now on"
-            logger.warning("%s%s served the call%s", said % "failed with", served_by.impl_id, after)
+            logger.warning(
+                "%s: %s failed with %s (%s); %s served the call%s",
+                site.op_name,
+                impl.impl_id,
+                tensors,
+                why,
+                served_by.impl_id,
+                "" if count == 1 else ", and serves such calls from now on",
+            )
         if count >= FAILURES_BEFORE_SET_ASIDE:
-            self.bump_epoch()
+            self.choose_anew()
 
     def failures(self) -> dict[tuple[str, str], int]:
         """(operator, implementation) → failures under the current policy."""
@@ -239,18 +234,17 @@ class OpManager:
 
     def clear_failures(self) -> None:
         """Try again what was set aside."""
-        with self._lock:
+        with self.lock:
             self._failures.clear()
-            self.bump_epoch()
+            self.choose_anew()
 
-    def note_selection(self, site: CallSite, key: Key, selection: Selection) -> None:
-        """For :meth:`resolved`; in the log once for each operator, tensors and implementation."""
-        impl_id = selection.impl.impl_id
-        if not self.is_scoped:
-            self._resolved[site.op_name, _kind_of(site.layer), key] = impl_id
-        said = f"{site.op_name} resolves to {impl_id}"
-        said += "" if key[0] is None else f" for {key[0]} on {key[1]}"
-        self._log_once(("resolved", site.op_name, key, impl_id), f"{said} ({self.policy.describe()})")
+    def log_selection(self, site: CallSite, key: Key, impl: OpImpl) -> None:
+        """Once for each operator, tensors and implementation."""
+        tensors = "" if key[0] is None else f" for {key[0]} on {key[1]}"
+        self._log_once(
+            ("resolved", site.op_name, key, impl.impl_id),
+            f"{site.op_name} resolves to {impl.impl_id}{tensors} ({self.policy.describe()})",
+        )
 
     def _log_once(self, what: tuple[Any, ...], message: str) -> None:
         if what not in self._logged:
@@ -258,23 +252,26 @@ class OpManager:
             logger.info("%s", message)
 
     def resolved(self) -> list[tuple[str, str, str]]:
-        """(operator, tensors, implementation) of everything that is resolved in this process now."""
-        with self._lock:
-            found = {
-                (op, "any" if dtype is None else f"{dtype} on {device}", impl_id)
-                for (op, _, (dtype, device)), impl_id in self._resolved.items()
-            }
+        """(operator, tensors, implementation) of all that was chosen under the process's policy."""
+        found = set()
+        for (policy, op, _, dtype, device, _), selection in list(self._selections.items()):
+            if policy != self.process_policy:
+                continue
+            if not selection.depends_on_tensors:
+                found.add((op, "any", selection.impl.impl_id))
+            elif dtype is not None and device is not None:
+                found.add((op, f"{dtype} on {device}", selection.impl.impl_id))
         return sorted(found)
 
     def set_watch(self, watch: Watch | None) -> None:
         """Shadow calls or summaries, from the next call on; None: nothing."""
-        with self._lock:
+        with self.lock:
             if self.watch is not None:
                 self.watch.stop()
             self.watch = watch
             if watch is not None:
                 watch.start()
-            self.bump_epoch()
+            self.choose_anew()
 
     def explain(
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -290,17 +287,9 @@ class OpManager:
 
     def begin_in_forked_child(self) -> None:
         """Locks may be held, work half done, and scopes open in threads that are not here."""
-        self._lock = threading.RLock()
-        self.registry.renew_lock()
+        self.lock, self.registry.lock = threading.RLock(), threading.RLock()
         self._open_scopes = len(self._scoped.get())
-        self.bump_epoch()
-
-
-def _kind_of(layer: Any) -> Any:
-    """Layers of one kind are served alike."""
-    if layer is None:
-        return None
-    return (layer if isinstance(layer, type) else type(layer), layer.takes_functions)
+        self.choose_anew()
 
 
 def _begin_in_forked_child() -> None:

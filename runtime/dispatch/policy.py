@@ -1,9 +1,9 @@
-"""SelectionPolicy: which implementations a person wants, and the scopes that change it for a while."""
+"""SelectionPolicy: which implementations a person wants."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
@@ -52,12 +52,12 @@ class SelectionPolicy:
         cls,
         *,
         prefer: str = "default",
-        per_op_order: Mapping[str, Iterable[str]] | None = None,
+        per_op_order: Mapping[str, str | Iterable[str]] | None = None,
         strict: bool = False,
-        deny_vendors: Iterable[str] = (),
-        allow_vendors: Iterable[str] | None = None,
-        op_whitelist: Iterable[str] | None = None,
-        op_blacklist: Iterable[str] = (),
+        deny_vendors: str | Iterable[str] = (),
+        allow_vendors: str | Iterable[str] | None = None,
+        op_whitelist: str | Iterable[str] | None = None,
+        op_blacklist: str | Iterable[str] = (),
     ) -> SelectionPolicy:
         """From plain values, lists also as a file has them: ``"a|b"`` and ``"a,b"``.
 
@@ -76,13 +76,6 @@ class SelectionPolicy:
             op_whitelist=None if op_whitelist is None else frozenset(listed(op_whitelist)),
             op_blacklist=frozenset(listed(op_blacklist)),
         )
-
-    def order_of(self, op_name: str) -> tuple[Token, ...]:
-        """The tokens for this operator, best first."""
-        for name, tokens in self.per_op_order:
-            if name == op_name:
-                return tokens
-        return (self.prefer,)
 
     def is_dispatched(self, op_name: str) -> bool:
         if self.op_whitelist is not None:
@@ -106,38 +99,27 @@ class SelectionPolicy:
         )
         if not self.is_dispatched(op_name):
             return [impl for impl in by_priority if impl.kind is ImplKind.REFERENCE]
+        orders = dict(self.per_op_order)
         arranged: list[OpImpl] = []
-        for token in self.order_of(op_name):
+        for token in orders.get(op_name, (self.prefer,)):
             arranged += [impl for impl in by_priority if token.matches(impl) and impl not in arranged]
-        if self.strict and (arranged or op_name in dict(self.per_op_order)):
+        if self.strict and (arranged or op_name in orders):
             return arranged
         return arranged + [impl for impl in by_priority if impl not in arranged]
 
+    def written(self, key: str) -> str:
+        """The value of a key as a variable has it."""
+        if key == "prefer":
+            return self.prefer.text
+        if key == "strict":
+            return str(self.strict).lower()
+        if key == "per_op_order":
+            return ";".join(
+                f"{op}={'|'.join(each.text for each in order)}" for op, order in self.per_op_order
+            )
+        return ",".join(sorted(getattr(self, key) or ()))
+
     def describe(self) -> str:
         """In one line, what differs from the default."""
-        said = [f"prefer={self.prefer.text}"]
-        said += [f"{op}={'|'.join(token.text for token in tokens)}" for op, tokens in self.per_op_order]
-        said += ["strict"] if self.strict else []
-        for name in ("deny_vendors", "allow_vendors", "op_whitelist", "op_blacklist"):
-            value = getattr(self, name)
-            if value:
-                said.append(f"{name}={','.join(sorted(value))}")
-        return " ".join(said)
-
-    def with_preference(self, token: str) -> SelectionPolicy:
-        return replace(self, prefer=Token.parse(token, "with_preference"))
-
-    def with_order(self, op_name: str, tokens: str | Iterable[str]) -> SelectionPolicy:
-        parsed = tuple(Token.parse(token, f"order of {op_name}") for token in listed(tokens, "|"))
-        return replace(self, per_op_order=tuple(sorted({**dict(self.per_op_order), op_name: parsed}.items())))
-
-
-@dataclass(frozen=True)
-class ConfiguredPolicy:
-    """A policy and, for each of its fields, who said so."""
-
-    policy: SelectionPolicy
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    def origin(self, name: str) -> str:
-        return self.origins.get(name, "default")
+        said = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        return " ".join(f"{key}={self.written(key)}" for key in dict.fromkeys(["prefer", *said]))

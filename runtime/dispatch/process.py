@@ -9,23 +9,26 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from sgl_aspects.runtime.dispatch import functions
+from sgl_aspects.runtime.dispatch import live, operators
 from sgl_aspects.runtime.dispatch.backends import register_backends
 from sgl_aspects.runtime.dispatch.configuration import load_settings
 from sgl_aspects.runtime.dispatch.manager import OpManager
-from sgl_aspects.runtime.dispatch.operators import define_operators
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import Token
+from sgl_aspects.runtime.dispatch.watching import watch_of
 
 Scope = AbstractContextManager[SelectionPolicy]
 
 _lock = threading.RLock()
 _manager: OpManager | None = None
+#: The folder that somebody named for live requests, or "off".
+_control: str | None = None
 
 
 def get_manager() -> OpManager:
     """:raises ConfigError: a setting is wrong; names file or variable, key, value and choices."""
-    global _manager
+    global _manager, _control
     manager = _manager
     if manager is not None:
         return manager
@@ -33,8 +36,13 @@ def get_manager() -> OpManager:
         if _manager is None:
             registry = new_registry()
             settings = load_settings(registry)
-            manager = OpManager(registry, settings.configured)
-            settings.start_watching(manager)
+            manager = OpManager(registry, settings.policy)
+            _control = settings.control
+            if _control is not None:
+                live.follow(_control, manager)
+            if settings.log is not None:
+                live.log_to(settings.log)
+            manager.set_watch(watch_of(settings))
             for op_name in registry.op_names():  # `sgl-aspects ops` shows each, called or not
                 manager.function_site(op_name)
             _manager = manager
@@ -44,7 +52,8 @@ def get_manager() -> OpManager:
 def new_registry() -> OpRegistry:
     """Every operator, and every implementation that this installation knows."""
     registry = OpRegistry()
-    define_operators(registry)
+    for spec in operators.OPERATORS:
+        registry.define(spec)
     register_backends(registry)
     return registry
 
@@ -61,14 +70,14 @@ def reset_manager() -> None:
         if _manager is not None:
             _manager.set_watch(None)
         _manager = None
-        functions.unbind()
+        operators.unbind()
 
 
 def follow_requests() -> None:
-    """Let `sgl-aspects ops` show and change this process, as far as SGL_ASPECTS_OP_CONTROL says."""
-    from sgl_aspects.runtime.dispatch import live
-
-    live.follow_default(get_manager())
+    """Let `sgl-aspects ops` show and change this process, where nobody named another folder."""
+    manager = get_manager()
+    if _control is None:
+        live.follow(str(live.folder_of_environment()), manager)
 
 
 def call_op(op_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +95,7 @@ def policy_context(policy: SelectionPolicy) -> Scope:
 
 def with_preference(token: str) -> Scope:
     """``with with_preference("reference"): …``"""
-    return policy_context(get_manager().policy.with_preference(token))
+    return policy_context(replace(get_manager().policy, prefer=Token.parse(token, "with_preference")))
 
 
 def with_strict_mode(strict: bool = True) -> Scope:

@@ -2,110 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
+from sgl_aspects.errors import ConfigError, OperatorError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
+from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.manager import OpManager
-
-
-@dataclass(frozen=True)
-class OperatorSpec:
-    """An operator: its reference says what it computes and what its arguments are called."""
-
-    name: str
-    reference: Callable[..., Any]
-    #: Arguments that every implementation writes to.
-    mutates: tuple[str, ...] = ()
-    #: The argument whose dtype and device decide which implementation serves a call.
-    keyed_by: str = ""
-
-    def __post_init__(self) -> None:
-        parameters = list(inspect.signature(self.reference).parameters)
-        if not self.keyed_by:
-            object.__setattr__(self, "keyed_by", parameters[0])
-        for name in (*self.mutates, self.keyed_by):
-            if name not in parameters:
-                raise OperatorError(f"operator {self.name}: {name!r} is none of its arguments {parameters}")
-
-    @cached_property
-    def key_index(self) -> int:
-        return list(inspect.signature(self.reference).parameters).index(self.keyed_by)
-
-    def written_signature(self) -> tuple[str, str]:
-        """For generated code: "x, eps=1e-06" and "x, eps"."""
-        parameters = inspect.signature(self.reference).parameters
-        # A default of these operators is a number, a text, True, False or None: it can be written as it is.
-        signature = ", ".join(
-            name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
-            for name, parameter in parameters.items()
-        )
-        return signature, ", ".join(parameters)
-
-    def with_defaults(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function itself where it has the operator's defaults; else one that has, and calls it."""
-        wanted = inspect.signature(self.reference).parameters
-        try:
-            found = inspect.signature(function).parameters
-        except (TypeError, ValueError):  # a builtin that tells nothing of itself
-            found = wanted
-        if all(name in found and found[name].default == each.default for name, each in wanted.items()):
-            return function
-        signature, names = self.written_signature()
-        made: Callable[..., Any] = eval(f"lambda {signature}: function({names})", {"function": function})
-        return made
-
-    def check_signature(self, impl: OpImpl) -> None:
-        """The reference's parameters under their names and in their order; more only with defaults.
-
-        :raises OperatorSignatureError: says what differs.
-        """
-        wanted = inspect.signature(self.reference)
-        for name in impl.mutates:
-            if name not in wanted.parameters:
-                raise OperatorError(
-                    f"{impl.impl_id}: mutates={name!r}; {self.name} has the arguments "
-                    f"{', '.join(wanted.parameters)}"
-                )
-        if impl.takes_layer:
-            return
-        try:
-            found = inspect.signature(impl.fn)
-        except (TypeError, ValueError):  # a builtin that tells nothing of itself
-            return
-        parameters = list(found.parameters.values())
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            return
-        given, extra = parameters[: len(wanted.parameters)], parameters[len(wanted.parameters) :]
-        if (
-            [parameter.name for parameter in given] != list(wanted.parameters)
-            or any(parameter.kind is parameter.KEYWORD_ONLY for parameter in given)
-            or any(
-                parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-                for parameter in extra
-            )
-        ):
-            raise OperatorSignatureError(
-                f"{impl.impl_id} is {_named(impl.fn)}{found}, and operator {self.name} is called with "
-                f"{wanted}: take these arguments in this order, and others only with a default"
-            )
 
 
 class OpRegistry:
     """Safe to use from several threads; a reader sees a registration whole or not at all."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        #: Held while anything changes; another one in a forked child.
+        self.lock = threading.RLock()
         self._specs: dict[str, OperatorSpec] = {}
         self._impls: dict[str, tuple[OpImpl, ...]] = {}
         #: Managers, which choose anew after each registration.
@@ -113,11 +29,11 @@ class OpRegistry:
 
     def _changed(self) -> None:
         for manager in list(self.users):
-            manager.bump_epoch()
+            manager.choose_anew()
 
     def define(self, spec: OperatorSpec) -> None:
         """A new operator, with its reference as its first implementation."""
-        with self._lock:
+        with self.lock:
             if spec.name in self._specs:
                 raise OperatorError(f"operator {spec.name!r} is defined already")
             self._specs[spec.name] = spec
@@ -132,7 +48,7 @@ class OpRegistry:
         """
         if not isinstance(impl, OpImpl):
             raise OperatorError(f"register({impl!r}): give an OpImpl")
-        with self._lock:
+        with self.lock:
             self.spec(impl.op_name).check_signature(impl)
             known = self._impls[impl.op_name]
             if any(other.impl_id == impl.impl_id for other in known):
@@ -145,14 +61,18 @@ class OpRegistry:
 
     def unregister(self, op_name: str, impl_id: str) -> None:
         """Take an implementation out again. The reference stays."""
-        with self._lock:
-            kept = tuple(impl for impl in self.impls(op_name) if impl.impl_id != impl_id)
-            if len(kept) == len(self._impls[op_name]):
+        with self.lock:
+            known = self.impls(op_name)
+            kept = tuple(impl for impl in known if impl.impl_id != impl_id)
+            if len(kept) == len(known):
                 raise OperatorError(f"{impl_id!r} is no implementation of {op_name}")
             if not any(impl.kind is ImplKind.REFERENCE for impl in kept):
                 raise OperatorError(f"{impl_id!r} is the reference of {op_name}: it stays")
             self._impls[op_name] = kept
         self._changed()
+
+    def __contains__(self, op_name: str) -> bool:
+        return op_name in self._specs
 
     def spec(self, op_name: str) -> OperatorSpec:
         """:raises OperatorError: no operator has this name; says which there are."""
@@ -160,7 +80,7 @@ class OpRegistry:
             return self._specs[op_name]
         except KeyError:
             raise OperatorError(
-                f"no operator is called {op_name!r}; there are {', '.join(sorted(self._specs))}"
+                f"no operator is called {op_name!r}; there are {', '.join(self.op_names())}"
             ) from None
 
     def impls(self, op_name: str) -> tuple[OpImpl, ...]:
@@ -222,18 +142,8 @@ class OpRegistry:
             impls = self.all_impls() if op_name is None else self.impls(op_name)
             check_choice(where, "implementation", token.impl_id, sorted(impl.impl_id for impl in impls))
 
-    def renew_lock(self) -> None:
-        """In a forked child: the parent's lock may be held by a thread that is not here."""
-        self._lock = threading.RLock()
-
 
 def check_choice(where: str, what: str, name: str, choices: list[str]) -> None:
     """:raises ConfigError: ``name`` is none of the choices."""
     if name not in choices:
         raise ConfigError(f"{where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}")
-
-
-def _named(function: Any) -> str:
-    """A partial, or an object that can be called, has no name of its own."""
-    name = getattr(function, "__qualname__", None)
-    return f"{function.__module__}.{name}" if name else repr(function)

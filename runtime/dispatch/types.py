@@ -1,16 +1,18 @@
-"""What an implementation of an operator is, and the tokens that name implementations in an order."""
+"""What an operator is, what an implementation of one is, and the tokens that name implementations."""
 
 from __future__ import annotations
 
 import enum
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from sgl_aspects.errors import ConfigError, OperatorError
+from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
 
 
 class ImplKind(enum.Enum):
@@ -50,10 +52,6 @@ def needs(package: str, advice: str = "") -> Callable[[], bool | str]:
     return available
 
 
-def _is_version(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value)
-
-
 @dataclass(frozen=True)
 class OpImpl:
     """One implementation of one operator.
@@ -84,31 +82,29 @@ class OpImpl:
 
     def __post_init__(self) -> None:
         """:raises OperatorError: a field does not hold what it should."""
-        for name in ("supported_dtypes", "device_types", "mutates"):
+        for name, collection in (
+            ("supported_dtypes", frozenset),
+            ("device_types", frozenset),
+            ("mutates", tuple),
+        ):
             value = getattr(self, name)
             if value is not None:
                 one = isinstance(value, (str, torch.dtype))
-                kind = tuple if name == "mutates" else frozenset
-                object.__setattr__(self, name, kind((value,) if one else value))
+                object.__setattr__(self, name, collection((value,) if one else value))
         if self.priority is None and isinstance(self.kind, ImplKind):
             object.__setattr__(self, "priority", self.kind.priority)
+        has_vendor = bool(self.vendor) if self.kind is ImplKind.VENDOR else self.vendor is None
+        of_vendors = ": an implementation of kind vendor names its vendor, and no other does"
         kinds = ", ".join(f"ImplKind.{kind.name}" for kind in ImplKind)
+        types = all(isinstance(dtype, torch.dtype) for dtype in self.supported_dtypes or ())
         for name, is_right, advice in (
             ("op_name", isinstance(self.op_name, str) and self.op_name, ": write a name"),
             ("impl_id", isinstance(self.impl_id, str) and self.impl_id, ": write a name"),
             ("kind", isinstance(self.kind, ImplKind), f": choose one of {kinds}"),
             ("fn", callable(self.fn), " cannot be called"),
-            (
-                "vendor",
-                bool(self.vendor) if self.kind is ImplKind.VENDOR else self.vendor is None,
-                ": an implementation of kind vendor names its vendor, and no other does",
-            ),
+            ("vendor", has_vendor, of_vendors),
             ("priority", isinstance(self.priority, int), ": write a whole number"),
-            (
-                "supported_dtypes",
-                all(isinstance(dtype, torch.dtype) for dtype in self.supported_dtypes or ()),
-                ": write types such as torch.bfloat16",
-            ),
+            ("supported_dtypes", types, ": write types such as torch.bfloat16"),
             ("min_arch", self.min_arch is None or _is_version(self.min_arch), ": write (major, minor)"),
             ("is_available", callable(self.is_available), ": write a function that says True or why not"),
         ):
@@ -119,6 +115,95 @@ class OpImpl:
     def depends_on_tensors(self) -> bool:
         """True where it serves some tensors and not others."""
         return not (self.supported_dtypes is None and self.min_arch is None and self.device_types is None)
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value)
+
+
+@dataclass(frozen=True)
+class OperatorSpec:
+    """An operator: its reference says what it computes and what its arguments are called."""
+
+    name: str
+    reference: Callable[..., Any]
+    #: Arguments that every implementation writes to.
+    mutates: tuple[str, ...] = ()
+    #: The argument whose dtype and device decide which implementation serves a call; else the first.
+    keyed_by: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.keyed_by:
+            object.__setattr__(self, "keyed_by", next(iter(self.parameters)))
+        self._check_arguments(self.mutates, f"operator {self.name}: mutates")
+        self._check_arguments((self.keyed_by,), f"operator {self.name}: keyed_by")
+
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.reference).parameters
+
+    @cached_property
+    def key_index(self) -> int:
+        return list(self.parameters).index(self.keyed_by)
+
+    def written_signature(self) -> tuple[str, str]:
+        """For generated code: "x, eps=1e-06" and "x, eps"."""
+        # A default of these operators is a number, a text, True, False or None: it can be written as it is.
+        signature = ", ".join(
+            name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+            for name, parameter in self.parameters.items()
+        )
+        return signature, ", ".join(self.parameters)
+
+    def with_defaults(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function itself where it has the operator's defaults; else one that has, and calls it."""
+        found = _parameters_of(function)
+        if found is None or all(
+            name in found and found[name].default == each.default for name, each in self.parameters.items()
+        ):
+            return function
+        signature, names = self.written_signature()
+        made: Callable[..., Any] = eval(f"lambda {signature}: function({names})", {"function": function})
+        return made
+
+    def check_signature(self, impl: OpImpl) -> None:
+        """The reference's parameters under their names and in their order; more only with defaults.
+
+        :raises OperatorSignatureError: says what differs.
+        """
+        self._check_arguments(impl.mutates, f"{impl.impl_id}: mutates")
+        found = None if impl.takes_layer else _parameters_of(impl.fn)
+        if found is None or any(each.kind is each.VAR_POSITIONAL for each in found.values()):
+            return
+        count = len(self.parameters)
+        given, extra = list(found.values())[:count], list(found.values())[count:]
+        if (
+            [each.name for each in given] != list(self.parameters)
+            or any(each.kind is each.KEYWORD_ONLY for each in given)
+            or any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in extra)
+        ):
+            # A partial, or an object that can be called, has no name of its own.
+            name = getattr(impl.fn, "__qualname__", None)
+            raise OperatorSignatureError(
+                f"{impl.impl_id} is {f'{impl.fn.__module__}.{name}' if name else repr(impl.fn)}"
+                f"{inspect.signature(impl.fn)}, and operator {self.name} is called with "
+                f"{inspect.signature(self.reference)}: take these arguments in this order, and others only "
+                f"with a default"
+            )
+
+    def _check_arguments(self, names: tuple[str, ...], field: str) -> None:
+        for name in names:
+            if name not in self.parameters:
+                arguments = ", ".join(self.parameters)
+                raise OperatorError(f"{field}={name!r}; {self.name} has the arguments {arguments}")
+
+
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """None: a builtin that tells nothing of itself."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -137,15 +222,14 @@ class Token:
         :raises ConfigError: anything else; ``where`` says which key of which file or which variable.
         """
         if isinstance(text, str):
-            stripped = text.strip()
-            head, colon, rest = stripped.partition(":")
-            if not colon and stripped.lower() in KIND_TOKENS:
-                kind = KIND_TOKENS[stripped.lower()]
+            head, colon, name = (part.strip() for part in text.partition(":"))
+            if not colon and head.lower() in KIND_TOKENS:
+                kind = KIND_TOKENS[head.lower()]
                 return cls(kind.value, kind=kind)
-            if colon and rest.strip() and head.strip() == "vendor":
-                return cls(f"vendor:{rest.strip()}", vendor=rest.strip())
-            if colon and rest.strip() and head.strip() == "impl":
-                return cls(f"impl:{rest.strip()}", impl_id=rest.strip())
+            if name and head == "vendor":
+                return cls(f"vendor:{name}", vendor=name)
+            if name and head == "impl":
+                return cls(f"impl:{name}", impl_id=name)
         raise ConfigError(
             f"{where}: unknown token {text!r}; choose from {', '.join(KIND_TOKENS)}, vendor:<name>, impl:<id>"
         )

@@ -35,6 +35,7 @@ from sgl_aspects.runtime.dispatch.types import OpImpl, Token
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.call_site import CallSite
+    from sgl_aspects.runtime.dispatch.configuration import Settings
 
 __all__ = ["LayerComparison", "TensorSummary", "Watch", "difference", "summary"]
 
@@ -244,33 +245,29 @@ class _WatchedCall:
         self._number = compiled_calls.numbered(self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._run_compiled(args, kwargs)
-        if current_platform.is_capturing():
-            self._watch.count_captured()
-            return self._call(*args, **kwargs)
-        place, layer = self._layer()
-        if not self._watch.is_due((layer, self._site.op_name)):
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and not self._is_due():
             return self._call(*args, **kwargs)
         given = self._before(args, kwargs)
         result = self._call(*args, **kwargs)
-        self._look(place, layer, given, self._found(result, args, kwargs))
-        return result
-
-    def _run_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given_args, given_kwargs = self._before(args, kwargs)
-        result = self._call(*args, **kwargs)
-        compiled_calls.tell(self._number, given_args, given_kwargs, self._found(result, args, kwargs))
+        found = self._found(result, args, kwargs)
+        if is_compiling:
+            compiled_calls.tell(self._number, *given, found)
+        else:
+            self._look(given, found)
         return result
 
     def look_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]) -> None:
         """Compiled code ran such a call."""
+        if self._is_due():
+            self._look((args, kwargs), found)
+
+    def _is_due(self) -> bool:
         if current_platform.is_capturing():
             self._watch.count_captured()
-            return
-        place, layer = self._layer()
-        if self._watch.is_due((layer, self._site.op_name)):
-            self._look(place, layer, (args, kwargs), found)
+            return False
+        _, layer = self._layer()
+        return self._watch.is_due((layer, self._site.op_name))
 
     def _layer(self) -> tuple[int, str]:
         names = self._watch.layers
@@ -287,13 +284,8 @@ class _WatchedCall:
         """What came of the call: its result, and its arguments where they were written to."""
         return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
 
-    def _look(
-        self,
-        place: int,
-        layer: str,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        found: list[torch.Tensor],
-    ) -> None:
+    def _look(self, given: tuple[tuple[Any, ...], dict[str, Any]], found: list[torch.Tensor]) -> None:
+        place, layer = self._layer()
         if self._sums_up:
             self._watch.sum_up(layer, self._site.op_name, given, found)
         second = self._second
@@ -301,6 +293,13 @@ class _WatchedCall:
             entry = self._watch.entry(layer, place, self._site.op_name, self._impl, self._shadow)
             args, kwargs = given
             self._watch.compare(entry, lambda: self._found(second(*args, **kwargs), args, kwargs), found)
+
+
+def watch_of(settings: Settings) -> Watch | None:
+    """What the settings ask for; None: nothing is to be watched."""
+    if not settings.shadow and not settings.summaries:
+        return None
+    return Watch(dict(settings.shadow), settings.shadow_rate, settings.summaries)
 
 
 def _copied(value: Any) -> Any:

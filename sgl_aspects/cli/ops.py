@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from sgl_aspects.errors import ConfigError, OperatorError
 
 if TYPE_CHECKING:
+    from sgl_aspects.runtime.dispatch.configuration import Settings
     from sgl_aspects.runtime.dispatch.manager import OpManager
-    from sgl_aspects.runtime.dispatch.policy import ConfiguredPolicy
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _WAIT_SECONDS = 5.0
@@ -69,8 +69,8 @@ def _check(file: Path) -> int:
     from sgl_aspects.runtime.dispatch.configuration import merged, read_file
     from sgl_aspects.runtime.dispatch.process import new_registry
 
-    settings = merged([read_file(file)], new_registry(), (str(file),))
-    print(f"{file}: well. {settings.configured.policy.describe()}")
+    settings = merged([read_file(file)], new_registry())
+    print(f"{file}: well. {settings.policy.describe()}")
     return 0
 
 
@@ -85,7 +85,7 @@ def _show(arguments: argparse.Namespace) -> int:
     said = _said(arguments.set)
     registry = new_registry()
     settings = load_settings(registry, said)
-    manager = OpManager(registry, settings.configured)
+    manager = OpManager(registry, settings.policy)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     device = current_platform.get_device(0)
     names = arguments.operators or registry.op_names()
@@ -95,13 +95,13 @@ def _show(arguments: argparse.Namespace) -> int:
             "platform": current_platform.device_name,
             "dtype": arguments.dtype,
             "files": list(settings.files),
-            "policy": _policy(settings.configured),
+            "policy": _policy(settings),
             "operators": rows,
         }
         print(json.dumps(report, indent=2))
         return 0
     print(f"platform {current_platform.device_name}, {arguments.dtype} on {device}")
-    for key, entry in _policy(settings.configured).items():
+    for key, entry in _policy(settings).items():
         print(f"  {key} = {entry['value']}   ({entry['from']})")
     print()
     for row in rows:
@@ -122,20 +122,12 @@ def _said(pairs: list[str]) -> dict[str, str]:
     return said
 
 
-def _policy(configured: ConfiguredPolicy) -> dict[str, dict[str, str]]:
+def _policy(settings: Settings) -> dict[str, dict[str, str]]:
     """Each key that somebody said something about, and prefer in any case."""
-    policy = configured.policy
-    values = {
-        "prefer": policy.prefer.text,
-        "per_op_order": "; ".join(f"{op}={'|'.join(t.text for t in ts)}" for op, ts in policy.per_op_order),
-        "strict": str(policy.strict).lower(),
-    }
-    for key in ("deny_vendors", "allow_vendors", "op_whitelist", "op_blacklist"):
-        values[key] = ", ".join(sorted(getattr(policy, key) or ()))
     return {
-        key: {"value": value, "from": configured.origin(key)}
-        for key, value in values.items()
-        if key in configured.origins or key == "prefer"
+        key: {"value": settings.policy.written(key), "from": settings.origin(key)}
+        for key in vars(settings.policy)
+        if key in settings.origins or key == "prefer"
     }
 
 

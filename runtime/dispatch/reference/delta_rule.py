@@ -9,18 +9,19 @@ says of its key, and adds the rest of its value:
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def fused_recurrent_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Token by token; ``state`` [batch, value_heads, key_dim, value_dim] is updated in place.
 
     query and key [batch, tokens, heads, key_dim]; value [batch, tokens, value_heads, value_dim]; g
@@ -43,16 +44,16 @@ def fused_recurrent_gated_delta_rule(
 
 
 def chunk_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
     chunk_size: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The same in chunks of tokens, for prompts: (outputs, the state after the last token), both new.
 
     Within a chunk the changes solve a triangular system, (1 + A) changes = beta (v - what the state says),
@@ -84,14 +85,14 @@ def chunk_gated_delta_rule(
 
 
 def _prepared(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None,
     use_qk_l2norm: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype]:
     """Heads before tokens, in float32 at least, keys repeated for the value heads that share them."""
     exact = torch.float64 if value.dtype == torch.float64 else torch.float32
     q, k, v, decay, rate = (x.transpose(1, 2).to(exact) for x in (query, key, value, g, beta))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """[..., 2 n] → [..., n]: ``silu(first half) * second half``."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     """[..., 2 n] → [..., n]: ``gelu(first half) * second half``; ``approximate`` is "tanh" or "none"."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate).mul_(up)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """``x / rms(x) * weight`` over the last dimension, computed in float32 at least.
 
     With ``residual``: adds ``x`` to it first, and returns (normalized sum, sum), both new.
@@ -32,8 +33,8 @@ def rms_norm(
 
 
 def gemma_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`rms_norm`, with ``1 + weight``; rounded to x's type once, at the end."""
     total = x if residual is None else x + residual
     exact = total.double() if total.dtype == torch.float64 else total.float()
@@ -42,18 +43,13 @@ def gemma_rms_norm(
     return normed if residual is None else (normed, total)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    packed: torch.Tensor | None = None,
-) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``. Where the plain weight was let go of, from what it was packed into."""
     if packed is not None and weight.numel() == 0:
         weight = packed.to_dense()
     return F.linear(x, weight, bias)
 
 
-def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """[tokens] → [tokens, hidden_size]: rows of the weight."""
     return F.embedding(token_ids, weight)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 
 def topk(
-    router_logits: torch.Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    router_logits: Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[Tensor, Tensor]:
     """router_logits [tokens, experts] → weights [tokens, k] in float32 and ids [tokens, k] in int64.
 
     The k most likely experts of each token, best first; ``renormalize`` makes their weights sum to 1.
@@ -28,13 +29,13 @@ def topk(
 
 
 def fused_moe(
-    x: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     activation: str = "silu",
-) -> torch.Tensor:
+) -> Tensor:
     """The gated MLPs of each token's experts, weighted and summed: one expert after the other.
 
     x [tokens, hidden]; gate_up_weight [experts, 2 inner, hidden]; down_weight [experts, hidden, inner];

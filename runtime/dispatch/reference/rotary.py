@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Turn each pair of a head's first ``rotary_dim`` numbers by the angle of its token's position.
 
     query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim]; cos and sin [positions, rotary_dim /
@@ -25,14 +21,14 @@ def rotary_embedding(
 
 
 def mrotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
     sections: tuple[int, ...],
     section_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Rotary embedding of several axes: each pair turns by the position on the axis that it belongs to.
 
     As :func:`rotary_embedding`, with positions [axes, tokens] (time, height, width). ``sections`` says how
@@ -50,9 +46,7 @@ def mrotary_embedding(
     return _rotate(query, cos, sin, False), _rotate(key, cos, sin, False)
 
 
-def axes_of_pairs(
-    sections: tuple[int, ...], interleaved: bool, device: torch.device | None = None
-) -> torch.Tensor:
+def axes_of_pairs(sections: tuple[int, ...], interleaved: bool, device: torch.device | None = None) -> Tensor:
     """[pairs]: the axis of each."""
     if not interleaved:
         axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
@@ -64,7 +58,7 @@ def axes_of_pairs(
     return torch.tensor(axes, device=device)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [tokens, heads, head_dim]; cos and sin [tokens, 1, rotary_dim / 2]."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     pairs = cos.shape[-1]

@@ -7,6 +7,7 @@ SGL_ASPECTS_OP_VENDOR_PATH, a package through an entry point of group "sgl_aspec
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
@@ -17,7 +18,7 @@ VENDOR = "template"
 PACKAGE = "torch"
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """The operator's arguments under their names, in their order. Import your package here, and call your
     kernel.
 

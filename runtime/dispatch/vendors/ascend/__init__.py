@@ -1,11 +1,14 @@
 """Ascend: the fused operators of ``torch_npu``."""
 
+# mypy: no-warn-return-any
+
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
@@ -18,36 +21,26 @@ def _npu() -> Any:
     return importlib.import_module("torch_npu")
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _npu().npu_swiglu(x, dim=-1)
-    return result
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _npu().npu_swiglu(x, dim=-1)
 
 
-def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    result: torch.Tensor = _npu().npu_geglu(
-        x, dim=-1, approximate=1 if approximate == "tanh" else 0, activate_left=True
-    )[0]
-    return result
+def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
+    return _npu().npu_geglu(x, dim=-1, approximate=1 if approximate == "tanh" else 0, activate_left=True)[0]
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     if residual is None:
-        normed: torch.Tensor = _npu().npu_rms_norm(x, weight, eps)[0]
-        return normed
+        return _npu().npu_rms_norm(x, weight, eps)[0]
     result, _, total = _npu().npu_add_rms_norm(x, residual, weight, eps)
     return result, total
 
 
 def rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     if interleaved or 2 * cos.shape[-1] != query.shape[-1]:
         raise UnsupportedCallError("npu_rotary_mul turns halves of whole heads")
     rows = (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
@@ -19,13 +20,13 @@ def _kernels() -> Any:
     return importlib.import_module("sgl_kernel")
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     output = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     _kernels().silu_and_mul(x.contiguous(), output)
     return output
 
 
-def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     output = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     kernel = _kernels().gelu_tanh_and_mul if approximate == "tanh" else _kernels().gelu_and_mul
     kernel(x.contiguous(), output)
@@ -33,31 +34,31 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     return _norm("rmsnorm", x, weight, eps, residual)
 
 
 def gemma_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     return _norm("gemma_rmsnorm", x, weight, eps, residual)
 
 
 def _norm(
-    kernel: str, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    kernel: str, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
     if x.shape[-1] != weight.shape[-1]:
         raise UnsupportedCallError(f"{kernel} normalizes whole rows of its weight's size")
     total = x if residual is None else x + residual  # the fused form would write into both
     rows = total.reshape(-1, total.shape[-1])
-    normed: torch.Tensor = getattr(_kernels(), kernel)(rows, weight, eps).view(total.shape)
+    normed: Tensor = getattr(_kernels(), kernel)(rows, weight, eps).view(total.shape)
     return normed if residual is None else (normed, total)
 
 
 def topk(
-    router_logits: torch.Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    router_logits: Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[Tensor, Tensor]:
     if scoring != "softmax":
         raise UnsupportedCallError(f"topk_softmax scores by softmax, not by {scoring}")
     weights = router_logits.new_empty(len(router_logits), k, dtype=torch.float32)
