@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from sgl_aspects.platforms import resolve_qualified_name
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 from sgl_aspects.runtime.batch import ForwardMode
 from sgl_aspects.runtime.conformance.check import Bench, check, require
-from sgl_aspects.runtime.conformance.operators import TOLERANCES, random_tensor, relative_error
+from sgl_aspects.runtime.conformance.kv_pools import PAGE_SIZE, make_pool
+from sgl_aspects.runtime.conformance.operators import TOLERANCES, random_tensor
+from sgl_aspects.runtime.dispatch.comparing import difference
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import PageTable
 from sgl_aspects.runtime.ops import Attention
 
-PAGE_SIZE, PAGES, HEAD_DIM, LAYER = 4, 64, 16, 1
+PAGES, HEAD_DIM, LAYER = 64, 16, 1
 #: (tokens in the cache before the step, tokens of the step) of each request; about the edges of pages.
 _DECODES = ((0, 1), (1, 1), (3, 1), (4, 1), (5, 1), (22, 1))
 _PROMPTS = ((0, 1), (0, 4), (0, 13), (0, 5))
@@ -57,16 +59,7 @@ def make_step(
     """Requests on scattered pages; those that feed one token after others are decodes, and come first."""
     requests = tuple(sorted(requests, key=lambda sizes: sizes[1] != 1 or sizes[0] == 0))
     num_decodes = sum(1 for before, new in requests if new == 1 and before > 0)
-    pool_class: Any = resolve_qualified_name(bench.platform.get_kv_pool_cls(kind="mha"))
-    pool = pool_class(
-        size=PAGES * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        dtype=dtype,
-        layer_num=LAYER + 1,
-        device=bench.device,
-        head_num=kv_heads,
-        head_dim=HEAD_DIM,
-    )
+    pool = make_pool(bench, dtype, pages=PAGES, layers=LAYER + 1, head_num=kv_heads, head_dim=HEAD_DIM)
     for buffer in (pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)):
         buffer[PAGE_SIZE:] = _POISON
     table = PageTable(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
@@ -145,44 +138,25 @@ def _compare(bench: Bench, requests: tuple[tuple[int, int], ...]) -> str:
                     step = make_step(bench, name, requests, heads=heads, kv_heads=kv_heads, dtype=dtype)
                     output = step.run()
                 method = f"attention backend {name!r} (get_attention_backends, get_default_attention_backend)"
-                require(output.dtype == dtype, method, f"an output of {dtype}", output.dtype)
-                error = relative_error(output, step.expected)
+                require(output.dtype == dtype, f"an output of {dtype}", output.dtype, method)
+                error = difference(output.cpu(), step.expected)
                 require(
                     error <= tolerance,
-                    method,
                     f"dense attention in float64 within {tolerance:g}: {heads} heads on {kv_heads}, {dtype}, "
                     f"page size {PAGE_SIZE}, (cached, new) tokens {requests}",
                     f"an error of {error:.2g}",
+                    method,
                 )
                 worst = max(worst, error / tolerance)
     return f"{', '.join(names)}: error at most {100 * worst:.0f} % of what is allowed"
 
 
-@check(
-    "attention.decode", write="get_attention_backends", expects="one token each over caches of all lengths"
-)
-def decode(bench: Bench) -> str:
-    return _compare(bench, _DECODES[1:])
-
-
-@check(
-    "attention.prompts",
-    write="get_attention_backends",
-    expects="whole prompts, each token over those before it",
-)
-def prompts(bench: Bench) -> str:
-    return _compare(bench, _PROMPTS)
-
-
-@check(
-    "attention.chunks",
-    write="get_attention_backends",
-    expects="parts of prompts over what was computed before",
-)
-def chunks(bench: Bench) -> str:
-    return _compare(bench, _CHUNKS)
-
-
-@check("attention.mixed", write="get_attention_backends", expects="decodes and parts of prompts in one step")
-def mixed(bench: Bench) -> str:
-    return _compare(bench, (*_DECODES[1:4], *_CHUNKS, *_PROMPTS[1:3]))
+for _name, _expects, _requests in (
+    ("decode", "one token each over caches of all lengths", _DECODES[1:]),
+    ("prompts", "whole prompts, each token over those before it", _PROMPTS),
+    ("chunks", "parts of prompts over what was computed before", _CHUNKS),
+    ("mixed", "decodes and parts of prompts in one step", (*_DECODES[1:4], *_CHUNKS, *_PROMPTS[1:3])),
+):
+    check(f"attention.{_name}", write="get_attention_backends", expects=_expects)(
+        partial(_compare, requests=_requests)
+    )

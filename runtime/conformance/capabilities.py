@@ -23,7 +23,6 @@ def triton(bench: Bench) -> str:
     _declared(bench, "supports_triton")
     require(
         importlib.util.find_spec("triton") is not None,
-        "capabilities",
         "triton to be installed where supports_triton is declared",
         "it is not",
     )
@@ -31,7 +30,7 @@ def triton(bench: Bench) -> str:
 
     x = torch.arange(1000, dtype=torch.float32)
     found = add_one(x.to(bench.device)).cpu()
-    require(torch.equal(found, x + 1), "capabilities", "x + 1 of 1000 numbers", "others")
+    require(torch.equal(found, x + 1), "x + 1 of 1000 numbers", "others")
     return "a kernel of 1000 elements"
 
 
@@ -50,7 +49,7 @@ def piecewise(bench: Bench) -> str:
     with generating(folder, disable_graphs=True, compile=True) as compiled:
         found = compiled.tokens()
     method = "get_compile_backend, get_piecewise_backend_cls"
-    require(found == right, method, str(right), str(found))
+    require(found == right, str(right), str(found), method)
     return f"compiled by {bench.platform.get_compile_backend()}"
 
 
@@ -62,7 +61,7 @@ def fp8(bench: Bench) -> str:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         right = exact.to(dtype).float()
         found = exact.to(bench.device).to(dtype).float().cpu()
-        require(torch.equal(found, right), "supports_fp8", f"{right.tolist()} in {dtype}", found.tolist())
+        require(torch.equal(found, right), f"{right.tolist()} in {dtype}", found.tolist())
     return "e4m3 and e5m2"
 
 
@@ -86,7 +85,7 @@ def hicache(bench: Bench) -> str:
     buffer[page] = 0
     buffer[page].copy_(kept, non_blocking=True)
     bench.platform.synchronize()
-    require(torch.equal(buffer.cpu(), before), "capabilities", "the page as it was", "another")
+    require(torch.equal(buffer.cpu(), before), "the page as it was", "another")
     return "page 2 away and back"
 
 
@@ -98,8 +97,8 @@ def pynccl(bench: Bench) -> str:
     backend = bench.platform.get_torch_distributed_backend_str()
     require(
         dist.is_available() and dist.is_backend_available(backend),
-        "get_torch_distributed_backend_str",
         f"torch.distributed to have {backend!r}",
         "it has not",
+        "get_torch_distributed_backend_str",
     )
     return backend

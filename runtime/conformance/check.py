@@ -28,11 +28,11 @@ class Bench:
 
 
 class BrokenPromiseError(Exception):
-    """Raised by a check that fails."""
+    """Raised by a check that fails. ``write``: the method to look at, where it is not the check's."""
 
-    def __init__(self, write: str, expected: str, found: str) -> None:
-        super().__init__(f"{write}: expected {expected}; found {found}")
-        self.write, self.expected, self.found = write, expected, found
+    def __init__(self, expected: str, found: str, write: str) -> None:
+        super().__init__(f"expected {expected}; found {found}")
+        self.expected, self.found, self.write = expected, found, write
 
 
 class NotApplicableError(Exception):
@@ -86,10 +86,10 @@ def check(name: str, *, write: str, expects: str) -> Callable[[F], F]:
     return add
 
 
-def require(condition: bool, write: str, expected: str, found: object) -> None:
-    """The check fails where ``condition`` is False."""
+def require(condition: bool, expected: str, found: object, write: str = "") -> None:
+    """The check fails where ``condition`` is False; ``write``: the method to write, where not the check's."""
     if not condition:
-        raise BrokenPromiseError(write, expected, str(found))
+        raise BrokenPromiseError(expected, str(found), write)
 
 
 def run_check(check: Check, bench: Bench | None) -> Result:
@@ -104,7 +104,7 @@ def run_check(check: Check, bench: Bench | None) -> Result:
     except NotApplicableError as reason:
         return result("skipped", str(reason))
     except BrokenPromiseError as fault:
-        return result("failed", fault.found, fault.write, fault.expected)
+        return result("failed", fault.found, fault.write or check.write, fault.expected)
     except NotImplementedError as error:
         return result("failed", str(error) or "NotImplementedError", check.write, check.expects)
     except Exception as error:  # noqa: BLE001  # told as the check's result

@@ -19,12 +19,8 @@ def seed(bench: Bench) -> str:
         bench.platform.seed_everything(seed)
         return torch.rand(1000, device=bench.device).cpu()
 
-    require(
-        torch.equal(draw(7), draw(7)), "seed_everything", "the same numbers after the same seed", "others"
-    )
-    require(
-        not torch.equal(draw(7), draw(8)), "seed_everything", "other numbers after another seed", "the same"
-    )
+    require(torch.equal(draw(7), draw(7)), "the same numbers after the same seed", "others")
+    require(not torch.equal(draw(7), draw(8)), "other numbers after another seed", "the same")
     return "on the device"
 
 
@@ -36,7 +32,7 @@ def product(bench: Bench) -> str:
     right = random_tensor(300, 128, dtype=torch.float32, seed=2).to(bench.device)
     first = (left @ right).cpu()
     for _ in range(5):
-        require(torch.equal((left @ right).cpu(), first), "init_backend", "the same bits", "others")
+        require(torch.equal((left @ right).cpu(), first), "the same bits", "others")
     return "5 of 5"
 
 
@@ -52,5 +48,5 @@ def attention(bench: Bench) -> str:
                 step = make_step(bench, name, requests, heads=6, kv_heads=2, dtype=torch.float32)
                 outputs.append(step.run().cpu())
         same = all(torch.equal(output, outputs[0]) for output in outputs)
-        require(same, f"attention backend {name!r}", "the same bits", "others")
+        require(same, "the same bits", "others", f"attention backend {name!r}")
     return "3 of 3"

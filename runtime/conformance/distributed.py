@@ -59,5 +59,5 @@ def two_processes(bench: Bench) -> str:
     for rank, answer in enumerate(answers):
         for name, values in right.items():
             method = "get_torch_distributed_backend_str"
-            require(answer[name] == values, method, f"{name} on rank {rank}: {values}", answer[name])
+            require(answer[name] == values, f"{name} on rank {rank}: {values}", answer[name], method)
     return f"{backend}, {len(right)} collectives"

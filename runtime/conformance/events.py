@@ -16,7 +16,7 @@ _BUSY_SECONDS = 0.06
 def _events(bench: Bench) -> tuple[DeviceEvent, DeviceEvent]:
     start, end = bench.platform.create_event(), bench.platform.create_event()
     for event in (start, end):
-        require(isinstance(event, DeviceEvent), "create_event", "a DeviceEvent", type(event).__qualname__)
+        require(isinstance(event, DeviceEvent), "a DeviceEvent", type(event).__qualname__, "create_event")
     return start, end
 
 
@@ -33,16 +33,16 @@ def _work(bench: Bench, seconds: float) -> float:
 @check("events.unrecorded", write="create_event", expects="an event that was not recorded to say so")
 def unrecorded(bench: Bench) -> str:
     start, end = _events(bench)
-    require(not start.query(), "DeviceEvent.query", "False before record()", True)
+    require(not start.query(), "False before record()", True, "DeviceEvent.query")
     try:
         answer = f"{start.elapsed_ms(end)} ms"
     except RuntimeError:
         answer = "RuntimeError"
     require(
         answer == "RuntimeError",
-        "DeviceEvent.elapsed_ms",
         "RuntimeError where one was never recorded",
         answer,
+        "DeviceEvent.elapsed_ms",
     )
     return "query() is False, elapsed_ms() raises"
 
@@ -56,11 +56,9 @@ def reached(bench: Bench) -> str:
         torch.ones(64, 64, device=bench.device).sum()
         end.record()
         end.synchronize()
+        require(end.query(), "query() to be True afterwards", f"False, round {number}")
         require(
-            end.query(), "DeviceEvent.synchronize", "query() to be True afterwards", f"False, round {number}"
-        )
-        require(
-            start.query(), "DeviceEvent.query", "an earlier event to be reached too", f"False, round {number}"
+            start.query(), "an earlier event to be reached too", f"False, round {number}", "DeviceEvent.query"
         )
     return f"{rounds} of {rounds}"
 
@@ -72,9 +70,7 @@ def synchronize(bench: Bench) -> str:
         event, _ = _events(bench)
         event.record()
         bench.platform.synchronize()
-        require(
-            event.query(), "synchronize", "an event recorded before it to be reached", f"not, round {number}"
-        )
+        require(event.query(), "an event recorded before it to be reached", f"not, round {number}")
     return f"{rounds} of {rounds}"
 
 
@@ -90,7 +86,6 @@ def elapsed(bench: Bench) -> str:
     device_ms = start.elapsed_ms(end)
     require(
         0.5 * host_ms <= device_ms <= 1.5 * host_ms + 20,
-        "DeviceEvent.elapsed_ms",
         f"about {host_ms:.1f} ms, the host's time",
         f"{device_ms} ms",
     )
@@ -106,10 +101,5 @@ def again(bench: Bench) -> str:
     end.record()
     bench.platform.synchronize()
     found = start.elapsed_ms(end)
-    require(
-        0 <= found < 0.8 * _BUSY_SECONDS * 1e3,
-        "DeviceEvent.record",
-        "the time since the second record()",
-        found,
-    )
+    require(0 <= found < 0.8 * _BUSY_SECONDS * 1e3, "the time since the second record()", found)
     return f"{found:.3f} ms"

@@ -41,8 +41,8 @@ def greedy(bench: Bench) -> str:
             same = next((i for i, (a, b) in enumerate(zip(tokens, expected)) if a != b), len(expected))
             require(
                 tokens == expected,
-                "the operators and the attention backend, or the pool: see the checks above",
                 f"{expected} after a prompt of {len(prompt)} tokens, by {bench.reference}",
                 f"{tokens} in round {number}: the same up to token {same}",
+                "the operators and the attention backend, or the pool: see the checks above",
             )
     return f"{len(prompts)} prompts × {_TOKENS} tokens, equal to {bench.reference}, twice"

@@ -24,7 +24,7 @@ def _captured(bench: Bench) -> tuple[DeviceGraph, torch.Tensor, torch.Tensor, li
         if platform.support_cuda_graph():
             raise
         raise NotApplicableError("not declared") from None
-    require(isinstance(graph, DeviceGraph), "create_graph", "a DeviceGraph", type(graph).__qualname__)
+    require(isinstance(graph, DeviceGraph), "a DeviceGraph", type(graph).__qualname__, "create_graph")
     x = torch.zeros(MIB // 4, device=bench.device)
     seen: list[bool] = []
 
@@ -51,18 +51,18 @@ def replay(bench: Bench) -> str:
             bench.platform.synchronize()
             found = (output.min().item(), output.max().item())
             right = number * 2 + 1
-            require(found == (right, right), "DeviceGraph.replay", f"{right} for an input of {number}", found)
-        require(output.data_ptr() == address, "DeviceGraph.replay", "the output where it was", "elsewhere")
+            require(found == (right, right), f"{right} for an input of {number}", found, "DeviceGraph.replay")
+        require(output.data_ptr() == address, "the output where it was", "elsewhere", "DeviceGraph.replay")
     return f"a {bench.platform.get_graph_label()}"
 
 
 @check("graphs.capturing", write="is_capturing", expects="True while a graph is captured, and only then")
 def capturing(bench: Bench) -> str:
-    require(not bench.platform.is_capturing(), "is_capturing", "False before a capture", True)
+    require(not bench.platform.is_capturing(), "False before a capture", True)
     with bench.platform.inference_mode():
         _, _, _, seen = _captured(bench)
-    require(bool(seen) and all(seen), "is_capturing", "True while capture() runs the work", seen)
-    require(not bench.platform.is_capturing(), "is_capturing", "False after a capture", True)
+    require(bool(seen) and all(seen), "True while capture() runs the work", seen)
+    require(not bench.platform.is_capturing(), "False after a capture", True)
     return "told rightly"
 
 
@@ -74,7 +74,7 @@ def memory(bench: Bench) -> str:
         graph.replay()
         grown = _growth(bench, graph.replay, rounds)
     allowed = rounds * MIB // 4  # a quarter of what it would be if each replay kept its output
-    require(grown <= allowed, "DeviceGraph.replay", f"no new memory in {rounds} replays", f"{grown} bytes")
+    require(grown <= allowed, f"no new memory in {rounds} replays", f"{grown} bytes")
     return f"{max(grown, 0) / MIB:.1f} MiB in {rounds} replays"
 
 
@@ -94,14 +94,14 @@ def decode_steps(bench: Bench) -> str:
         runner = replaying.scheduler.model_runner
         for part in (runner.attention_backend, runner.model):
             name = type(part).__name__
-            require(part.capturable, f"capturable of {name}", "True: graphs are declared", "False")
+            require(part.capturable, "True: graphs are declared", "False", f"capturable of {name}")
         replays = replaying.count_replays()
         for number in range(2):
             found = replaying.tokens()
             method = "get_graph_runner_cls, create_graph, or the attention backend's decoding"
-            require(found == right, method, f"{right}", f"{found}, capture {number + 1}")
+            require(found == right, f"{right}", f"{found}, capture {number + 1}", method)
             require(
-                bool(replays), "replay of the graph runner", "to be used for decode steps", "never called"
+                bool(replays), "to be used for decode steps", "never called", "replay of the graph runner"
             )
             runner.weights_changed()
     return f"{len(replays)} replays of batches of {', '.join(map(str, sorted(set(replays))))}"

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_aspects.errors import PlatformError
-from sgl_aspects.platforms import (
-    DeviceCapability,
-    PlatformCapabilities,
-    PlatformEnum,
-    resolve_qualified_name,
-)
+from sgl_aspects.platforms import DeviceCapability, PlatformCapabilities, PlatformEnum, resolve_qualified_name
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 from sgl_aspects.runtime.conformance.check import Bench, NotApplicableError, check, require
 
@@ -22,13 +17,12 @@ def family(bench: Bench) -> str:
     platform = bench.platform
     require(
         platform._enum is not PlatformEnum.UNSPECIFIED,
-        "_enum",
         "a member of PlatformEnum; OOT for a vendor's plugin",
         platform._enum,
     )
     true = [query for query in _QUERIES if getattr(platform, f"is_{query}")()]
     family = "out_of_tree" if platform._enum is PlatformEnum.OOT else platform._enum.value
-    require(true == [family], "_enum", f"is_{family}() alone to be True", ", ".join(true) or "none")
+    require(true == [family], f"is_{family}() alone to be True", ", ".join(true) or "none")
     return f"is_{family}()"
 
 
@@ -39,15 +33,15 @@ def names(bench: Bench) -> str:
         value = getattr(platform, attribute)
         require(
             isinstance(value, str) and value not in ("", "unspecified"),
-            attribute,
             "a name of its own",
             repr(value),
+            attribute,
         )
     product = platform.get_device_name(0)
-    require(isinstance(product, str) and bool(product), "get_device_name", "a text", repr(product))
+    require(isinstance(product, str) and bool(product), "a text", repr(product), "get_device_name")
     key = platform.get_dispatch_key_name()
     require(
-        key.isidentifier(), "get_dispatch_key_name", "what can follow forward_ in a method's name", repr(key)
+        key.isidentifier(), "what can follow forward_ in a method's name", repr(key), "get_dispatch_key_name"
     )
     return f"{platform.device_name}: {product}"
 
@@ -56,15 +50,13 @@ def names(bench: Bench) -> str:
 def device(bench: Bench) -> str:
     platform = bench.platform
     count = platform.device_count()
-    require(isinstance(count, int) and count >= 1, "device_count", "at least 1", repr(count))
+    require(isinstance(count, int) and count >= 1, "at least 1", repr(count), "device_count")
     found = platform.get_device(0)
-    require(isinstance(found, torch.device), "get_device", "a torch.device", repr(found))
-    require(
-        found.type == platform.device_type, "get_device", f"a device of type {platform.device_type}", found
-    )
+    require(isinstance(found, torch.device), "a torch.device", repr(found))
+    require(found.type == platform.device_type, f"a device of type {platform.device_type}", found)
     platform.set_device(found)
     held = torch.ones(3, device=found).device.type
-    require(held == platform.device_type, "get_device", f"tensors on {platform.device_type}", held)
+    require(held == platform.device_type, f"tensors on {platform.device_type}", held)
     return f"{count} × {found}"
 
 
@@ -75,20 +67,20 @@ def uuid(bench: Bench) -> str:
     except NotImplementedError as error:
         raise NotApplicableError("the device has none") from error
     again = bench.platform.get_device_uuid(0)
-    require(bool(first) and first == again, "get_device_uuid", "the same text twice", f"{first}, {again}")
+    require(bool(first) and first == again, "the same text twice", f"{first}, {again}")
     return first
 
 
 @check("identity.capabilities", write="capabilities", expects="frozen data")
 def capabilities(bench: Bench) -> str:
     declared = bench.platform.capabilities
-    require(isinstance(declared, PlatformCapabilities), "capabilities", "PlatformCapabilities", declared)
+    require(isinstance(declared, PlatformCapabilities), "PlatformCapabilities", declared)
     capability = bench.platform.get_device_capability(0)
     require(
         capability is None or isinstance(capability, DeviceCapability),
-        "get_device_capability",
         "a DeviceCapability, or None for a device that has no such number",
         repr(capability),
+        "get_device_capability",
     )
     names = [name for name, value in vars(declared).items() if value]
     return ", ".join(names) or "none declared"
@@ -112,7 +104,7 @@ def classes(bench: Bench) -> str:
         try:
             found.append(resolve_qualified_name(answer).__name__)
         except PlatformError as error:
-            require(False, name, "a class, or the qualified name of one", error)
+            require(False, "a class, or the qualified name of one", error, name)
     backend = platform.get_default_attention_backend()
     found.append(attention_backend_class(backend).__name__)
     return ", ".join(found)

@@ -29,16 +29,18 @@ _PARTS: dict[str, dict[str, tuple[int, ...]]] = {
 Contents = list[dict[str, torch.Tensor]]
 
 
-def make_pool(bench: Bench, dtype: torch.dtype, kind: str = "mha") -> Any:
-    """A pool with PAGES pages that are handed out, and page 0 before them."""
+def make_pool(
+    bench: Bench, dtype: torch.dtype, kind: str = "mha", pages: int = PAGES, layers: int = LAYERS, **rows: int
+) -> Any:
+    """A pool with ``pages`` that are handed out, and page 0 before them; ``rows`` as in ROWS."""
     pool_class: Any = resolve_qualified_name(bench.platform.get_kv_pool_cls(kind=kind))
     return pool_class(
-        size=PAGES * PAGE_SIZE,
+        size=pages * PAGE_SIZE,
         page_size=PAGE_SIZE,
         dtype=dtype,
-        layer_num=LAYERS,
+        layer_num=layers,
         device=bench.device,
-        **ROWS[kind],
+        **(rows or ROWS[kind]),
     )
 
 
@@ -60,7 +62,7 @@ def shape(bench: Bench, kind: str = "mha") -> str:
     """Buffers of the type asked for, on the device, one row a slot."""
     for dtype in _DTYPES:
         pool = make_pool(bench, dtype, kind)
-        require(getattr(pool, "dtype", None) == dtype, "get_kv_pool_cls", f"pool.dtype {dtype}", pool.dtype)
+        require(getattr(pool, "dtype", None) == dtype, f"pool.dtype {dtype}", pool.dtype, "get_kv_pool_cls")
         for layer in range(LAYERS):
             parts = dict(_PARTS[kind])
             if kind != "mha":  # the value is the first part of the compressed row
@@ -68,12 +70,12 @@ def shape(bench: Bench, kind: str = "mha") -> str:
             for part, shape in parts.items():
                 buffer = _buffer(pool, part, layer)
                 name = f"get_{part}_buffer of the pool"
-                require(buffer.dtype == dtype, name, f"a buffer of {dtype}", buffer.dtype)
+                require(buffer.dtype == dtype, f"a buffer of {dtype}", buffer.dtype, name)
                 right = (SLOTS, *shape)
                 found = tuple(buffer.shape)
-                require(found == right, name, f"{right}: size and page 0", found)
+                require(found == right, f"{right}: size and page 0", found, name)
                 there = buffer.device.type
-                require(there == bench.device.type, name, f"memory of {bench.device}", there)
+                require(there == bench.device.type, f"memory of {bench.device}", there, name)
     return f"{SLOTS} slots, {LAYERS} layers"
 
 
@@ -108,7 +110,7 @@ def write(bench: Bench, kind: str = "mha") -> str:
                 value = _buffer(pool, "value", layer).cpu()
                 right = expected[layer]["key"][..., : ROWS[kind]["kv_lora_rank"]]
                 method = "get_value_buffer of the pool"
-                require(torch.equal(value, right), method, "the first part of the compressed row", "others")
+                require(torch.equal(value, right), "the first part of the compressed row", "others", method)
     return f"{len(slots)} slots of {SLOTS}"
 
 
@@ -152,7 +154,7 @@ def allocator(bench: Bench) -> str:
     made = allocator_class(PAGES * PAGE_SIZE + 1, PAGE_SIZE)
 
     def need(condition: bool, expected: str, found: object) -> None:
-        require(condition, "get_paged_allocator_cls", expected, found)
+        require(condition, expected, found, "get_paged_allocator_cls")
 
     full = PAGES * PAGE_SIZE
     need(made.total_size == full, f"total_size of whole pages, {full} tokens", made.total_size)
@@ -219,7 +221,7 @@ def _require_equal(pool: Any, expected: Contents, method: str) -> None:
             wrong = (_buffer(pool, part, layer).cpu() != right).flatten(1).any(1).nonzero().flatten().tolist()
             require(
                 not wrong,
-                method,
                 f"the {part.replace('_', ' ')}s of layer {layer} as written, bit for bit",
                 f"others in slots {wrong[:8]}{' ...' if len(wrong) > 8 else ''} (page size {PAGE_SIZE})",
+                method,
             )

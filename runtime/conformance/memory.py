@@ -87,7 +87,6 @@ def available(bench: Bench) -> str:
     found = measured(bench)
     require(
         0 < found.free <= found.total and found.total > 64 * MIB,
-        "get_available_memory",
         "0 < free <= total, in bytes",
         f"free {found.free}, total {found.total}",
     )
@@ -99,7 +98,6 @@ def total(bench: Bench) -> str:
     found = measured(bench)
     require(
         abs(found.device_total - found.total) <= 0.05 * found.total,
-        "get_device_total_memory",
         f"{found.total} bytes, as get_available_memory says, give or take 5 %",
         found.device_total,
     )
@@ -130,17 +128,11 @@ def peak(bench: Bench) -> str:
     risen = found.peak_with_block - found.peak_before
     require(
         0.9 * BLOCK <= risen <= 1.6 * BLOCK,
-        "get_current_memory_usage",
         f"a peak about {BLOCK} bytes higher with a block of that size",
         f"{risen:.0f} bytes higher",
     )
     fallen = found.peak_with_block - found.peak_after
-    require(
-        fallen <= 0.1 * BLOCK,
-        "get_current_memory_usage",
-        "the same peak afterwards",
-        f"{fallen:.0f} bytes less",
-    )
+    require(fallen <= 0.1 * BLOCK, "the same peak afterwards", f"{fallen:.0f} bytes less")
     return f"{risen / MIB:.0f} MiB higher with a block of {BLOCK // MIB}"
 
 
@@ -151,7 +143,7 @@ def _nearest(sizes: list[int]) -> int:
 def _require_block(size: int, what: str) -> None:
     require(
         _is_block(size),
-        "get_available_memory",
         f"about {BLOCK} bytes {what}",
         f"{size} at best, of {_ATTEMPTS} attempts",
+        "get_available_memory",
     )

@@ -15,9 +15,7 @@ def copies(bench: Bench) -> str:
     for dtype in dtypes:
         there = torch.arange(-500, 500).to(dtype)
         back = there.to(bench.device).cpu()
-        require(
-            back.dtype == dtype and torch.equal(back, there), "get_device", f"{dtype} unchanged", back.dtype
-        )
+        require(back.dtype == dtype and torch.equal(back, there), f"{dtype} unchanged", back.dtype)
     return f"{len(dtypes)} types"
 
 
@@ -27,8 +25,8 @@ def inference_mode(bench: Bench) -> str:
     with bench.platform.inference_mode():
         inside = (weight * 2).requires_grad
     outside = (weight * 2).requires_grad
-    require(not inside, "inference_mode", "results without gradients inside", "results that require them")
-    require(outside, "inference_mode", "gradients again afterwards", "none")
+    require(not inside, "results without gradients inside", "results that require them")
+    require(outside, "gradients again afterwards", "none")
     return "left as it was entered"
 
 
@@ -53,10 +51,10 @@ def streams(bench: Bench) -> str:
         product = ones @ ones
         inside = platform.current_stream()
     platform.synchronize()
-    require(inside == stream, "current_stream", f"{stream} inside use_stream", inside)
-    require(platform.current_stream() != stream, "use_stream", "the stream before, afterwards", stream)
+    require(inside == stream, f"{stream} inside use_stream", inside, "current_stream")
+    require(platform.current_stream() != stream, "the stream before, afterwards", stream)
     found = product[500, 500].item()
-    require(found == 1000.0, "synchronize", "1000.0, computed on the second stream", found)
+    require(found == 1000.0, "1000.0, computed on the second stream", found, "synchronize")
     return "a second stream"
 
 
@@ -71,14 +69,12 @@ def reindex(bench: Bench) -> str:
             raise _DeliberateError
     except _DeliberateError:
         changed = sorted(key for key in {*before, *os.environ} if before.get(key) != os.environ.get(key))
-    require(not changed, "reindex_device_id", "the environment as it was, after an error", changed)
+    require(not changed, "the environment as it was, after an error", changed)
     if variable is None:
-        require(device_id == last, "reindex_device_id", f"device id {last}, without a variable", device_id)
+        require(device_id == last, f"device id {last}, without a variable", device_id)
         return "the device has no variable"
-    require(device_id == 0, "reindex_device_id", "device id 0 in the narrowed process", device_id)
-    require(
-        bool(inside) and "," not in str(inside), "reindex_device_id", f"{variable} naming one device", inside
-    )
+    require(device_id == 0, "device id 0 in the narrowed process", device_id)
+    require(bool(inside) and "," not in str(inside), f"{variable} naming one device", inside)
     return f"{variable}={inside}"
 
 
@@ -93,7 +89,7 @@ def quantization(bench: Bench) -> str:
         bench.platform.verify_quantization("no-such-method")
     except ValueError:
         answer = "ValueError"
-    require(answer == "ValueError", "verify_quantization", "a ValueError for 'no-such-method'", answer)
+    require(answer == "ValueError", "a ValueError for 'no-such-method'", answer)
     declared = bench.platform.supported_quantization
     for method in declared:
         bench.platform.verify_quantization(method)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from sgl_aspects.runtime.conformance.check import Bench, check, require
+from sgl_aspects.runtime.dispatch.comparing import difference
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import (
     Embedding,
@@ -21,15 +23,6 @@ from sgl_aspects.runtime.ops import (
 #: The largest error, as a share of the largest value of the reference.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _ROWS = (1, 3, 17)
-
-
-def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
-    """Infinite where the shape is another, or something is not finite."""
-    if found.shape != reference.shape:
-        return float("inf")
-    difference = (found.detach().cpu().double() - reference).abs().max()
-    error = float(difference / reference.abs().max().clamp_min(1e-30))
-    return error if error == error else float("inf")  # NaN is no small error
 
 
 def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -66,97 +59,20 @@ def _compare(
             exact = [t.double() if t.is_floating_point() else t for t in given]
             expected = reference(parameters, *exact)
             for found, right in zip(outputs, expected, strict=True):
-                require(found.dtype == dtype, form, f"an output of {dtype}", found.dtype)
-                error = relative_error(found, right)
+                require(found.dtype == dtype, f"an output of {dtype}", found.dtype, form)
+                error = difference(found.cpu(), right)
                 require(
                     error <= tolerance,
-                    form,
                     f"the float64 reference within {tolerance:g}, {dtype}, {rows} rows",
                     f"an error of {error:.2g}",
+                    form,
                 )
                 worst = max(worst, error / tolerance)
             for before, after in zip(given, there):
                 require(
-                    torch.equal(before, after.cpu()), form, "its inputs left as they were", "changed ones"
+                    torch.equal(before, after.cpu()), "its inputs left as they were", "changed ones", form
                 )
     return f"{form}, error at most {100 * worst:.0f} % of what is allowed"
-
-
-@check(
-    "operators.silu_and_mul", write="forward_<key> of SiluAndMul", expects="silu(first half) * second half"
-)
-def silu_and_mul(bench: Bench) -> str:
-    def reference(_: object, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        gate, up = x.chunk(2, dim=-1)
-        return (gate / (1 + torch.exp(-gate)) * up,)
-
-    return _compare(
-        bench,
-        lambda dtype: SiluAndMul(),
-        lambda dtype, rows: [random_tensor(rows, 96, dtype=dtype, seed=rows)],
-        reference,
-    )
-
-
-def _normalized(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-@check("operators.rms_norm", write="forward_<key> of RMSNorm", expects="x / rms(x) * weight")
-def rms_norm(bench: Bench) -> str:
-    return _compare(
-        bench,
-        lambda dtype: RMSNorm(64, 1e-6, dtype),
-        lambda dtype, rows: [random_tensor(rows, 64, dtype=dtype, seed=rows)],
-        lambda parameters, x: (_normalized(parameters[0], x),),
-    )
-
-
-@check(
-    "operators.rms_norm_residual",
-    write="forward_<key> of RMSNorm",
-    expects="(norm(x + residual), x + residual)",
-)
-def rms_norm_residual(bench: Bench) -> str:
-    return _compare(
-        bench,
-        lambda dtype: RMSNorm(64, 1e-6, dtype),
-        lambda dtype, rows: [
-            random_tensor(rows, 64, dtype=dtype, seed=rows),
-            random_tensor(rows, 64, dtype=dtype, seed=rows + 50),
-        ],
-        lambda parameters, x, residual: (_normalized(parameters[0], x + residual), x + residual),
-    )
-
-
-@check("operators.linear", write="forward_<key> of Linear", expects="x @ weight.T + bias")
-def linear(bench: Bench) -> str:
-    return _compare(
-        bench,
-        lambda dtype: Linear(48, 80, bias=True, dtype=dtype),
-        lambda dtype, rows: [random_tensor(rows, 48, dtype=dtype, seed=rows)],
-        lambda parameters, x: (x @ parameters[0].T + parameters[1],),
-    )
-
-
-@check("operators.merged_linear", write="forward_<key> of MergedLinear", expects="several linears as one")
-def merged_linear(bench: Bench) -> str:
-    return _compare(
-        bench,
-        lambda dtype: MergedLinear(48, {"q": 64, "k": 16, "v": 16}, bias=False, dtype=dtype),
-        lambda dtype, rows: [random_tensor(rows, 48, dtype=dtype, seed=rows)],
-        lambda parameters, x: (x @ parameters[0].T,),
-    )
-
-
-@check("operators.embedding", write="forward_<key> of Embedding", expects="rows of the weight")
-def embedding(bench: Bench) -> str:
-    return _compare(
-        bench,
-        lambda dtype: Embedding(100, 64, dtype),
-        lambda dtype, rows: [torch.arange(rows) * 37 % 100],
-        lambda parameters, ids: (parameters[0][ids],),
-    )
 
 
 def _form(operator: Operator, dtype: torch.dtype, device: torch.device) -> str:
@@ -178,8 +94,23 @@ class _Rotary(Operator):
         return rotated
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    frequencies = 10000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+# -- what operators mean, in float64 ----------------------------------------------------------------------
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2 n] → [..., n]: silu(first half) * second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, dim]: pairs (i, i + dim / 2) turned by the angles of their tokens' positions."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(positions.double(), frequencies).unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat(
@@ -187,15 +118,77 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     )
 
 
-@check("operators.rotary", write="forward_<key> of RotaryEmbedding", expects="each pair turned by its angle")
-def rotary(bench: Bench) -> str:
-    return _compare(
-        bench,
-        _Rotary,
-        lambda dtype, rows: [
-            random_tensor(rows, 4, 32, dtype=dtype, seed=rows),
-            random_tensor(rows, 2, 32, dtype=dtype, seed=rows + 50),
-            torch.arange(rows) * 13 % 256,
-        ],
-        lambda _, query, key, positions: (_rotate(query, positions), _rotate(key, positions)),
+# -- the checks: what each makes, feeds and expects ---------------------------------------------------------
+
+
+def _rows(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, int], list[torch.Tensor]]:
+    """Random inputs [rows, *shape], one for each shape."""
+    return lambda dtype, rows: [
+        random_tensor(rows, *shape, dtype=dtype, seed=rows + 50 * number)
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def _check(name: str, of: str, expects: str, *how: Any) -> None:
+    """``how``: arguments of :func:`_compare`."""
+    check(f"operators.{name}", write=f"forward_<key> of {of}", expects=expects)(
+        lambda bench: _compare(bench, *how)
     )
+
+
+_check(
+    "silu_and_mul",
+    "SiluAndMul",
+    "silu(first half) * second half",
+    lambda dtype: SiluAndMul(),
+    _rows((96,)),
+    lambda _, x: [gated(x)],
+)
+_check(
+    "rms_norm",
+    "RMSNorm",
+    "x / rms(x) * weight",
+    lambda dtype: RMSNorm(64, 1e-6, dtype),
+    _rows((64,)),
+    lambda parameters, x: [normalized(x, *parameters)],
+)
+_check(
+    "rms_norm_residual",
+    "RMSNorm",
+    "(norm(x + residual), x + residual)",
+    lambda dtype: RMSNorm(64, 1e-6, dtype),
+    _rows((64,), (64,)),
+    lambda parameters, x, residual: [normalized(x + residual, *parameters), x + residual],
+)
+_check(
+    "linear",
+    "Linear",
+    "x @ weight.T + bias",
+    lambda dtype: Linear(48, 80, bias=True, dtype=dtype),
+    _rows((48,)),
+    lambda parameters, x: [x @ parameters[0].T + parameters[1]],
+)
+_check(
+    "merged_linear",
+    "MergedLinear",
+    "several linears as one",
+    lambda dtype: MergedLinear(48, {"q": 64, "k": 16, "v": 16}, bias=False, dtype=dtype),
+    _rows((48,)),
+    lambda parameters, x: [x @ parameters[0].T],
+)
+_check(
+    "embedding",
+    "Embedding",
+    "rows of the weight",
+    lambda dtype: Embedding(100, 64, dtype),
+    lambda dtype, rows: [torch.arange(rows) * 37 % 100],
+    lambda parameters, ids: [parameters[0][ids]],
+)
+_check(
+    "rotary",
+    "RotaryEmbedding",
+    "each pair turned by its angle",
+    _Rotary,
+    lambda dtype, rows: [*_rows((4, 32), (2, 32))(dtype, rows), torch.arange(rows) * 13 % 256],
+    lambda _, query, key, positions: [rotated(query, positions), rotated(key, positions)],
+)

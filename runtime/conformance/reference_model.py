@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.runtime.conformance.attention import dense_attention
+from sgl_aspects.runtime.conformance.operators import gated, normalized, rotated
 
 _HEAD_DIM = 16
 
@@ -56,33 +56,20 @@ def _logits(weights: Mapping[str, torch.Tensor], tokens: list[int]) -> torch.Ten
     while f"model.layers.{layer}.input_layernorm.weight" in weights:
         x = _layer(weights, f"model.layers.{layer}.", x)
         layer += 1
-    return _norm(x[-1], weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    return normalized(x[-1], weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 
 def _layer(weights: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
     def project(name: str, value: torch.Tensor) -> torch.Tensor:
         return value @ weights[f"{prefix}{name}.weight"].T
 
-    normed = _norm(x, weights[f"{prefix}input_layernorm.weight"])
+    normed = normalized(x, weights[f"{prefix}input_layernorm.weight"])
     query, key, value = (
         project(f"self_attn.{name}_proj", normed).view(len(x), -1, _HEAD_DIM) for name in "qkv"
     )
-    attended = dense_attention(_rotate(query), _rotate(key), value, 0)
+    positions = torch.arange(len(x))
+    attended = dense_attention(rotated(query, positions), rotated(key, positions), value, 0)
     x = x + project("self_attn.o_proj", attended.reshape(len(x), -1))
-    normed = _norm(x, weights[f"{prefix}post_attention_layernorm.weight"])
-    inner = F.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed)
+    normed = normalized(x, weights[f"{prefix}post_attention_layernorm.weight"])
+    inner = gated(torch.cat((project("mlp.gate_proj", normed), project("mlp.up_proj", normed)), -1))
     return x + project("mlp.down_proj", inner)
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def _rotate(x: torch.Tensor) -> torch.Tensor:
-    half = _HEAD_DIM // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.outer(torch.arange(len(x), dtype=torch.float64), frequencies).unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat(
-        (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1
-    )
