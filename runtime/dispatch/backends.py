@@ -16,7 +16,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,34 @@ _VENDORS = Path(__file__).parent / "vendors"
 
 def register_backends(registry: OpRegistry) -> None:
     """:raises OperatorError: a backend failed to register; says which and why."""
-    _register("the default backend, FlagGems", flaggems.register, registry)
+    for who, load in _backends():
+        try:
+            load()(registry)
+        except OperatorError as error:
+            raise type(error)(f"{who}: {error}") from error
+        except Exception as error:
+            raise OperatorError(
+                f"{who} failed while it registered its operators: {type(error).__name__}: {error}. "
+                f"Repair or remove it."
+            ) from error
+
+
+def _backends() -> Iterator[tuple[str, Callable[[], Callable[[OpRegistry], None]]]]:
+    """What each is called, and what imports it and gives its ``register``."""
+    yield "the default backend, FlagGems", lambda: flaggems.register
     for folder in _folders(_VENDORS):
-        module = importlib.import_module(f"sgl_aspects.runtime.dispatch.vendors.{folder.name}")
-        _register(f"vendor {folder.name!r}", module.register, registry)
-    for parent in (env.text(PATH_VARIABLE) or "").split(os.pathsep):
-        if not parent:
-            continue
+        name = f"sgl_aspects.runtime.dispatch.vendors.{folder.name}"
+        yield f"vendor {folder.name!r}", partial(_load_package, name)
+    for parent in filter(None, (env.text(PATH_VARIABLE) or "").split(os.pathsep)):
         if not Path(parent).is_dir():
             raise ConfigError(
                 f"{PATH_VARIABLE}: {parent!r} is no folder: name folders that hold vendors' folders"
             )
         for folder in _folders(Path(parent)):
-            _register(f"vendor folder {folder}", _load_folder(folder), registry)
+            yield f"vendor folder {folder}", partial(_load_folder, folder)
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
-        _register(f"entry point {point.name!r}{package} ({point.value})", _load_entry_point(point), registry)
+        yield f"entry point {point.name!r}{package} ({point.value})", point.load
 
 
 def _folders(parent: Path) -> list[Path]:
@@ -56,37 +69,22 @@ def _folders(parent: Path) -> list[Path]:
     return [path for path in found if not path.name.startswith((".", "_"))]
 
 
-def _load_entry_point(point: Any) -> Callable[[OpRegistry], None]:
-    return lambda registry: point.load()(registry)
+def _load_package(name: str) -> Any:
+    return importlib.import_module(name).register
 
 
-def _load_folder(folder: Path) -> Callable[[OpRegistry], None]:
-    def register(registry: OpRegistry) -> None:
-        name = f"sgl_aspects_vendor_{folder.name}"
-        spec = importlib.util.spec_from_file_location(
-            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]  # as `import` does
-            raise
-        module.register(registry)
-
-    return register
-
-
-def _register(who: str, register: Callable[[OpRegistry], None], registry: OpRegistry) -> None:
+def _load_folder(folder: Path) -> Any:
+    name = f"sgl_aspects_vendor_{folder.name}"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     try:
-        register(registry)
-    except OperatorError as error:
-        raise type(error)(f"{who}: {error}") from error
-    except Exception as error:
-        raise OperatorError(
-            f"{who} failed while it registered its operators: {type(error).__name__}: {error}. "
-            f"Repair or remove it."
-        ) from error
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # as `import` does
+        raise
+    return module.register

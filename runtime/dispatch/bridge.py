@@ -1,7 +1,7 @@
 """From an engine's layer to the operator: the call as SGLang's and vLLM's fused layers are called.
 
-Each takes the layer and its call's arguments. NotImplemented: the call asks for something that the operator
-does not do, and whoever bridges runs the layer's own forward.
+Each is named after the operator, and takes the layer and its call's arguments. NotImplemented: the call asks
+for something that the operator does not do, and whoever bridges runs the layer's own forward.
 """
 
 from __future__ import annotations
@@ -64,16 +64,7 @@ def rotary_embedding(
         return NotImplemented
     if offsets is not None:
         positions = positions + offsets
-    cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
-    turned = operators.rotary_embedding(
-        query.view(len(positions), -1, layer.head_size),
-        key.view(len(positions), -1, layer.head_size),
-        cos,
-        sin,
-        positions,
-        not layer.is_neox_style,
-    )
-    return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
+    return _turned(operators.rotary_embedding, layer, query, key, positions, not layer.is_neox_style)
 
 
 def mrotary_embedding(
@@ -92,18 +83,8 @@ def mrotary_embedding(
     odd = fused_set_kv_buffer_arg is not None or others or getattr(layer, "mrope_interleaved_glm", False)
     if odd or not layer.mrope_section or not layer.is_neox_style:
         return NotImplemented
-    tokens = positions.shape[-1]
-    cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
-    turned = operators.mrotary_embedding(
-        query.view(tokens, -1, layer.head_size),
-        key.view(tokens, -1, layer.head_size),
-        cos,
-        sin,
-        positions,
-        tuple(layer.mrope_section),
-        bool(getattr(layer, "mrope_interleaved", False)),
-    )
-    return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
+    sections, take_turns = tuple(layer.mrope_section), bool(getattr(layer, "mrope_interleaved", False))
+    return _turned(operators.mrotary_embedding, layer, query, key, positions, sections, take_turns)
 
 
 def topk(
@@ -136,19 +117,19 @@ def fused_moe(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -
     return operators.fused_moe(x, layer.w13_weight, layer.w2_weight, weights, ids.long(), config.activation)
 
 
-BRIDGES: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        silu_and_mul,
-        gelu_and_mul,
-        rms_norm,
-        gemma_rms_norm,
-        rotary_embedding,
-        mrotary_embedding,
-        topk,
-        fused_moe,
-    )
-}
+def _turned(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    *more: Any,
+) -> tuple[Tensor, Tensor]:
+    """query and key, turned by a rotary operator, in their own shapes."""
+    cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
+    heads = (each.view(positions.shape[-1], -1, layer.head_size) for each in (query, key))
+    turned_query, turned_key = operator(*heads, cos, sin, positions, *more)
+    return turned_query.reshape(query.shape), turned_key.reshape(key.shape)
 
 
 def _added(residual: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -267,10 +267,10 @@ class OpManager:
         """Shadow calls or summaries, from the next call on; None: nothing."""
         with self.lock:
             if self.watch is not None:
-                self.watch.stop()
+                self.watch.layers.stop()
             self.watch = watch
             if watch is not None:
-                watch.start()
+                watch.layers.start()
             self.choose_anew()
 
     def explain(

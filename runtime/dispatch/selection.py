@@ -66,38 +66,31 @@ def choose(
     impls = tuple(impls)
     arranged = policy.arranged(op_name, impls)
     considered: list[Considered] = []
-    chosen: OpImpl | None = None
-    others: list[OpImpl] = []
+    able: list[OpImpl] = []
     depends = False
     for impl in arranged:
         reason = policy.refuses(impl) or availability[impl]
         if reason is None:
+            depends = depends or (not able and (impl.depends_on_tensors or bool(failed)))
             reason = _mismatch(impl, dtype, device)
             if reason is None and impl.impl_id in failed:
                 reason = "set aside after it failed with such tensors"
-            if chosen is None:
-                depends = depends or impl.depends_on_tensors or bool(failed)
-        if reason is None:
-            if chosen is None:
-                chosen = impl
-                considered.append(Considered(impl, None))
-                continue
-            others.append(impl)
-            reason = f"comes after {chosen.impl_id}"
+            if reason is None:
+                reason = f"comes after {able[0].impl_id}" if able else None
+                able.append(impl)
         considered.append(Considered(impl, reason))
     considered += [
         Considered(i, "not in the order, and the policy is strict") for i in impls if i not in arranged
     ]
-    if chosen is None:
-        listed = (
-            "; ".join(f"{each.impl.impl_id}: {each.reason}" for each in considered) or "none is registered"
-        )
+    if not able:
+        reasons = "; ".join(f"{each.impl.impl_id}: {each.reason}" for each in considered)
         tensors = f" with {dtype} on {device}" if dtype is not None else ""
         raise OperatorError(
-            f"no implementation may serve {op_name}{tensors} under the policy {policy.describe()}: {listed}. "
+            f"no implementation may serve {op_name}{tensors} under the policy {policy.describe()}: "
+            f"{reasons or 'none is registered'}. "
             f"Name one that can in per_op_order, or switch strict off."
         )
-    return Selection(chosen, tuple(considered), depends, tuple(others))
+    return Selection(able[0], tuple(considered), depends, tuple(able[1:]))
 
 
 def _mismatch(impl: OpImpl, dtype: torch.dtype | None, device: torch.device | None) -> str | None:

@@ -66,12 +66,6 @@ class Watch:
         self._every_call = False
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        self.layers.start()
-
-    def stop(self) -> None:
-        self.layers.stop()
-
     # -- results -------------------------------------------------------------------------------------------
 
     def comparisons(self) -> list[LayerComparison]:

@@ -57,9 +57,7 @@ def _layers_loaded(module: Any) -> None:
 
 def _registered_forward(op_name: str) -> Callable[..., Any]:
     """What SGLang binds to the layer."""
-    from sgl_aspects.runtime.dispatch.bridge import BRIDGES
-
-    bridge = BRIDGES[op_name]
+    bridge = _bridge(op_name)
 
     def forward_dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
         outcome = bridge(self, *args, **kwargs)
@@ -75,9 +73,7 @@ def _resolved(result: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
         return None
     if not _manager().policy.is_dispatched(op_name):
         return None
-    from sgl_aspects.runtime.dispatch.bridge import BRIDGES
-
-    bridge = BRIDGES[op_name]
+    bridge = _bridge(op_name)
 
     def forward_dispatched(*args: Any, **kwargs: Any) -> Any:
         outcome = bridge(self, *args, **kwargs)
@@ -88,14 +84,19 @@ def _resolved(result: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 def _function_hook(op_name: str) -> Callable[..., Any]:
     def dispatched(original_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from sgl_aspects.runtime.dispatch.bridge import BRIDGES
-
         if not _manager().policy.is_dispatched(op_name):
             return original_fn(*args, **kwargs)
-        outcome = BRIDGES[op_name](*args, **kwargs)
+        outcome = _bridge(op_name)(*args, **kwargs)
         return original_fn(*args, **kwargs) if outcome is NotImplemented else outcome
 
     return dispatched
+
+
+def _bridge(op_name: str) -> Callable[..., Any]:
+    from sgl_aspects.runtime.dispatch import bridge
+
+    function: Callable[..., Any] = getattr(bridge, op_name)
+    return function
 
 
 def _graph_replayed(*args: Any, **kwargs: Any) -> None:
