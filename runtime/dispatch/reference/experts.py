@@ -46,7 +46,10 @@ def fused_moe(
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     output = torch.zeros(x.shape, dtype=exact, device=x.device)
     # An id that is no expert's, as engines write it for padding, adds nothing.
-    for expert in sorted(set(range(len(gate_up_weight))).intersection(topk_ids.flatten().tolist())):
+    experts = list(range(len(gate_up_weight)))
+    if not torch.compiler.is_compiling():  # which may not ask what is chosen
+        experts = sorted(set(experts).intersection(topk_ids.flatten().tolist()))
+    for expert in experts:
         tokens, place = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[tokens], gate_up_weight[expert]).chunk(2, dim=-1)
         inner = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
