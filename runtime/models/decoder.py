@@ -1,6 +1,6 @@
 """What all the models here share: embeddings, a stack of decoder layers, a norm, and the head.
 
-A family is a subclass of :class:`CausalLM` that says what attention and MLP its layers have.
+A family is a subclass of :class:`CausalLM` that says what attention its layers have.
 """
 
 from __future__ import annotations
@@ -14,35 +14,8 @@ from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.loader.weights import fill_weights, weight_targets
-from sgl_aspects.runtime.ops import (
-    Angles,
-    ColumnParallelLinear,
-    Embedding,
-    MergedLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    RowParallelLinear,
-    SiluAndMul,
-)
-
-
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` with ``size`` inner numbers."""
-
-    def __init__(
-        self, hidden_size: int, size: int, *, bias: bool, dtype: torch.dtype, tp: Communicator
-    ) -> None:
-        super().__init__()
-        tp.share(size, "the inner size of an MLP")
-        self.gate_up_proj = MergedLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias, dtype=dtype, tp=tp
-        )
-        self.activation = SiluAndMul()
-        self.down_proj = RowParallelLinear(size, hidden_size, bias=bias, dtype=dtype, tp=tp)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
-        return output
+from sgl_aspects.runtime.models.mlp import GatedMLP, MoEBlock
+from sgl_aspects.runtime.ops import Angles, ColumnParallelLinear, Embedding, RMSNorm, RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
@@ -107,9 +80,7 @@ class CausalLM(nn.Module):
         self.model = DecoderModel(config, layers, dtype, context_length)
         # A vocabulary that cannot be cut evenly is computed whole by each rank.
         self.head_tp = tp if config.vocab_size % tp.world_size == 0 else Communicator()
-        self.lm_head = ColumnParallelLinear(
-            config.hidden_size, config.vocab_size, bias=False, dtype=dtype, tp=self.head_tp
-        )
+        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, dtype, self.head_tp)
         if config.tie_word_embeddings:
             rows = len(self.lm_head.weight)
             embedding = self.model.embed_tokens.weight.data
@@ -125,9 +96,11 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def make_mlp(self, layer_id: int) -> nn.Module:
-        config = self.config
+        config, moe = self.config, self.config.moe
+        if moe is not None and layer_id not in moe.dense_layers:
+            return MoEBlock(config.hidden_size, moe, self.dtype, self.tp)
         return GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=self.dtype, tp=self.tp
+            config.hidden_size, config.intermediate_size, self.dtype, self.tp, bias=config.mlp_bias
         )
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

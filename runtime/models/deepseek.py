@@ -20,7 +20,6 @@ from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import IndexerConfig, MLAConfig, ModelConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.models.decoder import CausalLM
-from sgl_aspects.runtime.models.moe import MoEBlock
 from sgl_aspects.runtime.ops import (
     Angles,
     Attention,
@@ -30,6 +29,7 @@ from sgl_aspects.runtime.ops import (
     RotaryEmbedding,
     RowParallelLinear,
 )
+from sgl_aspects.runtime.ops.base import parameter
 from sgl_aspects.runtime.ops.rotary import yarn_mscale
 
 
@@ -41,9 +41,7 @@ class LatentHeads(nn.Module):
         self._tp = tp
         self._shape = (heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         self._key_dim = mla.qk_nope_head_dim
-        self.weight = nn.Parameter(
-            torch.empty(self._shape[0] * self._shape[1], self._shape[2], dtype=dtype), requires_grad=False
-        )
+        self.weight = parameter(self._shape[0] * self._shape[1], self._shape[2], dtype=dtype)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, qk_nope_head_dim] → [tokens, heads, kv_lora_rank], to compare with latents."""
@@ -67,10 +65,10 @@ class Indexer(nn.Module):
         self.indexer = indexer
         self.rope_dim = mla.qk_rope_head_dim
         size = indexer.num_heads * indexer.head_dim
-        self.wq_b = Linear(mla.q_lora_rank or config.hidden_size, size, bias=False, dtype=dtype)
-        self.wk = Linear(config.hidden_size, indexer.head_dim, bias=False, dtype=dtype)
+        self.wq_b = Linear(mla.q_lora_rank or config.hidden_size, size, dtype)
+        self.wk = Linear(config.hidden_size, indexer.head_dim, dtype)
         self.k_norm = nn.LayerNorm(indexer.head_dim, eps=1e-6, dtype=dtype)
-        self.weights_proj = Linear(config.hidden_size, indexer.num_heads, bias=False, dtype=dtype)
+        self.weights_proj = Linear(config.hidden_size, indexer.num_heads, dtype)
 
     def forward(
         self, hidden: torch.Tensor, query: torch.Tensor, rotary: RotaryEmbedding, angles: Angles
@@ -100,16 +98,16 @@ class LatentAttention(nn.Module):
         row = mla.kv_lora_rank + mla.qk_rope_head_dim
         size = config.num_heads * head_dim
         if mla.q_lora_rank is None:
-            self.q_proj = ColumnParallelLinear(hidden, size, bias=False, dtype=dtype, tp=tp)
+            self.q_proj = ColumnParallelLinear(hidden, size, dtype, tp)
         else:
-            self.q_a_proj = Linear(hidden, mla.q_lora_rank, bias=bias, dtype=dtype)
+            self.q_a_proj = Linear(hidden, mla.q_lora_rank, dtype, bias=bias)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, eps, dtype)
-            self.q_b_proj = ColumnParallelLinear(mla.q_lora_rank, size, bias=False, dtype=dtype, tp=tp)
-        self.kv_a_proj_with_mqa = Linear(hidden, row, bias=bias, dtype=dtype)
+            self.q_b_proj = ColumnParallelLinear(mla.q_lora_rank, size, dtype, tp)
+        self.kv_a_proj_with_mqa = Linear(hidden, row, dtype, bias=bias)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps, dtype)
         self.kv_b_proj = LatentHeads(mla, heads, dtype, tp)
         self.o_proj = RowParallelLinear(
-            config.num_heads * mla.v_head_dim, hidden, bias=config.attention_output_bias, dtype=dtype, tp=tp
+            config.num_heads * mla.v_head_dim, hidden, dtype, tp, bias=config.attention_output_bias
         )
         scale = head_dim**-0.5
         rope = config.rope
@@ -151,12 +149,6 @@ class DeepseekForCausalLM(CausalLM):
     def make_attention(self, layer_id: int) -> nn.Module:
         assert self.config.mla is not None  # hf_config.py reads it for every Deepseek architecture
         return LatentAttention(self.config, self.config.mla, layer_id, self.dtype, self.tp)
-
-    def make_mlp(self, layer_id: int) -> nn.Module:
-        moe = self.config.moe
-        if moe is None or layer_id in moe.dense_layers:
-            return super().make_mlp(layer_id)
-        return MoEBlock(self.config.hidden_size, moe, self.dtype, self.tp)
 
     def may_skip(self, name: str) -> bool:
         """Layers past the last predict further tokens at once: they are not used."""

@@ -1,4 +1,7 @@
-"""Llama and its family: grouped-query attention, rotary positions, gated MLP, RMS norms."""
+"""Llama and what is built like it: grouped-query attention, rotary positions, gated MLP, RMS norms.
+
+Qwen2 is that with biases, Qwen3 with norms of each head, Qwen3-MoE with experts: the config says so.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,15 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = MergedLinear(
             config.hidden_size,
             {name: count * config.head_dim for name, count in sizes.items()},
+            dtype,
+            tp,
             bias=config.attention_bias,
-            dtype=dtype,
-            tp=tp,
             copies={"k_proj": copies, "v_proj": copies},
         )
         self.query_size = heads * config.head_dim
+        total = config.num_heads * config.head_dim
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.attention_output_bias,
-            dtype=dtype,
-            tp=tp,
+            total, config.hidden_size, dtype, tp, bias=config.attention_output_bias
         )
         self.attention = Attention(layer_id, heads, max(kv_heads // ranks, 1), config.head_dim)
         self.qk_norm = config.qk_norm

@@ -13,9 +13,9 @@ MODELS: dict[str, str] = {
     "DeepseekV3ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
     "DeepseekV32ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
     "LlamaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
-    "Qwen2ForCausalLM": "sgl_aspects.runtime.models.qwen:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "sgl_aspects.runtime.models.qwen:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "sgl_aspects.runtime.models.qwen:Qwen3MoeForCausalLM",
+    "Qwen2ForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
 }
 
 

@@ -97,6 +97,11 @@ class Operator(nn.Module):
         self._site = get_manager().site(self.op_name, self)
 
 
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Room for a checkpoint's numbers, which nobody trains here."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 class _answer:  # noqa: N801  # a function that compares equal to another with the same answer
     def __init__(self, value: bool | str) -> None:
         self.value = value

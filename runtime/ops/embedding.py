@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from sgl_aspects.runtime.dispatch.reference import dense
-from sgl_aspects.runtime.ops.base import Operator
+from sgl_aspects.runtime.ops.base import Operator, parameter
 
 
 class Embedding(Operator):
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype)
 
     def forward_native(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden_size]."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from sgl_aspects.runtime.dispatch.reference import dense
-from sgl_aspects.runtime.ops.base import Operator
+from sgl_aspects.runtime.ops.base import Operator, parameter
 
 #: oneDNN lays weights out for a number of rows; what suits 8 was within noise of the fastest from 1 to 64.
 _PACKED_FOR_ROWS = 8
@@ -21,12 +21,12 @@ class Linear(Operator):
     op_name = "linear"
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
-        )
+        self.weight = parameter(out_features, in_features, dtype=dtype)
+        self.bias = parameter(out_features, dtype=dtype) if bias else None
         #: True where another operator uses the same weight, as with tied embeddings.
         self.shares_weight = False
         self._packed: torch.Tensor | None = None

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.communicator import Communicator
@@ -14,7 +13,7 @@ from sgl_aspects.runtime.dispatch.reference.experts import fused_moe
 from sgl_aspects.runtime.dispatch.types import ImplKind
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.loader.weights import Target
-from sgl_aspects.runtime.ops.base import Operator
+from sgl_aspects.runtime.ops.base import Operator, parameter
 
 
 class TopKExperts(Operator):
@@ -74,10 +73,8 @@ class FusedExperts(Operator):
         super().__init__()
         self._tp = tp
         size = tp.share(moe.intermediate_size, "the experts' inner size")
-        shapes = ((moe.num_experts, 2 * size, hidden_size), (moe.num_experts, hidden_size, size))
-        self.gate_up, self.down = (
-            nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False) for shape in shapes
-        )
+        self.gate_up = parameter(moe.num_experts, 2 * size, hidden_size, dtype=dtype)
+        self.down = parameter(moe.num_experts, hidden_size, size, dtype=dtype)
 
     def forward_native(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], weights and experts [tokens, experts_per_token] → [tokens, hidden]."""

@@ -22,16 +22,16 @@ class MergedLinear(Linear):
         self,
         in_features: int,
         parts: Mapping[str, int],
-        *,
-        bias: bool,
         dtype: torch.dtype,
         tp: Communicator | None = None,
+        *,
+        bias: bool = False,
         copies: Mapping[str, int] | None = None,
     ) -> None:
         tp = tp or Communicator()
         self.counts = {name: tp.world_size // (copies or {}).get(name, 1) for name in parts}
         self.parts = {name: size // self.counts[name] for name, size in parts.items()}
-        super().__init__(in_features, sum(self.parts.values()), bias=bias, dtype=dtype)
+        super().__init__(in_features, sum(self.parts.values()), dtype, bias=bias)
         self._tp = tp
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
@@ -53,9 +53,9 @@ class ColumnParallelLinear(Linear):
     """Each rank computes its share of the output."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, tp: Communicator
+        self, in_features: int, out_features: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False
     ) -> None:
-        super().__init__(in_features, out_features // tp.world_size, bias=bias, dtype=dtype)
+        super().__init__(in_features, out_features // tp.world_size, dtype, bias=bias)
         self._tp = tp
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
@@ -67,9 +67,9 @@ class RowParallelLinear(Linear):
     """Each rank has its share of the input; the sum over the ranks is the output, on each of them."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, tp: Communicator
+        self, in_features: int, out_features: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False
     ) -> None:
-        super().__init__(in_features // tp.world_size, out_features, bias=bias, dtype=dtype)
+        super().__init__(in_features // tp.world_size, out_features, dtype, bias=bias)
         self._tp = tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

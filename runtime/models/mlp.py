@@ -1,0 +1,69 @@
+"""What a layer has after attention: an MLP, or experts in its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.loader.model_config import MoEConfig
+from sgl_aspects.runtime.ops import (
+    FusedExperts,
+    Linear,
+    MergedLinear,
+    RowParallelLinear,
+    SiluAndMul,
+    TopKExperts,
+)
+from sgl_aspects.runtime.ops.base import parameter
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with ``size`` inner numbers."""
+
+    def __init__(
+        self, hidden_size: int, size: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        tp.share(size, "the inner size of an MLP")
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, tp, bias=bias)
+        self.activation = SiluAndMul()
+        self.down_proj = RowParallelLinear(size, hidden_size, dtype, tp, bias=bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        return output
+
+
+class Router(Linear):
+    """One logit a token and expert. Small, and whole on each rank."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, moe.num_experts, torch.float32 if moe.float32_router else dtype)
+        self.e_score_correction_bias = (
+            parameter(moe.num_experts, dtype=torch.float32) if moe.has_correction_bias else None
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] → [tokens, experts]."""
+        logits: torch.Tensor = super().forward(hidden.to(self.weight.dtype))
+        return logits
+
+
+class MoEBlock(nn.Module):
+    """Router, routed experts, and those that every token goes through."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype, tp: Communicator) -> None:
+        super().__init__()
+        self.tp = tp
+        self.gate = Router(hidden_size, moe, dtype)
+        self.topk = TopKExperts(moe)
+        self.experts = FusedExperts(hidden_size, moe, dtype, tp)
+        shared_size = moe.num_shared_experts * moe.intermediate_size
+        self.shared_experts = GatedMLP(hidden_size, shared_size, dtype, tp) if shared_size else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, experts = self.topk(self.gate(hidden), self.gate.e_score_correction_bias)
+        output = self.tp.all_reduce(self.experts(hidden, weights, experts))
+        return output if self.shared_experts is None else output + self.shared_experts(hidden)
