@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
@@ -114,15 +115,8 @@ class TorchCommunicator(Communicator):
     """``torch.distributed`` with the platform's backend. ``init_method`` is the URL where the ranks meet."""
 
     def __init__(self, rank: int, world_size: int, init_method: str) -> None:
-        import torch.distributed as dist
-
         self._join(rank, list(range(world_size)), None)
-        dist.init_process_group(
-            self.backend(),
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-        )
+        dist.init_process_group(self.backend(), init_method=init_method, rank=rank, world_size=world_size)
 
     @classmethod
     def backend(cls) -> str:
@@ -137,49 +131,46 @@ class TorchCommunicator(Communicator):
         return made
 
     def _join(self, rank: int, ranks: list[int], group: Any) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist
         self.rank = rank
         self.world_size = len(ranks)
         self._ranks = ranks
         self._group = group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._dist.all_reduce(x, group=self._group)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        self._dist.all_gather(parts, x.contiguous(), group=self._group)
+        dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         self.share(x.shape[dim], f"dimension {dim}")
         parts = [part.contiguous() for part in x.chunk(self.world_size, dim=dim)]
         output = torch.empty_like(parts[0])
-        self._dist.reduce_scatter(output, parts, group=self._group)
+        dist.reduce_scatter(output, parts, group=self._group)
         return output
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        self._dist.broadcast(x, src=self._ranks[source], group=self._group)
+        dist.broadcast(x, src=self._ranks[source], group=self._group)
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        self._dist.send(x.contiguous(), dst=self._ranks[to], group=self._group)
+        dist.send(x.contiguous(), dst=self._ranks[to], group=self._group)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
         x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        self._dist.recv(x, src=self._ranks[source], group=self._group)
+        dist.recv(x, src=self._ranks[source], group=self._group)
         return x
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        self._dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def close(self) -> None:
-        self._dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 class FlagCXCommunicator(TorchCommunicator):

@@ -27,9 +27,7 @@ def check_json_schema(schema: str) -> None:
         raise InvalidRequestError(
             f"json_schema has {len(schema)} characters; at most {_MAX_SCHEMA_LENGTH} are taken"
         )
-    library = _library()
-    grammar = _grammar_text(library, schema)
-    problem = library.LLMatcher.validate_grammar(grammar, limits=_limits(library))
+    problem = _library().LLMatcher.validate_grammar(_grammar_text(schema), limits=_limits())
     if problem and not problem.startswith("WARNING"):
         raise InvalidRequestError(f"json_schema cannot be used: {problem}")
 
@@ -66,16 +64,13 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
-        self._library = _library()
-        self._tokenizer = self._library.LLTokenizer(
+        self._tokenizer = _library().LLTokenizer(
             tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
 
     def compile(self, schema: str) -> Grammar:
-        grammar = _grammar_text(self._library, schema)
-        matcher = self._library.LLMatcher(
-            self._tokenizer, grammar, log_level=0, limits=_limits(self._library)
-        )
+        grammar = _grammar_text(schema)
+        matcher = _library().LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise InvalidRequestError(f"json_schema cannot be used: {matcher.get_error()}")
         return Grammar(matcher, self._vocab_size)
@@ -91,12 +86,12 @@ def _library() -> Any:
     return llguidance
 
 
-def _limits(library: Any) -> Any:
-    return library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+def _limits() -> Any:
+    return _library().LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
 
-def _grammar_text(library: Any, schema: str) -> str:
+def _grammar_text(schema: str) -> str:
     try:
-        return str(library.LLMatcher.grammar_from_json_schema(schema))
+        return str(_library().LLMatcher.grammar_from_json_schema(schema))
     except ValueError as error:
         raise InvalidRequestError(f"json_schema is no JSON schema: {error}") from error

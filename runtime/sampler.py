@@ -22,31 +22,26 @@ class Sampler:
     ) -> torch.Tensor:
         """logits [rows, vocab] → token ids [rows]; ``uniforms`` in [0, 1), not used by greedy rows."""
         tokens = likeliest(logits)
-        free = [i for i, p in enumerate(params) if not p.is_greedy and _keeps_all(p)]
-        cut = [i for i, p in enumerate(params) if not p.is_greedy and not _keeps_all(p)]
-        for rows, choose in ((free, self._choose_from_all), (cut, self._choose_from_likeliest)):
-            if rows:
-                index = torch.tensor(rows, device=logits.device)
-                tokens[index] = choose(
-                    self._probabilities(logits[index], [params[i].temperature for i in rows]),
-                    [params[i] for i in rows],
-                    torch.tensor([[uniforms[i]] for i in rows], device=logits.device, dtype=torch.float64),
-                )
+        for is_cut in (False, True):
+            rows = [i for i, p in enumerate(params) if not p.is_greedy and _is_cut(p) == is_cut]
+            if not rows:
+                continue
+            of_rows = [params[i] for i in rows]
+            index = torch.tensor(rows, device=logits.device)
+            draws = torch.tensor([[uniforms[i]] for i in rows], device=logits.device, dtype=torch.float64)
+            probabilities = self._probabilities(logits[index], [p.temperature for p in of_rows])
+            if is_cut:
+                tokens[index] = self._choose_from_likeliest(probabilities, of_rows, draws)
+            else:
+                tokens[index] = _draw(probabilities, draws)
         return tokens
 
     def _probabilities(self, logits: torch.Tensor, temperatures: list[float]) -> torch.Tensor:
         divisors = torch.tensor(temperatures, device=logits.device, dtype=torch.float32).unsqueeze(1)
+        divisors.clamp_(min=torch.finfo(torch.float32).tiny)  # what is zero here, the request did not call so
         # Subtracting the largest first keeps tiny temperatures from overflowing to infinity.
         shifted = logits.float() - logits.float().amax(dim=-1, keepdim=True)
         return torch.softmax(shifted / divisors, dim=-1)
-
-    def _choose_from_all(
-        self,
-        probabilities: torch.Tensor,
-        params: list[SamplingParams],
-        uniforms: torch.Tensor,
-    ) -> torch.Tensor:
-        return _draw(probabilities, uniforms)
 
     def _choose_from_likeliest(
         self, probabilities: torch.Tensor, params: list[SamplingParams], uniforms: torch.Tensor
@@ -86,8 +81,9 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return torch.add(places.gather(1, part), part, alpha=vocab // parts).squeeze(1)
 
 
-def _keeps_all(params: SamplingParams) -> bool:
-    return params.top_p >= 1.0 and params.top_k is None and params.min_p == 0.0
+def _is_cut(params: SamplingParams) -> bool:
+    """Whether some tokens are left out before one is drawn."""
+    return params.top_p < 1.0 or params.top_k is not None or params.min_p > 0.0
 
 
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

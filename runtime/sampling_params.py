@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
@@ -98,7 +99,7 @@ class SamplingParams:
         self._check_integer("min_new_tokens", 0)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             _refuse("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens={self.max_new_tokens}")
-        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             _refuse("temperature", self.temperature, "a finite number of at least 0 (0 is greedy)")
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             _refuse("top_p", self.top_p, "a number above 0 and up to 1")

@@ -73,6 +73,7 @@ def test_a_model_is_served_under_its_folders_name_unless_told_otherwise() -> Non
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", 10**400),
         ("top_p", 0),
         ("top_p", 1.1),
         ("top_p", "1"),
@@ -240,6 +241,14 @@ def test_tokens_come_as_often_as_their_probabilities_say(vocab: int, fields: dic
     expected = expected_distribution(logits, params)
     assert (counts - expected * draws).abs().max() <= 1.01
     assert not counts[expected == 0].any()
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-46, 1e-300])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float, top_p: float) -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(temperature=temperature, top_p=top_p)] * 4
+    assert Sampler()(logits, params, [0.1, 0.5, 0.9, 0.99]).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_rows_of_one_batch_keep_to_their_own_settings() -> None:
