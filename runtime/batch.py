@@ -112,6 +112,8 @@ class Batch:
     forward_mode: ForwardMode
     reqs: list[Req]
     num_new_tokens: list[int]
+    #: For each request, whether this step gives its next token: not where prompt is left.
+    samples: list[bool]
     step_id: int
     #: How many of the requests, all at the front, feed one token and get their next.
     num_decodes: int
@@ -126,24 +128,11 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
 
-    def samples(self) -> list[bool]:
-        """For each request, whether this step gives its next token: not where prompt is left."""
-        return [
-            req.computed_tokens + count == req.total_tokens
-            for req, count in zip(self.reqs, self.num_new_tokens)
-        ]
-
 
 @dataclass
 class BatchResult:
     """What a batch gives each of its requests. The device may still be at work on it."""
 
     tokens: SampledTokens
-    #: Of :meth:`Batch.samples`, when the batch began.
-    samples: list[bool]
     #: Empty where nobody asked.
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-
-    def next_token_ids(self) -> list[int | None]:
-        """Waits for the device. None for requests whose prompt is not done."""
-        return [token if samples else None for token, samples in zip(self.tokens.tolist(), self.samples)]

@@ -213,7 +213,7 @@ class ModelRunner:
         )
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> SampledTokens:
-        """One token a request; what it says for requests that :meth:`Batch.samples` denies means nothing.
+        """One token a request; what it says for requests that ``batch.samples`` denies means nothing.
 
         Rank 0 chooses, and the others hear of it.
         """
@@ -226,13 +226,12 @@ class ModelRunner:
 
     def _choose_tokens(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         params = [req.sampling_params for req in batch.reqs]
-        samples = batch.samples()
         # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
         uniforms = [
             req.random.random() if sampling and not req.sampling_params.is_greedy else 0.0
-            for req, sampling in zip(batch.reqs, samples)
+            for req, sampling in zip(batch.reqs, batch.samples)
         ]
-        adjusted = self.logit_adjuster(logits, batch.reqs, samples)
+        adjusted = self.logit_adjuster(logits, batch.reqs, batch.samples)
         return self.sampler(adjusted, params, uniforms)
 
     def logprobs(

@@ -280,12 +280,13 @@ class Scheduler:
         self.make_room()
         self.admit_requests()
         decodes = [req for req in self.running if req.is_prefill_done]
-        reqs, counts = list(decodes), [1] * len(decodes)
+        reqs, counts, samples = list(decodes), [1] * len(decodes), [True] * len(decodes)
         budget = self.server_args.chunked_prefill_size
         for req in self.running:
             if budget and not req.is_prefill_done:
                 reqs.append(req)
                 counts.append(min(req.prefill_tokens_left, budget))
+                samples.append(counts[-1] == req.prefill_tokens_left)
                 budget -= counts[-1]
         if not reqs:
             return None
@@ -294,7 +295,7 @@ class Scheduler:
         else:
             mode = ForwardMode.MIXED if decodes else ForwardMode.EXTEND
         self.step_id += 1
-        return Batch(mode, reqs, counts, self.step_id, num_decodes=len(decodes))
+        return Batch(mode, reqs, counts, samples, self.step_id, num_decodes=len(decodes))
 
     def make_room(self) -> None:
         """Pages for the next token of each running request; where they run out, the last gives way."""
@@ -357,16 +358,16 @@ class Scheduler:
         logprobs = []
         if any(req.sampling_params.logprobs is not None for req in batch.reqs):
             logprobs = self.model_runner.logprobs(logits, tokens.tolist(), batch)
-        return BatchResult(tokens, batch.samples(), logprobs)
+        return BatchResult(tokens, logprobs)
 
     def process_batch_result(self, batch: Batch, result: BatchResult) -> None:
         """Add the new tokens to their requests, and end those that are done."""
-        tokens = result.next_token_ids()
+        tokens = result.tokens.tolist()  # waits for the device
         for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, tokens)):
             if req.finish_reason is not None:
                 continue
             req.computed_tokens += count
-            if token is None:
+            if not batch.samples[i]:
                 continue
             if not req.output_ids:
                 self.kv_cache.store_prefix(req)  # others may begin with this prompt, now that it is computed
