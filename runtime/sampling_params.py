@@ -20,7 +20,8 @@ MAX_STOP_TEXTS = 64
 MAX_STOP_TEXT_LENGTH = 1024
 #: Entries of ``stop_token_ids`` and of ``logit_bias``.
 MAX_TOKEN_ENTRIES = 1024
-_RANGES = {
+#: From the least that is allowed to the most.
+RANGES = {
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
     "frequency_penalty": (-2, 2),
@@ -105,7 +106,7 @@ class SamplingParams:
             _refuse("top_p", self.top_p, "a number above 0 and up to 1")
         if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
             _refuse("top_k", self.top_k, "a whole number of at least 1, or None for all tokens")
-        for name, (lowest, highest) in _RANGES.items():
+        for name, (lowest, highest) in RANGES.items():
             value = getattr(self, name)
             if not is_number(value) or not lowest <= value <= highest:
                 _refuse(name, value, f"a number from {lowest} to {highest}")

@@ -75,8 +75,9 @@ class ServerArgs:
                 _check_count(name, getattr(self, name))
         if not is_integer(self.decode_reserve) or self.decode_reserve < 0:
             raise ConfigError(f"decode_reserve={self.decode_reserve!r}: write a whole number of at least 0")
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache={self.prefix_cache!r}: write True or False")
+        for name in ("prefix_cache", "disable_graphs", "disable_overlap", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: write True or False")
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(
                 f"max_total_tokens={self.max_total_tokens} is less than one page of {self.page_size} tokens: "
@@ -84,7 +85,7 @@ class ServerArgs:
             )
         if not is_number(self.mem_fraction) or not 0 < self.mem_fraction < 1:
             raise ConfigError(f"mem_fraction={self.mem_fraction!r}: write a share between 0 and 1")
-        if not is_number(self.startup_timeout) or self.startup_timeout <= 0:
+        if not is_number(self.startup_timeout) or not self.startup_timeout > 0:
             raise ConfigError(f"startup_timeout={self.startup_timeout!r}: write a number of seconds above 0")
         if self.random_seed is not None and not is_integer(self.random_seed):
             raise ConfigError(f"random_seed={self.random_seed!r}: write a whole number, or None")

@@ -52,6 +52,8 @@ TOKENIZER = Tokenizer(make_tokenizer())
         ({"max_total_tokens": 8}, "max_total_tokens=8 is less than one page of 16 tokens"),
         ({"mem_fraction": 1.0}, "mem_fraction=1.0: write a share between 0 and 1"),
         ({"startup_timeout": 0}, "startup_timeout=0"),
+        ({"startup_timeout": float("nan")}, "startup_timeout=nan"),
+        ({"compile": "no"}, "compile='no': write True or False"),
         ({"random_seed": "x"}, "random_seed='x'"),
     ],
 )

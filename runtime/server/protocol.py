@@ -12,6 +12,7 @@ from sgl_aspects.runtime.sampling_params import (
     MAX_STOP_TEXTS,
     MAX_TOKEN_ENTRIES,
     MAX_TOP_LOGPROBS,
+    RANGES,
 )
 
 FinishReason = Literal["stop", "length"]
@@ -75,6 +76,12 @@ class JsonSchemaResponseFormat(_Request):
     json_schema: JsonSchemaFormat
 
 
+def _within_range(name: str) -> Any:
+    """A field as SamplingParams limits it."""
+    least, most = RANGES[name]
+    return Field(default=None, ge=least, le=most)
+
+
 class SamplingFields(_Request):
     """What both endpoints take. Those from ``top_k`` on are not OpenAI's: clients send them as extra_body."""
 
@@ -84,15 +91,15 @@ class SamplingFields(_Request):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = _within_range("frequency_penalty")
+    presence_penalty: float | None = _within_range("presence_penalty")
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_TOKEN_ENTRIES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     top_k: int | None = Field(default=None, ge=1, le=_LARGEST)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    min_p: float | None = _within_range("min_p")
+    repetition_penalty: float | None = _within_range("repetition_penalty")
     min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_ENTRIES)
     ignore_eos: bool | None = None
