@@ -108,6 +108,8 @@ class RequestHandle:
         self.stop_texts = StopTexts(request.sampling_params.stop)
         #: Characters that all tokens so far gave, those that are held back among them.
         self.decoded_chars = 0
+        #: Those whose text is among ``text``.
+        self.shown_logprobs: list[TokenLogprobs] = []
         #: With the number of characters up to the end of the token.
         self.held_logprobs: list[tuple[int, TokenLogprobs]] = []
 

@@ -135,6 +135,7 @@ class RequestManager:
                 self._send(AbortRequest(handle.rid))
             finish_reason = "stop"
         handle.text += text
+        handle.shown_logprobs.extend(shown or ())
         if text or finish_reason is not None or output.token_ids:
             handle.put_chunk(
                 StreamChunk(handle.rid, text, output.token_ids, finish_reason, output.logprobs, shown)

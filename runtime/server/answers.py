@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,24 +22,12 @@ from sgl_aspects.runtime.server.settings import ServerSettings
 T = TypeVar("T")
 
 
-@dataclass
-class Answer:
-    """One choice, as far as it has come."""
-
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason = "stop"
-
-    def add(self, chunk: StreamChunk) -> None:
-        self.text += chunk.text
-        self.logprobs += chunk.shown_logprobs or ()
-        self.finish_reason = finish_reason(chunk) or self.finish_reason
+Reason = FinishReason | None
 
 
-def finish_reason(chunk: StreamChunk) -> FinishReason | None:
-    if chunk.finish_reason is None:
-        return None
-    return "length" if chunk.finish_reason == "length" else "stop"
+def finish_reason(reason: str | None) -> Reason:
+    """The engine's as OpenAI's: an end token and a stop text are one."""
+    return "length" if reason == "length" else "stop" if reason else None
 
 
 class Endpoint(ABC):
@@ -64,7 +51,7 @@ class Endpoint(ABC):
     def sampling_params(self, body: Any) -> SamplingParams: ...
 
     @abstractmethod
-    def choice(self, index: int, answer: Answer) -> BaseModel:
+    def choice(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason) -> BaseModel:
         """A choice of a whole answer."""
 
     def opening(self, index: int) -> BaseModel | None:
@@ -72,7 +59,7 @@ class Endpoint(ABC):
         return None
 
     @abstractmethod
-    def piece(self, index: int, chunk: StreamChunk) -> BaseModel:
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason) -> BaseModel:
         """A choice as a part of a stream."""
 
     async def __call__(self, request: Request) -> Response:
@@ -94,14 +81,11 @@ class Endpoint(ABC):
         return response
 
     async def _whole(self, request: Request, call: Call) -> Response:
-        answers = [Answer() for _ in call.handles]
-
-        async def collect() -> None:
-            async for index, chunk in call.chunks():
-                answers[index].add(chunk)
-
-        await unless_disconnected(request.receive, collect())
-        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
+        await unless_disconnected(request.receive, call.finish())
+        choices = [
+            self.choice(index, handle.text, handle.shown_logprobs, finish_reason(handle.finish_reason))
+            for index, handle in enumerate(call.handles)
+        ]
         content = self._envelope(self.answer_class, call, *choices, usage=call.usage()).model_dump_json()
         return Response(content, media_type="application/json", headers={"x-request-id": call.rid})
 
@@ -121,7 +105,9 @@ class Endpoint(ABC):
                     yield _event(self._envelope(self.chunk_class, call, opening))
             async for index, chunk in chunks:
                 if chunk.text or chunk.finish_reason is not None or chunk.shown_logprobs:
-                    yield _event(self._envelope(self.chunk_class, call, self.piece(index, chunk)))
+                    logprobs, reason = chunk.shown_logprobs or [], finish_reason(chunk.finish_reason)
+                    piece = self.piece(index, chunk.text, logprobs, reason)
+                    yield _event(self._envelope(self.chunk_class, call, piece))
             if options is not None and options.include_usage:
                 yield _event(self._envelope(self.chunk_class, call, usage=call.usage()))
             yield "data: [DONE]\n\n"

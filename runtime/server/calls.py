@@ -126,6 +126,11 @@ class Call:
             self.output_tokens += len(chunk.token_ids)
             yield index, chunk
 
+    async def finish(self) -> None:
+        """Wait for all answers."""
+        async for _ in self.chunks():
+            pass
+
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """What ``work`` gives; ClientDisconnect, and the work cancelled, where the client hangs up first."""

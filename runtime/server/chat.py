@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
-from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
+from sgl_aspects.runtime.request_handle import Prompt
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
-from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
+from sgl_aspects.runtime.server.answers import Endpoint, Reason, common_params
 from sgl_aspects.runtime.server.problems import ApiError
 
 
@@ -44,25 +44,28 @@ class ChatEndpoint(Endpoint):
             params["json_schema"] = json.dumps(body.response_format.json_schema.json_schema)
         return SamplingParams(**params)
 
-    def choice(self, index: int, answer: Answer) -> protocol.ChatChoice:
+    def choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason
+    ) -> protocol.ChatChoice:
         return protocol.ChatChoice(
             index=index,
-            message=protocol.AnswerMessage(content=answer.text),
-            logprobs=self._logprobs(answer.logprobs),
-            finish_reason=answer.finish_reason,
+            message=protocol.AnswerMessage(content=text),
+            logprobs=self._logprobs(logprobs),
+            finish_reason=reason or "stop",
         )
 
     def opening(self, index: int) -> protocol.ChatChunkChoice:
-        return protocol.ChatChunkChoice(
-            index=index, delta=protocol.Delta(role="assistant", content=""), finish_reason=None
-        )
+        delta = protocol.Delta(role="assistant", content="")
+        return protocol.ChatChunkChoice(index=index, delta=delta, finish_reason=None)
 
-    def piece(self, index: int, chunk: StreamChunk) -> protocol.ChatChunkChoice:
+    def piece(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason
+    ) -> protocol.ChatChunkChoice:
         return protocol.ChatChunkChoice(
             index=index,
-            delta=protocol.Delta(content=chunk.text) if chunk.text else protocol.Delta(),
-            logprobs=self._logprobs(chunk.shown_logprobs or []),
-            finish_reason=finish_reason(chunk),
+            delta=protocol.Delta(content=text) if text else protocol.Delta(),
+            logprobs=self._logprobs(logprobs),
+            finish_reason=reason,
         )
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.ChatLogprobs | None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
-from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
+from sgl_aspects.runtime.request_handle import Prompt
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
-from sgl_aspects.runtime.server.answers import Answer, Endpoint, common_params, finish_reason
+from sgl_aspects.runtime.server.answers import Endpoint, Reason, common_params
 from sgl_aspects.runtime.server.problems import ApiError
 
 #: OpenAI's default for this endpoint.
@@ -38,21 +38,14 @@ class CompletionEndpoint(Endpoint):
             params["logprobs"] = body.logprobs
         return SamplingParams(**params)
 
-    def choice(self, index: int, answer: Answer) -> protocol.CompletionChoice:
+    def choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason
+    ) -> protocol.CompletionChoice:
         return protocol.CompletionChoice(
-            index=index,
-            text=answer.text,
-            logprobs=self._logprobs(answer.logprobs),
-            finish_reason=answer.finish_reason,
+            index=index, text=text, logprobs=self._logprobs(logprobs), finish_reason=reason
         )
 
-    def piece(self, index: int, chunk: StreamChunk) -> protocol.CompletionChoice:
-        return protocol.CompletionChoice(
-            index=index,
-            text=chunk.text,
-            logprobs=self._logprobs(chunk.shown_logprobs or []),
-            finish_reason=finish_reason(chunk),
-        )
+    piece = choice  # a stream's pieces have the same form
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.CompletionLogprobs | None:
         """``text_offset`` counts from the beginning of these tokens."""
