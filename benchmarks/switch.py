@@ -30,17 +30,22 @@ def activate():
 """
 
 
+def add_plugin(folder: Path, name: str, source: str) -> None:
+    """A plugin of that name, for processes with ``folder`` on their path; ``source`` has ``activate()``."""
+    (folder / f"{name}.py").write_text(source)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sgl_aspects.plugins]\n{name} = {name}:activate\n")
+
+
 class Switch:
     """A plugin in ``folder``; processes with ``environment`` have it. Begins with the hooks on."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "switch"
         self._file.write_text("on")
-        (folder / "follow_switch.py").write_text(_PLUGIN)
-        info = folder / "follow_switch-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: follow-switch\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nswitch = follow_switch:activate\n")
+        add_plugin(folder, "follow_switch", _PLUGIN)
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         self.environment = {"PYTHONPATH": path, "SWITCH": str(self._file)}
 
