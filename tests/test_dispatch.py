@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import pickle
@@ -248,6 +249,30 @@ def test_policies_in_a_scope_hold_in_their_thread_only() -> None:
     thread.join()
     assert seen == [2]
     assert int(manager.call_op("op", zero)) == 2
+
+
+def test_a_task_that_outlives_its_scope_has_the_processes_policy_and_changes_nobodys() -> None:
+    registry = small_registry()
+    registry.register(
+        OpImpl("op", "x", ImplKind.DEFAULT, plus(9), priority=999, supported_dtypes=frozenset({torch.int8}))
+    )
+    manager = OpManager(registry)
+
+    async def call(began: asyncio.Event, ended: asyncio.Event) -> int:
+        began.set()
+        await ended.wait()
+        return int(manager.call_op("op", torch.zeros((), dtype=torch.int32)))
+
+    async def work() -> int:
+        began, ended = asyncio.Event(), asyncio.Event()
+        with manager.policy_context(SelectionPolicy.of(prefer="reference")):
+            task = asyncio.create_task(call(began, ended))
+            await began.wait()
+        ended.set()
+        return await task
+
+    assert asyncio.run(work()) == 2
+    assert int(manager.call_op("op", torch.zeros((), dtype=torch.int8))) == 9
 
 
 def test_scopes_by_name() -> None:
@@ -624,6 +649,7 @@ def test_variables_come_before_the_file_and_the_file_before_the_platforms(
         "prefer=default per_op_order=rms_norm=vendor:cuda|default;topk=reference strict=true "
         "op_whitelist=rms_norm"
     )
+    assert SelectionPolicy.of(allow_vendors=[]).describe() == "prefer=default allow_vendors="
     assert settings.origin("strict") == f"{file}: strict"
     assert settings.origin("prefer") == "SGL_ASPECTS_OP_PREFER"
     monkeypatch.setenv("SGL_ASPECTS_OP_PLATFORM", "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -551,6 +552,22 @@ def test_requests_of_others_and_broken_ones_are_refused(
     assert live.read_own_json(tmp_path / "request.json") is None
     with pytest.raises(ConfigError, match="belongs to another user"):
         live.prepare_folder(tmp_path)
+
+
+def test_other_files_in_the_folder_disturb_nobody_and_one_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("1x.json", "notes.json", f"{10**30}.json", f"{os.getpid()}.json"):
+        (tmp_path / name).write_text('{"pid": 1}')
+    assert live.states(tmp_path) == [{"pid": 1}]
+    before = sorted(tmp_path.iterdir())
+
+    def full(*paths: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    assert not live.write_own(tmp_path / "request.json", "{}")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,8 @@ def _work(name: str) -> None:
                     error = f"{type(wrong).__name__}: {wrong}"
                     logger.exception("a request in %s failed", folder)
         text = json.dumps({**state(manager), "done": done, "error": error})
-        if text != written:
+        if text != written and write_own(folder / f"{os.getpid()}.json", text):
             written = text
-            write_own(folder / f"{os.getpid()}.json", text)
         time.sleep(_SECONDS)
 
 
@@ -174,7 +173,9 @@ def ask(folder: Path, **request: Any) -> str:
 def states(folder: Path) -> list[dict[str, Any]]:
     """The state of each living process that follows the folder; files of dead ones are removed."""
     found = []
-    for path in sorted(folder.glob("[0-9]*.json")):
+    for path in sorted(folder.glob("*.json")):
+        if not path.stem.isdecimal():
+            continue
         if not _is_alive(int(path.stem)):
             path.unlink(missing_ok=True)
             continue
@@ -187,7 +188,7 @@ def states(folder: Path) -> list[dict[str, Any]]:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # another user's by now
         pass
@@ -206,8 +207,9 @@ def read_own_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def write_own(path: Path, text: str) -> None:
-    """Whole or not at all, readable for this user alone. A folder that is gone is no reason to end."""
+def write_own(path: Path, text: str) -> bool:
+    """Whole or not at all, for this user alone. A folder that is gone or full is no reason to end."""
+    name = None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -215,6 +217,10 @@ def write_own(path: Path, text: str) -> None:
         os.replace(name, path)
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
+        return False
+    return True
 
 
 def log_to(path: str) -> None:

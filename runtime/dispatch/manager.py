@@ -43,11 +43,12 @@ class OpManager:
         self.watch: Watch | None = None
         #: Held while anything changes; another one in a forked child.
         self.lock = threading.RLock()
-        #: The policies of this context's open scopes, the innermost last.
-        self._scoped: contextvars.ContextVar[tuple[SelectionPolicy, ...]] = contextvars.ContextVar(
-            "operator policies", default=()
+        #: Scope → its policy, for all that are open; and those that this context is in, the innermost last. A
+        #: task that began in a scope may outlive it.
+        self._scopes: dict[object, SelectionPolicy] = {}
+        self._entered: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
+            "operator scopes", default=()
         )
-        self._open_scopes = 0
         self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
         self._functions: dict[str, CallSite] = {}
         self._availability = Availability()
@@ -63,14 +64,16 @@ class OpManager:
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The policy of this context: the innermost scope's, or the one that was set for the process."""
-        scopes = self._scoped.get()
-        return scopes[-1] if scopes else self.process_policy
+        """The policy of this context: the innermost open scope's, or the one that was set for the process."""
+        for scope in reversed(self._entered.get()):
+            if scope in self._scopes:
+                return self._scopes[scope]
+        return self.process_policy
 
     @property
     def is_scoped(self) -> bool:
         """Whether the policy depends on who calls: then nothing is resolved for good."""
-        return self._open_scopes > 0
+        return bool(self._scopes)
 
     def set_policy(self, policy: SelectionPolicy) -> None:
         """For the whole process, from the next call on.
@@ -89,18 +92,18 @@ class OpManager:
         :raises ConfigError: as :meth:`set_policy`.
         """
         self.registry.check_policy(policy)
-        self._scope_opened(1)
-        token = self._scoped.set((*self._scoped.get(), policy))
+        scope = object()
+        with self.lock:
+            self._scopes[scope] = policy
+            self.choose_anew()
+        token = self._entered.set((*self._entered.get(), scope))
         try:
             yield policy
         finally:
-            self._scoped.reset(token)
-            self._scope_opened(-1)
-
-    def _scope_opened(self, change: int) -> None:
-        with self.lock:
-            self._open_scopes += change
-            self.choose_anew()
+            with self.lock:
+                del self._scopes[scope]
+                self.choose_anew()
+            self._entered.reset(token)
 
     def choose_anew(self) -> None:
         """Void everything that was resolved: each place chooses anew at its next call."""
@@ -288,7 +291,8 @@ class OpManager:
     def begin_in_forked_child(self) -> None:
         """Locks may be held, work half done, and scopes open in threads that are not here."""
         self.lock, self.registry.lock = threading.RLock(), threading.RLock()
-        self._open_scopes = len(self._scoped.get())
+        entered = self._entered.get()
+        self._scopes = {scope: policy for scope, policy in self._scopes.items() if scope in entered}
         self.choose_anew()
 
 
