@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -157,6 +156,6 @@ for _name, _expects, _requests in (
     ("chunks", "parts of prompts over what was computed before", _CHUNKS),
     ("mixed", "decodes and parts of prompts in one step", (*_DECODES[1:4], *_CHUNKS, *_PROMPTS[1:3])),
 ):
-    check(f"attention.{_name}", write="get_attention_backends", expects=_expects)(
-        partial(_compare, requests=_requests)
+    check(name=_name, write="get_attention_backends", expects=_expects)(
+        lambda bench, requests=_requests: _compare(bench, requests)
     )

@@ -18,7 +18,7 @@ def _declared(bench: Bench, name: str) -> None:
         raise NotApplicableError("not declared")
 
 
-@check("capabilities.triton", write="capabilities", expects="supports_triton: a Triton kernel to run")
+@check(write="capabilities", expects="supports_triton: a Triton kernel to run")
 def triton(bench: Bench) -> str:
     _declared(bench, "supports_triton")
     require(
@@ -35,7 +35,6 @@ def triton(bench: Bench) -> str:
 
 
 @check(
-    "capabilities.piecewise",
     write="get_piecewise_backend_cls",
     expects="piecewise_graph: compiled layers to give the tokens of plain ones",
 )
@@ -53,7 +52,7 @@ def piecewise(bench: Bench) -> str:
     return f"compiled by {bench.platform.get_compile_backend()}"
 
 
-@check("capabilities.fp8", write="supports_fp8", expects="float8 numbers to be kept and read")
+@check(write="supports_fp8", expects="float8 numbers to be kept and read")
 def fp8(bench: Bench) -> str:
     if not bench.platform.supports_fp8():
         raise NotApplicableError("not declared")
@@ -65,11 +64,7 @@ def fp8(bench: Bench) -> str:
     return "e4m3 and e5m2"
 
 
-@check(
-    "capabilities.hicache",
-    write="capabilities",
-    expects="hicache_device_kernels: pages of a pool to go to the host and back",
-)
+@check(write="capabilities", expects="hicache_device_kernels: pages of a pool to go to the host and back")
 def hicache(bench: Bench) -> str:
     _declared(bench, "hicache_device_kernels")
     pool = make_pool(bench, torch.bfloat16)
@@ -89,7 +84,7 @@ def hicache(bench: Bench) -> str:
     return "page 2 away and back"
 
 
-@check("capabilities.pynccl", write="capabilities", expects="supports_pynccl: the library to be there")
+@check(write="capabilities", expects="supports_pynccl: the library to be there")
 def pynccl(bench: Bench) -> str:
     _declared(bench, "supports_pynccl")
     import torch.distributed as dist

@@ -76,11 +76,12 @@ F = TypeVar("F", bound=Callable[..., str])
 CHECKS: list[Check] = []
 
 
-def check(name: str, *, write: str, expects: str) -> Callable[[F], F]:
-    """Adds the function to the table of checks. It is called with a Bench alone."""
+def check(*, write: str, expects: str, name: str = "") -> Callable[[F], F]:
+    """Adds the function to the table of checks, by its own name. It is called with a Bench alone."""
 
     def add(function: F) -> F:
-        CHECKS.append(Check(name, write, expects, function))
+        group = function.__module__.rpartition(".")[2]
+        CHECKS.append(Check(f"{group}.{name or function.__name__}", write, expects, function))
         return function
 
     return add

@@ -9,11 +9,7 @@ from sgl_aspects.runtime.conformance.check import Bench, check, require
 from sgl_aspects.runtime.conformance.operators import random_tensor
 
 
-@check(
-    "determinism.seed",
-    write="seed_everything",
-    expects="a seed to give the same numbers, another seed others",
-)
+@check(write="seed_everything", expects="a seed to give the same numbers, another seed others")
 def seed(bench: Bench) -> str:
     def draw(seed: int) -> torch.Tensor:
         bench.platform.seed_everything(seed)
@@ -24,9 +20,7 @@ def seed(bench: Bench) -> str:
     return "on the device"
 
 
-@check(
-    "determinism.product", write="init_backend", expects="a product to be the same, bit for bit, each time"
-)
+@check(write="init_backend", expects="a product to be the same, bit for bit, each time")
 def product(bench: Bench) -> str:
     left = random_tensor(64, 300, dtype=torch.float32, seed=1).to(bench.device)
     right = random_tensor(300, 128, dtype=torch.float32, seed=2).to(bench.device)
@@ -36,9 +30,7 @@ def product(bench: Bench) -> str:
     return "5 of 5"
 
 
-@check(
-    "determinism.attention", write="get_attention_backends", expects="attention to be the same, bit for bit"
-)
+@check(write="get_attention_backends", expects="attention to be the same, bit for bit")
 def attention(bench: Bench) -> str:
     requests = ((5, 1), (9, 1), (4, 4), (0, 13))
     for name in backend_names(bench):

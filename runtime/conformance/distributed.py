@@ -11,7 +11,7 @@ from sgl_aspects.runtime.conformance.isolated import call_in_processes
 _WORLD = 2
 
 
-def collectives(rank: int, store: str) -> dict[str, list[float]]:
+def join_group(rank: int, store: str) -> dict[str, list[float]]:
     """Joins the group as ``rank``; what each collective gave."""
     import torch.distributed as dist
 
@@ -43,18 +43,17 @@ def collectives(rank: int, store: str) -> dict[str, list[float]]:
 
 
 @check(
-    "distributed.collectives",
     write="get_torch_distributed_backend_str",
     expects="all_reduce, broadcast and all_gather between two processes",
 )
-def two_processes(bench: Bench) -> str:
+def collectives(bench: Bench) -> str:
     backend = bench.platform.get_torch_distributed_backend_str()
     count = bench.platform.device_count()
     if bench.device.type != "cpu" and count < _WORLD:
         raise NotApplicableError(f"needs {_WORLD} devices, and there is {count}")
     store = bench.folder / "rendezvous"
     store.unlink(missing_ok=True)
-    answers = call_in_processes(collectives, [(rank, str(store)) for rank in range(_WORLD)])
+    answers = call_in_processes(join_group, [(rank, str(store)) for rank in range(_WORLD)])
     right = {"all_reduce": [3.0] * 3, "broadcast": [2.0] * 3, "all_gather": [1.0] * 3 + [2.0] * 3}
     for rank, answer in enumerate(answers):
         for name, values in right.items():

@@ -30,7 +30,7 @@ def _work(bench: Bench, seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-@check("events.unrecorded", write="create_event", expects="an event that was not recorded to say so")
+@check(write="create_event", expects="an event that was not recorded to say so")
 def unrecorded(bench: Bench) -> str:
     start, end = _events(bench)
     require(not start.query(), "False before record()", True, "DeviceEvent.query")
@@ -47,7 +47,7 @@ def unrecorded(bench: Bench) -> str:
     return "query() is False, elapsed_ms() raises"
 
 
-@check("events.reached", write="DeviceEvent.synchronize", expects="a waited-for event to be reached")
+@check(write="DeviceEvent.synchronize", expects="a waited-for event to be reached")
 def reached(bench: Bench) -> str:
     rounds = 50
     for number in range(rounds):
@@ -63,7 +63,7 @@ def reached(bench: Bench) -> str:
     return f"{rounds} of {rounds}"
 
 
-@check("events.synchronize", write="synchronize", expects="synchronize() to wait for all events before it")
+@check(write="synchronize", expects="synchronize() to wait for all events before it")
 def synchronize(bench: Bench) -> str:
     rounds = 50
     for number in range(rounds):
@@ -74,7 +74,7 @@ def synchronize(bench: Bench) -> str:
     return f"{rounds} of {rounds}"
 
 
-@check("events.elapsed", write="DeviceEvent.elapsed_ms", expects="milliseconds, as the host's clock has them")
+@check(write="DeviceEvent.elapsed_ms", expects="milliseconds, as the host's clock has them")
 def elapsed(bench: Bench) -> str:
     _work(bench, 0.01)
     start, end = _events(bench)
@@ -92,7 +92,7 @@ def elapsed(bench: Bench) -> str:
     return f"{device_ms:.1f} ms, the host's clock {host_ms:.1f}"
 
 
-@check("events.again", write="DeviceEvent.record", expects="recording again to move the mark")
+@check(write="DeviceEvent.record", expects="recording again to move the mark")
 def again(bench: Bench) -> str:
     start, end = _events(bench)
     start.record()

@@ -17,7 +17,7 @@ def _prompts() -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(length)] for length in (1, 7, 8, 25, 40)]
 
 
-@check("generation.greedy", write="get_attention_backends", expects="the tokens of the reference, twice")
+@check(write="get_attention_backends", expects="the tokens of the reference, twice")
 def greedy(bench: Bench) -> str:
     from sgl_aspects.runtime.engine import Engine
     from sgl_aspects.runtime.sampling_params import SamplingParams

@@ -40,7 +40,7 @@ def _captured(bench: Bench) -> tuple[DeviceGraph, torch.Tensor, torch.Tensor, li
     return graph, x, output, seen
 
 
-@check("graphs.replay", write="create_graph", expects="a replay to compute anew from what its input holds")
+@check(write="create_graph", expects="a replay to compute anew from what its input holds")
 def replay(bench: Bench) -> str:
     with bench.platform.inference_mode():
         graph, x, output, _ = _captured(bench)
@@ -56,7 +56,7 @@ def replay(bench: Bench) -> str:
     return f"a {bench.platform.get_graph_label()}"
 
 
-@check("graphs.capturing", write="is_capturing", expects="True while a graph is captured, and only then")
+@check(write="is_capturing", expects="True while a graph is captured, and only then")
 def capturing(bench: Bench) -> str:
     require(not bench.platform.is_capturing(), "False before a capture", True)
     with bench.platform.inference_mode():
@@ -66,7 +66,7 @@ def capturing(bench: Bench) -> str:
     return "told rightly"
 
 
-@check("graphs.memory", write="DeviceGraph.replay", expects="replays to allocate nothing")
+@check(write="DeviceGraph.replay", expects="replays to allocate nothing")
 def memory(bench: Bench) -> str:
     rounds = 40
     with bench.platform.inference_mode():
@@ -79,7 +79,6 @@ def memory(bench: Bench) -> str:
 
 
 @check(
-    "graphs.decode_steps",
     write="get_graph_runner_cls",
     expects="replayed decode steps to give the tokens of eager ones, and again after a new capture",
 )

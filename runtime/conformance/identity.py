@@ -12,7 +12,7 @@ from sgl_aspects.runtime.conformance.check import Bench, NotApplicableError, che
 _QUERIES = ("cuda", "rocm", "cpu", "xpu", "musa", "npu", "tpu", "mps", "hpu", "out_of_tree")
 
 
-@check("identity.family", write="_enum", expects="one family, and the query that goes with it")
+@check(write="_enum", expects="one family, and the query that goes with it")
 def family(bench: Bench) -> str:
     platform = bench.platform
     require(
@@ -26,7 +26,7 @@ def family(bench: Bench) -> str:
     return f"is_{family}()"
 
 
-@check("identity.names", write="device_name", expects="names for people and for torch")
+@check(write="device_name", expects="names for people and for torch")
 def names(bench: Bench) -> str:
     platform = bench.platform
     for attribute in ("device_name", "device_type"):
@@ -46,7 +46,7 @@ def names(bench: Bench) -> str:
     return f"{platform.device_name}: {product}"
 
 
-@check("identity.device", write="get_device", expects="a torch device of device_type that holds tensors")
+@check(write="get_device", expects="a torch device of device_type that holds tensors")
 def device(bench: Bench) -> str:
     platform = bench.platform
     count = platform.device_count()
@@ -60,7 +60,7 @@ def device(bench: Bench) -> str:
     return f"{count} × {found}"
 
 
-@check("identity.uuid", write="get_device_uuid", expects="an identifier that stays")
+@check(write="get_device_uuid", expects="an identifier that stays")
 def uuid(bench: Bench) -> str:
     try:
         first = bench.platform.get_device_uuid(0)
@@ -71,7 +71,7 @@ def uuid(bench: Bench) -> str:
     return first
 
 
-@check("identity.capabilities", write="capabilities", expects="frozen data")
+@check(write="capabilities", expects="frozen data")
 def capabilities(bench: Bench) -> str:
     declared = bench.platform.capabilities
     require(isinstance(declared, PlatformCapabilities), "PlatformCapabilities", declared)
@@ -86,7 +86,7 @@ def capabilities(bench: Bench) -> str:
     return ", ".join(names) or "none declared"
 
 
-@check("identity.classes", write="get_kv_pool_cls", expects="every class that is named to be there")
+@check(write="get_kv_pool_cls", expects="every class that is named to be there")
 def classes(bench: Bench) -> str:
     platform = bench.platform
     factories = {

@@ -53,11 +53,7 @@ def _buffer(pool: Any, part: str, layer: int) -> torch.Tensor:
 # -- what every kind promises: checks of "mha", and called for the others ----------------------------------
 
 
-@check(
-    "kv_pools.shape",
-    write="get_kv_pool_cls",
-    expects="buffers [slots, heads, head_dim] of the type asked for",
-)
+@check(write="get_kv_pool_cls", expects="buffers [slots, heads, head_dim] of the type asked for")
 def shape(bench: Bench, kind: str = "mha") -> str:
     """Buffers of the type asked for, on the device, one row a slot."""
     for dtype in _DTYPES:
@@ -79,11 +75,7 @@ def shape(bench: Bench, kind: str = "mha") -> str:
     return f"{SLOTS} slots, {LAYERS} layers"
 
 
-@check(
-    "kv_pools.write",
-    write="set_kv_buffer of the pool",
-    expects="each slot to hold what was written, others theirs",
-)
+@check(write="set_kv_buffer of the pool", expects="each slot to hold what was written, others theirs")
 def write(bench: Bench, kind: str = "mha") -> str:
     """Over the edges of pages, out of order, one layer at a time."""
     slots = torch.tensor([PAGE_SIZE, 4 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 7])
@@ -114,7 +106,7 @@ def write(bench: Bench, kind: str = "mha") -> str:
     return f"{len(slots)} slots of {SLOTS}"
 
 
-@check("kv_pools.clear", write="clear of the pool", expects="the pages named to be zero, others unchanged")
+@check(write="clear of the pool", expects="the pages named to be zero, others unchanged")
 def clear(bench: Bench, kind: str = "mha") -> str:
     """Two pages are zeroed."""
     for dtype in _DTYPES:
@@ -128,11 +120,7 @@ def clear(bench: Bench, kind: str = "mha") -> str:
     return f"2 pages of {PAGES}"
 
 
-@check(
-    "kv_pools.move",
-    write="get_key_buffer of the pool",
-    expects="a page that is moved through the buffers to arrive",
-)
+@check(write="get_key_buffer of the pool", expects="a page that is moved through the buffers to arrive")
 def move(bench: Bench, kind: str = "mha") -> str:
     """A page is copied to another through the buffers."""
     source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
@@ -148,7 +136,7 @@ def move(bench: Bench, kind: str = "mha") -> str:
     return "page 3 to page 8"
 
 
-@check("kv_pools.allocator", write="get_paged_allocator_cls", expects="pages from 1, each once, all of them")
+@check(write="get_paged_allocator_cls", expects="pages from 1, each once, all of them")
 def allocator(bench: Bench) -> str:
     allocator_class: Any = resolve_qualified_name(bench.platform.get_paged_allocator_cls())
     made = allocator_class(PAGES * PAGE_SIZE + 1, PAGE_SIZE)
@@ -174,17 +162,12 @@ def allocator(bench: Bench) -> str:
     return f"{PAGES} pages"
 
 
-@check(
-    "kv_pools.mla",
-    write="get_mla_kv_pool_cls",
-    expects="one compressed row a token: written, read back, cleared, moved",
-)
+@check(write="get_mla_kv_pool_cls", expects="one compressed row a token: written, read back, cleared, moved")
 def mla(bench: Bench) -> str:
     return _compressed(bench, "mla")
 
 
 @check(
-    "kv_pools.dsa",
     write="get_nsa_kv_pool_cls",
     expects="compressed rows with indexer keys: written, read back, cleared, moved",
 )

@@ -82,7 +82,7 @@ def measured(bench: Bench) -> Measured:
     return _measured(f"{type(bench.platform).__module__}:{type(bench.platform).__qualname__}")
 
 
-@check("memory.available", write="get_available_memory", expects="(free, total) in bytes, free up to total")
+@check(write="get_available_memory", expects="(free, total) in bytes, free up to total")
 def available(bench: Bench) -> str:
     found = measured(bench)
     require(
@@ -93,7 +93,7 @@ def available(bench: Bench) -> str:
     return f"{found.free / MIB:.0f} of {found.total / MIB:.0f} MiB free"
 
 
-@check("memory.total", write="get_device_total_memory", expects="the total of get_available_memory")
+@check(write="get_device_total_memory", expects="the total of get_available_memory")
 def total(bench: Bench) -> str:
     found = measured(bench)
     require(
@@ -104,16 +104,14 @@ def total(bench: Bench) -> str:
     return f"{found.device_total / MIB:.0f} MiB"
 
 
-@check(
-    "memory.allocating", write="get_available_memory", expects="free memory to fall as much as is allocated"
-)
+@check(write="get_available_memory", expects="free memory to fall as much as is allocated")
 def allocating(bench: Bench) -> str:
     taken = _nearest(measured(bench).taken)
     _require_block(taken, "less free with it")
     return f"{taken / MIB:.0f} MiB taken by a block of {BLOCK // MIB}"
 
 
-@check("memory.releasing", write="empty_cache", expects="freed memory to be given back after empty_cache")
+@check(write="empty_cache", expects="freed memory to be given back after empty_cache")
 def releasing(bench: Bench) -> str:
     if bench.platform.shares_host_memory():
         raise NotApplicableError("the host's memory, which the system gives back when it likes")
@@ -122,7 +120,7 @@ def releasing(bench: Bench) -> str:
     return f"{returned / MIB:.0f} MiB given back"
 
 
-@check("memory.peak", write="get_current_memory_usage", expects="a peak that rises with use and never falls")
+@check(write="get_current_memory_usage", expects="a peak that rises with use and never falls")
 def peak(bench: Bench) -> str:
     found = measured(bench)
     risen = found.peak_with_block - found.peak_before

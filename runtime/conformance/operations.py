@@ -9,7 +9,7 @@ import torch
 from sgl_aspects.runtime.conformance.check import Bench, NotApplicableError, check, require
 
 
-@check("operations.copies", write="get_device", expects="what is copied to the device to come back unchanged")
+@check(write="get_device", expects="what is copied to the device to come back unchanged")
 def copies(bench: Bench) -> str:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
     for dtype in dtypes:
@@ -19,7 +19,7 @@ def copies(bench: Bench) -> str:
     return f"{len(dtypes)} types"
 
 
-@check("operations.inference_mode", write="inference_mode", expects="no gradients inside, as before outside")
+@check(write="inference_mode", expects="no gradients inside, as before outside")
 def inference_mode(bench: Bench) -> str:
     weight = torch.ones(2, device=bench.device, requires_grad=True)
     with bench.platform.inference_mode():
@@ -30,7 +30,7 @@ def inference_mode(bench: Bench) -> str:
     return "left as it was entered"
 
 
-@check("operations.waiting", write="synchronize", expects="synchronize and empty_cache to return at any time")
+@check(write="synchronize", expects="synchronize and empty_cache to return at any time")
 def waiting(bench: Bench) -> str:
     for _ in range(3):
         bench.platform.synchronize()
@@ -38,7 +38,7 @@ def waiting(bench: Bench) -> str:
     return "returned"
 
 
-@check("operations.streams", write="use_stream", expects="work on a second stream to be done when waited for")
+@check(write="use_stream", expects="work on a second stream to be done when waited for")
 def streams(bench: Bench) -> str:
     platform = bench.platform
     platform.current_stream()
@@ -58,7 +58,7 @@ def streams(bench: Bench) -> str:
     return "a second stream"
 
 
-@check("operations.reindex", write="reindex_device_id", expects="the variable restored, also after an error")
+@check(write="reindex_device_id", expects="the variable restored, also after an error")
 def reindex(bench: Bench) -> str:
     platform, variable = bench.platform, bench.platform.visible_devices_variable
     before = dict(os.environ)
@@ -82,7 +82,7 @@ class _DeliberateError(Exception):
     """Raised to see what is left behind."""
 
 
-@check("operations.quantization", write="verify_quantization", expects="an unknown method to be refused")
+@check(write="verify_quantization", expects="an unknown method to be refused")
 def quantization(bench: Bench) -> str:
     answer = "silence"
     try:

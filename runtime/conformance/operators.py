@@ -131,9 +131,7 @@ def _rows(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, int], list[torch.T
 
 def _check(name: str, of: str, expects: str, *how: Any) -> None:
     """``how``: arguments of :func:`_compare`."""
-    check(f"operators.{name}", write=f"forward_<key> of {of}", expects=expects)(
-        lambda bench: _compare(bench, *how)
-    )
+    check(name=name, write=f"forward_<key> of {of}", expects=expects)(lambda bench: _compare(bench, *how))
 
 
 _check(

@@ -9,7 +9,6 @@ before anything is computed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,11 @@ from torch import Tensor
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
 
 #: Where Triton has a compiler for the device.
 DEVICE_TYPES = frozenset({"cuda", "xpu", "npu", "musa", "mlu"})
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 def _gems() -> Any:
@@ -31,14 +30,10 @@ def _gems() -> Any:
 
 
 def available() -> bool | str:
-    """Imports the package only where it and Triton are installed and the platform has a Triton."""
+    """Imports the package only where it is installed and the platform has a Triton."""
     if not current_platform.capabilities.supports_triton:
         return f"platform {current_platform.device_name} declares no Triton"
-    for name in ("flag_gems", "triton"):
-        if importlib.util.find_spec(name) is None:
-            return f"the package {name} is not installed (pip install flag-gems)"
-    _gems()
-    return True
+    return needs("flag_gems", " (pip install flag-gems)")()
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -173,33 +168,33 @@ def _unit(x: Tensor) -> Tensor:
     return (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-_SERVED: dict[Callable[..., Any], frozenset[torch.dtype]] = {
-    silu_and_mul: _FLOATS,
-    gelu_and_mul: _FLOATS,
-    rms_norm: _FLOATS,
-    gemma_rms_norm: _FLOATS,
-    rotary_embedding: _FLOATS,
-    topk: _FLOATS,
-    fused_moe: _FLOATS,
-    fused_recurrent_gated_delta_rule: _FLOATS,
-}
-#: Right and fast, but tuned for a minute and a half at its first call, which would be a request's: used where
-#: a person asks for it.
-_ON_REQUEST: dict[Callable[..., Any], frozenset[torch.dtype]] = {chunk_gated_delta_rule: _HALVES}
-_LAST = 10
+_SERVED: tuple[Callable[..., Any], ...] = (
+    silu_and_mul,
+    gelu_and_mul,
+    rms_norm,
+    gemma_rms_norm,
+    rotary_embedding,
+    topk,
+    fused_moe,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+)
+#: Below the reference: right and fast, but tuned for a minute and a half at its first call, which would be a
+#: request's. Used where a person asks for it.
+_ON_REQUEST = 10
 
 
 def register(registry: OpRegistry) -> None:
-    for function, dtypes in (*_SERVED.items(), *_ON_REQUEST.items()):
+    for function in _SERVED:
+        is_on_request = function is chunk_gated_delta_rule
         registry.register(
             OpImpl(
                 function.__name__,
                 f"default.flaggems.{function.__name__}",
                 ImplKind.DEFAULT,
                 function,
-                priority=_LAST if function in _ON_REQUEST else None,
-                supported_dtypes=dtypes,
+                priority=_ON_REQUEST if is_on_request else None,
+                supported_dtypes=_HALVES if is_on_request else _HALVES | {torch.float32},
                 device_types=DEVICE_TYPES,
                 is_available=available,
             )
