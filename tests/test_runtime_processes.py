@@ -268,7 +268,7 @@ def edited_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"hidden_size": "big"}, "hidden_size='big': a whole number"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported; known: silu"),
         ({"dtype": "float8"}, "float8"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported; known: default"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),

@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
 
 from sgl_aspects.errors import ModelLoadError
 
 ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
+DTYPES = ("float32", "bfloat16", "float16")
+
+_Config = TypeVar("_Config")
+_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int": ("a whole number", operator.index),
+    "float": ("a number", float),
+    "bool": ("true or false", bool),
+    "str": ("a text", str),
+}
+
+
+def key(*names: str, default: Any = MISSING) -> Any:
+    """A field that config.json knows by one of these names, and not by its own."""
+    return field(default=default, metadata={"keys": names})
+
+
+def read(cls: type[_Config], raw: Mapping[str, Any], **known: Any) -> _Config:
+    """An object of ``cls`` with what ``raw`` says of its fields; what it cannot say in one key is ``known``.
+
+    KeyError where a key is not there that must be; ModelLoadError where it holds something else.
+    """
+    for each in fields(cls):  # type: ignore[arg-type]
+        names = each.metadata.get("keys", (each.name,))
+        name = next((name for name in names if name in raw), names[0])
+        kind, convert = _KINDS.get(str(each.type).partition(" ")[0], ("", None))
+        if each.name in known or convert is None:
+            continue
+        if name in raw:
+            try:
+                known[each.name] = convert(raw[name])
+            except (TypeError, ValueError) as error:
+                raise ModelLoadError(f"{name}={raw[name]!r}: {kind} is needed") from error
+        elif each.default is MISSING:
+            raise KeyError(name)
+    return cls(**known)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary positions. ``scaling`` is one of ROPE_SCALINGS; the rest belongs to one or the other."""
 
-    theta: float = 10000.0
-    scaling: str = "default"
+    theta: float = key("rope_theta", default=10000.0)
+    scaling: str = key("rope_type", "type", default="default")
     factor: float = 1.0
-    original_context_length: int = 8192
+    original_context_length: int = key("original_max_position_embeddings", default=8192)
     #: llama3.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -30,27 +68,30 @@ class RopeConfig:
     #: One for each frequency, as GGUF files carry the llama3 scaling; empty for none.
     frequency_divisors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        _require("rope scaling", self.scaling, ROPE_SCALINGS)
+
 
 @dataclass(frozen=True)
 class MoEConfig:
     """Experts in the place of an MLP."""
 
-    num_experts: int
-    experts_per_token: int
+    num_experts: int = key("num_experts", "num_local_experts", "n_routed_experts")
+    experts_per_token: int = key("num_experts_per_tok")
     #: Inner size of one expert.
-    intermediate_size: int
+    intermediate_size: int = key("moe_intermediate_size")
     #: Layers that have a plain MLP all the same.
     dense_layers: frozenset[int] = frozenset()
-    num_shared_experts: int = 0
+    num_shared_experts: int = key("n_shared_experts", default=0)
     #: "softmax" over all experts, or the "sigmoid" of each.
     scoring: str = "softmax"
     #: Whether a token's weights are made to sum to 1, and what they are multiplied with then.
-    normalize: bool = False
-    scaling_factor: float = 1.0
+    normalize: bool = key("norm_topk_prob", default=False)
+    scaling_factor: float = key("routed_scaling_factor", default=1.0)
     #: Only experts of the ``topk_groups`` best groups are chosen from. A group is as good as its best expert,
     #: or (``group_by_top2``) the sum of its best two.
-    num_groups: int = 1
-    topk_groups: int = 1
+    num_groups: int = key("n_group", default=1)
+    topk_groups: int = key("topk_group", default=1)
     group_by_top2: bool = False
     #: Whether the checkpoint has a bias that counts in choosing, not in weighing.
     has_correction_bias: bool = False
@@ -62,9 +103,9 @@ class MoEConfig:
 class IndexerConfig:
     """Sparse attention: a token reads only the ``topk`` tokens that the indexer finds best."""
 
-    num_heads: int
-    head_dim: int
-    topk: int
+    num_heads: int = key("index_n_heads")
+    head_dim: int = key("index_head_dim")
+    topk: int = key("index_topk")
 
 
 @dataclass(frozen=True)
@@ -78,7 +119,7 @@ class MLAConfig:
     #: None: queries are not compressed.
     q_lora_rank: int | None = None
     #: Rotary pairs are neighbours (0, 1), not halves (0, dim / 2).
-    interleaved: bool = True
+    interleaved: bool = key("rope_interleave", default=True)
     indexer: IndexerConfig | None = None
 
 
@@ -88,14 +129,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int
-    rms_norm_eps: float
-    #: The type that the weights were saved in: "float32", "bfloat16" or "float16".
-    dtype: str = "float32"
+    num_layers: int = key("num_hidden_layers")
+    num_heads: int = key("num_attention_heads")
+    num_kv_heads: int = key("num_key_value_heads")
+    head_dim: int = key("head_dim")
+    context_length: int = key("max_position_embeddings", default=2048)
+    rms_norm_eps: float = 1e-6
+    #: The type that the weights were saved in: one of DTYPES.
+    dtype: str = key("dtype", "torch_dtype", default="float32")
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_word_embeddings: bool = False
     #: Of queries, keys and values; and of the projection after attention.
@@ -110,27 +151,18 @@ class ModelConfig:
     mla: MLAConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "context_length",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelLoadError(f"the model's config says {name}={value!r}: a whole number is needed")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "int" and value < 1:
+                raise ModelLoadError(f"{each.name}={value}: at least 1 is needed")
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim={self.head_dim}: rotary positions need an even number")
-        if self.hidden_act != "silu":
-            raise ModelLoadError(f"hidden_act={self.hidden_act!r} is not supported; supported: silu")
+        _require("hidden_act", self.hidden_act, ("silu",))
+        _require("dtype", self.dtype, DTYPES)
 
     @property
     def rotary_dim(self) -> int:
@@ -150,3 +182,8 @@ class ModelConfig:
             return {"head_num": max(self.num_kv_heads // num_ranks, 1), "head_dim": self.head_dim}
         row = {"kv_lora_rank": self.mla.kv_lora_rank, "qk_rope_head_dim": self.mla.qk_rope_head_dim}
         return row if self.mla.indexer is None else {**row, "index_head_dim": self.mla.indexer.head_dim}
+
+
+def _require(name: str, value: str, supported: tuple[str, ...]) -> None:
+    if value not in supported:
+        raise ModelLoadError(f"{name} {value!r} is not supported; known: {', '.join(supported)}")
