@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
+from sgl_aspects.runtime.loader.gguf_reader import GGUFReader
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops.rotary import inverse_frequencies
 from tests.tiny_models import CHAT_TEMPLATE, make_llama, make_tokenizer
@@ -166,6 +168,12 @@ def read_all(checkpoint: Checkpoint) -> None:
         ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama' is not supported; known: gpt2"),
         ({"tokenizer.ggml.pre": "klingon"}, "'klingon' is not known; known: default, gpt-2, smollm"),
+        ({"llama.block_count": "three"}, "num_hidden_layers='three': a whole number is needed"),
+        ({"llama.attention.head_count": 0}, "wrong type|at least 1 is needed"),
+        ({"general.alignment": 0}, "damaged or cut short in its header"),
+        ({"general.alignment": "wide"}, "damaged or cut short in its header"),
+        ({"tokenizer.ggml.bos_token_id": 10**6}, "tokenizer cannot be made"),
+        ({"tokenizer.ggml.unknown_token_id": "<unk>"}, "tokenizer cannot be made"),
     ],
 )
 def test_metadata_that_cannot_be_served(
@@ -173,8 +181,9 @@ def test_metadata_that_cannot_be_served(
 ) -> None:
     write_gguf(tmp_path / "m.gguf", model, changes=changes)
     checkpoint = open_checkpoint(str(tmp_path / "m.gguf"))
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
         read_all(checkpoint)
+    assert "m.gguf" in str(caught.value)
 
 
 def test_another_architecture_is_answered_with_the_known_ones(tmp_path: Path) -> None:
@@ -196,3 +205,20 @@ def test_a_file_cut_anywhere_is_a_load_error(model: Any, tmp_path: Path) -> None
         cut.write_bytes(data[:size])
         with pytest.raises(ModelLoadError, match=r"cut\.gguf"):
             assert open_checkpoint(str(cut)).config
+
+
+def test_arrays_in_arrays_without_end_are_a_load_error(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sI", 1, b"k", 9)
+    file.write_bytes(header + struct.pack("<IQ", 9, 1) * 100_000)
+    with pytest.raises(ModelLoadError, match=r"m\.gguf is damaged"):
+        assert open_checkpoint(str(file)).config
+
+
+def test_a_tensor_that_is_no_whole_number_of_blocks_is_a_load_error(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    kind = gguf.GGMLQuantizationType.Q4_1  # in blocks of 32 numbers
+    tensor = struct.pack("<Q1sIQQIQ", 1, b"t", 2, 5, 3, kind, 0)
+    file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 1, 0) + tensor + bytes(200))
+    with pytest.raises(ModelLoadError, match=r"m\.gguf: tensor 't' of type Q4_1 and shape \[3, 5\]"):
+        GGUFReader(file).read_tensor("t")

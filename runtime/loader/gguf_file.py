@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint
 from sgl_aspects.runtime.loader.gguf_reader import GGUFReader
 from sgl_aspects.runtime.loader.gguf_tokenizer import build_tokenizer
-from sgl_aspects.runtime.loader.model_config import ModelConfig, RopeConfig
+from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
+from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -23,6 +25,20 @@ if TYPE_CHECKING:
 #: llama.cpp's name of an architecture to the name in config.json.
 ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 
+#: config.json's keys to llama.cpp's, after the architecture's name; the second are not in every file.
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_MORE_KEYS = {
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+}
 #: llama.cpp's names to Hugging Face's. Both endings, .weight and .bias, stay as they are.
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -47,7 +63,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def read_config(self) -> ModelConfig:
         metadata = self.reader.metadata
-        name = self._required("general.architecture")
+        name = self._required("general.architecture", str)
         if name not in ARCHITECTURES:
             raise ModelLoadError(
                 f"{self.path}: GGUF architecture {name!r} is not known to this engine; "
@@ -55,38 +71,38 @@ class GGUFCheckpoint(Checkpoint):
             )
         if metadata.get(f"{name}.expert_count", 0):
             raise ModelLoadError(f"{self.path}: {name} with experts is not supported")
-        hidden_size = self._required(f"{name}.embedding_length")
-        heads = self._required(f"{name}.attention.head_count")
-        context_length = self._required(f"{name}.context_length")
+        scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+        if scaling not in ("none", "linear"):
+            raise ModelLoadError(
+                f"{self.path}: rope scaling {scaling!r} is not supported in GGUF; known: none, linear"
+            )
         tensors = self.reader.tensors
-        return ModelConfig(
-            architecture=ARCHITECTURES[name],
-            vocab_size=len(self._required("tokenizer.ggml.tokens")),
-            hidden_size=hidden_size,
-            intermediate_size=self._required(f"{name}.feed_forward_length"),
-            num_layers=self._required(f"{name}.block_count"),
-            num_heads=heads,
-            num_kv_heads=metadata.get(f"{name}.attention.head_count_kv", heads),
-            head_dim=metadata.get(f"{name}.attention.key_length", hidden_size // heads),
-            context_length=context_length,
-            rms_norm_eps=self._required(f"{name}.attention.layer_norm_rms_epsilon"),
-            dtype="float32",
-            rope=self._rope(name, context_length),
-            tie_word_embeddings="output.weight" not in tensors,
-            attention_bias="blk.0.attn_q.bias" in tensors,
-            attention_output_bias="blk.0.attn_output.bias" in tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in tensors,
-            eos_token_ids=tuple(
-                dict.fromkeys(  # in order, each once
-                    metadata[key]
-                    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-                    if key in metadata
-                )
-            ),
-        )
+        ends = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        raw = {
+            "architectures": [ARCHITECTURES[name]],
+            "vocab_size": len(self._required("tokenizer.ggml.tokens", list)),
+            **{key: self._required(f"{name}.{gguf_key}") for key, gguf_key in _KEYS.items()},
+            **{key: metadata.get(f"{name}.{gguf_key}") for key, gguf_key in _MORE_KEYS.items()},
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "eos_token_id": [metadata[end] for end in ends if end in metadata],
+        }
+        if scaling == "linear":
+            raw["rope_scaling"] = {"type": scaling, "factor": metadata.get(f"{name}.rope.scaling.factor")}
+        config = config_from_hugging_face(raw, {}, str(self.path))
+        rope = config.rope
+        if _ROPE_FACTORS in tensors:
+            rope = replace(rope, frequency_divisors=tuple(self.reader.read_tensor(_ROPE_FACTORS).tolist()))
+        return replace(config, rope=rope, attention_output_bias="blk.0.attn_output.bias" in tensors)
 
     def load_tokenizer(self) -> Tokenizer:
-        return build_tokenizer(self.reader.metadata, str(self.path))
+        try:
+            return build_tokenizer(self.reader.metadata, str(self.path))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ModelLoadError(
+                f"{self.path}: the tokenizer cannot be made of the metadata: {error}"
+            ) from error
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
@@ -102,29 +118,13 @@ class GGUFCheckpoint(Checkpoint):
             # Unquantized tensors are still the read-only file: torch wants memory of its own.
             yield hugging_face_name(name), torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
-    def _rope(self, name: str, context_length: int) -> RopeConfig:
-        metadata = self.reader.metadata
-        scaling = metadata.get(f"{name}.rope.scaling.type", "none")
-        if scaling not in ("none", "linear"):
-            raise ModelLoadError(
-                f"{self.path}: rope scaling {scaling!r} is not supported in GGUF; known: none, linear"
-            )
-        factors: tuple[float, ...] = ()
-        if _ROPE_FACTORS in self.reader.tensors:
-            factors = tuple(self.reader.read_tensor(_ROPE_FACTORS).tolist())
-        return RopeConfig(
-            theta=metadata.get(f"{name}.rope.freq_base", 10000.0),
-            scaling="linear" if scaling == "linear" else "default",
-            factor=metadata.get(f"{name}.rope.scaling.factor", 1.0),
-            original_context_length=context_length,
-            frequency_divisors=factors,
-        )
-
-    def _required(self, key: str) -> Any:
-        try:
-            return self.reader.metadata[key]
-        except KeyError:
-            raise ModelLoadError(f"{self.path}: the metadata lacks {key}") from None
+    def _required(self, key: str, kind: type = object) -> Any:
+        value = self.reader.metadata.get(key)
+        if value is None:
+            raise ModelLoadError(f"{self.path}: the metadata lacks {key}")
+        if not isinstance(value, kind):
+            raise ModelLoadError(f"{self.path}: {key} is {value!r}, no {kind.__name__}")
+        return value
 
 
 def hugging_face_name(name: str) -> str:

