@@ -239,7 +239,7 @@ class RequestManager:
             )
         for token in prompt:
             self._check_id(token)
-        return list(prompt)
+        return [int(token) for token in prompt]  # also of a type that only this process knows
 
     def _check_id(self, token: Any, where: str = "") -> None:
         if not is_integer(token) or not 0 <= token < self._vocab_size:

@@ -7,9 +7,11 @@ callers never wait for a busy scheduler; another one receives.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
@@ -45,7 +47,8 @@ class SchedulerLink:
 
     def __init__(self, server_args: ServerArgs) -> None:
         self._owner_pid = os.getpid()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        #: Messages as bytes; None ends the thread that sends.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._receiving: threading.Thread | None = None
         self._closing = False
         #: Questions that wait for their answer, by number.
@@ -83,7 +86,7 @@ class SchedulerLink:
 
     def send(self, message: Any) -> None:
         """Returns at once; a message to a scheduler that is gone is dropped, the receiver is told of that."""
-        self._outbox.put(message)
+        self._outbox.put(pickle.dumps(message))  # here, where the caller hears of what cannot be pickled
 
     def ask(self, question: StatsRequest | UpdateWeightsRequest, timeout: float | None = None) -> Any:
         """The answer's value, or the error that it brings; TimeoutError after so many seconds."""
@@ -104,7 +107,7 @@ class SchedulerLink:
         if self._closing or os.getpid() != self._owner_pid:  # a forked child does not own the scheduler
             return
         self._closing = True
-        self._outbox.put(ShutdownRequest())
+        self.send(ShutdownRequest())
         self.ranks.join(timeout=_STOP_SECONDS if self._receiving else 0)
         self.kill()
 
@@ -116,14 +119,9 @@ class SchedulerLink:
     # -- threads -------------------------------------------------------------------------------------
 
     def _send_loop(self) -> None:
-        while True:
-            message = self._outbox.get()
-            try:
-                self._connection.send(message)
-            except OSError:  # the scheduler is gone: the other thread says so to everyone
-                return
-            if isinstance(message, ShutdownRequest):
-                return
+        with contextlib.suppress(OSError):  # the scheduler is gone: the other thread says so to everyone
+            while (message := self._outbox.get()) is not None:
+                self._connection.send_bytes(message)
 
     def _receive_loop(self, manager: RequestManager) -> None:
         while (message := self._receive()) is not None:
@@ -133,7 +131,7 @@ class SchedulerLink:
                 manager.handle_outputs(message)
         # One that has failed ends soon. Where another did, those that wait for it may never.
         self.ranks.processes[0].join(_STOP_SECONDS if self.ranks.are_alive() else _ALIVE_CHECK_SECONDS)
-        self._outbox.put(ShutdownRequest())  # ends the sending thread
+        self._outbox.put(None)
         death = self._why_it_ended()
         if not self._closing:
             self.ranks.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -294,6 +295,17 @@ def test_a_question_that_takes_too_long_is_a_timeout(engine: Engine, monkeypatch
         with pytest.raises(TimeoutError, match=r"did not answer within 0.01 s"):
             engine.stats(timeout=0.01)
     assert engine.stats(timeout=60)["running_requests"] == 0
+
+
+def test_what_cannot_reach_the_scheduler_is_its_callers_error(engine: Engine) -> None:
+    class Local(int):
+        """Of a function: another process cannot know it."""
+
+    with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
+        engine.submit([5], SamplingParams(priority=Local(1)), rid="unsent")
+    one = SamplingParams(max_new_tokens=1)
+    assert engine.generate([5], one, rid="unsent").completion_tokens == 1
+    assert engine.generate([Local(5)], one).output_ids == engine.generate([5], one).output_ids
 
 
 def test_messages_that_the_template_cannot_read_are_refused(engine: Engine) -> None:
