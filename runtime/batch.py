@@ -42,8 +42,6 @@ class Req:
     cached_tokens: int = 0
     #: Tokens whose keys and values are in the cache.
     computed_tokens: int = 0
-    #: Output tokens that the caller has been told.
-    sent_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     #: How many of the pages, from the first on, are the prefix tree's, and where they end in it.
     shared_pages: int = 0
@@ -59,8 +57,6 @@ class Req:
     has_end_token: bool = False
     #: What the output is held to, where the request brought a schema.
     grammar: Grammar | None = None
-    #: One for each output token, where the request asked for them.
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:

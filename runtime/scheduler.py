@@ -174,16 +174,15 @@ class Scheduler:
 
     def fail_request(self, req: Req, error: EngineError) -> None:
         """End a request with an error, and tell its caller."""
-        req.error = error
         self.finish_request(req, "error")
-        self.stream_output([req])
+        self._send([TokenOutput(req.rid, [], "error", req.cached_tokens, error)])
 
     def abort_request(self, rid: str) -> None:
         """End a waiting or running request; one that has ended already is none of both."""
         for req in (*self.waiting, *self.running):
             if req.rid == rid:
                 self.finish_request(req, "abort")
-                self.stream_output([req])
+                self._send([TokenOutput(req.rid, [], "abort", req.cached_tokens)])
                 return
 
     # -- new weights ---------------------------------------------------------------------------------
@@ -235,10 +234,9 @@ class Scheduler:
             return
         batch, result = self.in_flight
         self.in_flight = None
-        # Who has ended since, by an abort or an end token, was computed once too often.
-        alive = [req for req in batch.reqs if req.finish_reason is None]
-        self.process_batch_result(batch, result)
-        self.stream_output(alive)
+        outputs = self.process_batch_result(batch, result)
+        if outputs:
+            self._send(outputs)
 
     def _may_be_followed(self, batch: Batch) -> bool:
         """Whether the next step needs nothing of this one but tokens, which it finds on the device."""
@@ -360,11 +358,12 @@ class Scheduler:
             logprobs = self.model_runner.logprobs(logits, tokens.tolist(), batch)
         return BatchResult(tokens, logprobs)
 
-    def process_batch_result(self, batch: Batch, result: BatchResult) -> None:
-        """Add the new tokens to their requests, and end those that are done."""
+    def process_batch_result(self, batch: Batch, result: BatchResult) -> list[TokenOutput]:
+        """Add the new tokens to their requests, and end those that are done. Returns what callers get."""
+        outputs = []
         tokens = result.tokens.tolist()  # waits for the device
         for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, tokens)):
-            if req.finish_reason is not None:
+            if req.finish_reason is not None:  # by an abort or an end token, since: computed once too often
                 continue
             req.computed_tokens += count
             if not batch.samples[i]:
@@ -372,11 +371,22 @@ class Scheduler:
             if not req.output_ids:
                 self.kv_cache.store_prefix(req)  # others may begin with this prompt, now that it is computed
             req.output_ids.append(token)
-            if result.logprobs and (logprobs := result.logprobs[i]) is not None:
-                req.logprobs.append(logprobs)
             reason = self._finish_reason(req, token)
             if reason is not None:
                 self.finish_request(req, reason)
+            logprobs = result.logprobs[i] if result.logprobs else None
+            outputs.append(
+                TokenOutput(
+                    req.rid,
+                    [token],
+                    reason,
+                    req.cached_tokens,
+                    req.error,
+                    req.has_end_token,
+                    None if logprobs is None else [logprobs],
+                )
+            )
+        return outputs
 
     def _finish_reason(self, req: Req, token: int) -> str | None:
         params = req.sampling_params
@@ -403,28 +413,6 @@ class Scheduler:
             return
         self.running.remove(req)
         self.kv_cache.release(req)
-
-    def stream_output(self, reqs: list[Req]) -> None:
-        """Send what these requests got since the last time, in one message."""
-        outputs = []
-        for req in reqs:
-            new = req.output_ids[req.sent_tokens :]
-            if new or req.finish_reason is not None:
-                logprobs = req.logprobs[req.sent_tokens :] if req.logprobs else None
-                outputs.append(
-                    TokenOutput(
-                        req.rid,
-                        new,
-                        req.finish_reason,
-                        req.cached_tokens,
-                        req.error,
-                        req.has_end_token,
-                        logprobs,
-                    )
-                )
-                req.sent_tokens += len(new)
-        if outputs:
-            self._send(outputs)
 
     def stats(self) -> dict[str, int]:
         return {
