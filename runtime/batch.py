@@ -13,7 +13,6 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from sgl_aspects.runtime.grammar import Grammar
     from sgl_aspects.runtime.kv_cache.prefix_cache import Node
-    from sgl_aspects.runtime.logprobs import TokenLogprobs
     from sgl_aspects.runtime.sampled_tokens import SampledTokens
 
 
@@ -123,12 +122,3 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
-
-
-@dataclass
-class BatchResult:
-    """What a batch gives each of its requests. The device may still be at work on it."""
-
-    tokens: SampledTokens
-    #: Empty where nobody asked.
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)

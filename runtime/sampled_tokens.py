@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from sgl_aspects.platforms import DeviceEvent, SRTPlatform
+from sgl_aspects.runtime.logprobs import TokenLogprobs
 
 
 class SampledTokens:
     """One token a request. Made without waiting, so that more work can be given to the device meanwhile."""
 
     def __init__(self, on_device: torch.Tensor, platform: SRTPlatform) -> None:
+        #: For each request, where any asked for them.
+        self.logprobs: list[TokenLogprobs | None] = []
         #: [requests]
         self.on_device = on_device
         self._host = on_device

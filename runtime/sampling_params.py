@@ -85,7 +85,10 @@ class SamplingParams:
             _refuse("ignore_eos", self.ignore_eos, "True or False")
         schema = self.json_schema
         if isinstance(schema, Mapping):
-            schema = json.dumps(schema)
+            try:
+                schema = json.dumps(schema)
+            except (TypeError, ValueError, RecursionError) as error:
+                _refuse("json_schema", self.json_schema, f"what JSON can say ({error})")
         if schema is not None and not isinstance(schema, str):
             _refuse("json_schema", schema, "a JSON schema as a dict or as text, or None")
         if schema is not None and self.min_new_tokens:

@@ -22,7 +22,7 @@ from typing import Any
 
 from sgl_aspects.errors import EngineError, InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime.batch import Batch, BatchResult, ForwardMode, Req
+from sgl_aspects.runtime.batch import Batch, ForwardMode, Req
 from sgl_aspects.runtime.grammar import GrammarCompiler
 from sgl_aspects.runtime.messages import (
     AbortRequest,
@@ -36,6 +36,7 @@ from sgl_aspects.runtime.messages import (
 )
 from sgl_aspects.runtime.model_runner import ModelRunner
 from sgl_aspects.runtime.rank_links import RankLinks
+from sgl_aspects.runtime.sampled_tokens import SampledTokens
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Scheduler:
         self.num_retractions = 0
         self.shutting_down = False
         #: The batch whose tokens nobody has looked at yet.
-        self.in_flight: tuple[Batch, BatchResult] | None = None
+        self.in_flight: tuple[Batch, SampledTokens] | None = None
         #: Asked for, and waiting for the requests that have begun with the old weights.
         self.weight_updates: deque[UpdateWeightsRequest] = deque()
         self._arrivals = itertools.count()
@@ -267,7 +268,7 @@ class Scheduler:
             if not self.kv_cache.extend(req, req.total_tokens + 1):
                 return None
         self.step_id += 1
-        return dataclasses.replace(batch, step_id=self.step_id, follows=result.tokens)
+        return dataclasses.replace(batch, step_id=self.step_id, follows=result)
 
     def schedule(self) -> Batch | None:
         """The next batch; None where there is nothing to compute."""
@@ -349,19 +350,18 @@ class Scheduler:
     def _last_running(self) -> Req:
         return max(self.running, key=lambda req: req.precedence)
 
-    def run_batch(self, batch: Batch) -> BatchResult:
+    def run_batch(self, batch: Batch) -> SampledTokens:
         """Hand the batch over to the device."""
         logits = self.model_runner.forward(batch)
         tokens = self.model_runner.sample(logits, batch)
-        logprobs = []
         if any(req.sampling_params.logprobs is not None for req in batch.reqs):
-            logprobs = self.model_runner.logprobs(logits, tokens.tolist(), batch)
-        return BatchResult(tokens, logprobs)
+            tokens.logprobs = self.model_runner.logprobs(logits, tokens.tolist(), batch)
+        return tokens
 
-    def process_batch_result(self, batch: Batch, result: BatchResult) -> list[TokenOutput]:
+    def process_batch_result(self, batch: Batch, result: SampledTokens) -> list[TokenOutput]:
         """Add the new tokens to their requests, and end those that are done. Returns what callers get."""
         outputs = []
-        tokens = result.tokens.tolist()  # waits for the device
+        tokens = result.tolist()  # waits for the device
         for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, tokens)):
             if req.finish_reason is not None:  # by an abort or an end token, since: computed once too often
                 continue

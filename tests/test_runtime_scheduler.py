@@ -86,7 +86,7 @@ class FakeRunner:
 
     def sample(self, logits: None, batch: Batch) -> Any:
         sampled = [next_token(known(batch, i)[0], self.weights) for i in range(batch.batch_size)]
-        return SimpleNamespace(tolist=lambda: sampled)
+        return SimpleNamespace(tolist=lambda: sampled, logprobs=[])
 
     def can_follow(self, batch: Batch) -> bool:
         return self.runs_ahead and batch.forward_mode is ForwardMode.DECODE
