@@ -27,7 +27,7 @@ ALLOWED = {
     "plugins": {"errors", "env", "weaving", "config", "process_reports", "adoption"},
     "platforms": {"errors", "env", "platforms"},
     "runtime": {"errors", "env", "platforms", "runtime", "plugins", "__version__"},
-    "engines": {"errors", "engines"},
+    "engines": {"errors", "engines", "platforms"},
     "bootstrap": {"plugins"},
     "attach": {"errors", "env", "weaving", "engines", "platforms", "runtime", "attach"},
     "tracing": {"errors", "env", "weaving", "config", "engines", "tracing", "plugins", "__version__"},

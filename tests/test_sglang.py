@@ -177,11 +177,9 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             server.chats(PROMPTS, [{}] * len(PROMPTS))
             answers = server.chats(PROMPTS, [parent(number) for number in range(len(PROMPTS))])
             alone = [server.chat(f"alone {turn}", headers=parent(200 + turn)) for turn in range(5)]
-            server.post(
-                "/v1/chat/completions",
-                {"model": "mini", "messages": [{"role": "user", "content": "two"}], "max_tokens": 4, "n": 2},
-                parent(101),
-            )
+            # A random model may end its answer at any token.
+            two = {"messages": [{"role": "user", "content": "two"}], "max_tokens": 4, "ignore_eos": True}
+            server.post("/v1/chat/completions", {"model": "mini", "n": 2, **two}, parent(101))
             server.post(
                 "/generate",
                 {"text": "x " * 2000, "sampling_params": {"max_new_tokens": 3}},
@@ -466,10 +464,11 @@ if __name__ == "__main__":
         model_path=sys.argv[1], dtype="float32", device="cpu", attention_backend="torch_native",
         sampling_backend="pytorch", disable_cuda_graph=True, max_total_tokens=8192, context_length=1024,
     )
-    engine.generate("one", {"max_new_tokens": 4})
-    engine.generate(["two", "and three"], {"max_new_tokens": 4})
-    engine.generate("four", {"max_new_tokens": 4, "n": 2})
-    list(engine.generate("five", {"max_new_tokens": 4}, stream=True))
+    four = {"max_new_tokens": 4, "ignore_eos": True}  # a random model may end its answer at any token
+    engine.generate("one", four)
+    engine.generate(["two", "and three"], four)
+    engine.generate("four", {**four, "n": 2})
+    list(engine.generate("five", four, stream=True))
     engine.shutdown()
 """
 

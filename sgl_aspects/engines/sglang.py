@@ -144,6 +144,12 @@ def _kv_usage(scheduler: Any) -> float | None:
     return 1.0 - free / total if total else None
 
 
+def _platform(runner: Any) -> Any:
+    from sgl_aspects.platforms.sglang_device import platform_of
+
+    return platform_of(str(runner.device))
+
+
 def _messages(request: Any) -> list[tuple[str, str]] | None:
     """The prompt as the model gets it, or each of a batch; None where it comes as token ids."""
     text = getattr(request, "text", None)
@@ -319,5 +325,6 @@ SGLANG = Catalog(
         "scheduler.waiting_rids": lambda scheduler: {req.rid for req in scheduler.waiting_queue},
         "scheduler.running": lambda scheduler: len(scheduler.running_batch.reqs),
         "scheduler.kv_usage": _kv_usage,
+        "model_runner.platform": _platform,
     },
 )

@@ -30,7 +30,7 @@ _DEVICE_TIME = 4  # the place of its value
 
 
 class ForwardAspect:
-    """Spans ``forward``. The device's events are read at a later pass or step, never waited for."""
+    """Spans ``forward``. The device's events are read with a batch's result or later, never waited for."""
 
     def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
         self._recorder = recorder
@@ -54,7 +54,7 @@ class ForwardAspect:
     def observations(self) -> list[Observation]:
         return [
             Observation("forward", self._enter, self._exit),
-            Observation("step", _nothing_enter, self._step_exit),
+            Observation("process_batch_result", _nothing_enter, self._process_exit),
             Observation("graph_replay", self._replay_enter, nothing),
             Observation("graph_launch", self._launch_enter, nothing),
         ]
@@ -110,8 +110,8 @@ class ForwardAspect:
         if self._at_hand is not None:
             self._at_hand[0].record()
 
-    def _step_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if self._pending:
+    def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if self._pending:  # of a batch whose result is here the device has done all
             self._read_events()
 
     def _events(self, platform: Any) -> tuple[Any, ...] | None:
@@ -142,4 +142,4 @@ class ForwardAspect:
 
 
 def _nothing_enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The work is at the step's end."""
+    """The work is at the end."""
