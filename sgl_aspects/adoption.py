@@ -175,7 +175,8 @@ def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
     classes = [entry[1] for entry in registry._hooks.get(owner, ()) if isinstance(entry[1], type)]
     if "replace" in types and classes and owner in registry._patched and name in vars(classes[-1]):
         _their_logger.warning(
-            "%s is replaced (from: %s), though %s of %s, the class in the place of %s, was to serve: wrap it "
+            # SGLang's tests, and perhaps somebody's alarm, look for the words "will override".
+            "the REPLACE hook of %s (from: %s) will override %s of %s, the class in the place of %s: wrap it "
             "with an AROUND hook, or change that class",
             target,
             sources,

@@ -31,9 +31,15 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+# Words that SGLang's own tests look for in what the registry says.
+SOUGHT = ("will override",)
+
+
 class Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        said.append(record.levelname)
+        said.append(
+            " ".join([record.levelname, *(words for words in SOUGHT if words in record.getMessage())])
+        )
 
 
 def module(**content: Any) -> tuple[Any, str]:
