@@ -86,9 +86,9 @@ def _has_content(message: Any) -> bool:
 
 def _operation(http: Any) -> str | None:
     path = http.scope.get("path", "")
-    if "embed" in path:
+    if "embed" in path or path == "/encode":
         return "embeddings"
-    return "chat" if "chat" in path or "messages" in path else None
+    return "chat" if any(part in path for part in ("chat", "messages", "responses")) else None
 
 
 def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]:
