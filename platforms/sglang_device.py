@@ -24,7 +24,7 @@ def platform_of(device: str) -> DeviceMixin | None:
     if isinstance(bridged, DeviceMixin):
         return bridged
     for row in BUILTIN_PLATFORMS:
-        built_in = resolve_qualified_name(row.class_name)
+        built_in: Any = resolve_qualified_name(row.class_name)
         if built_in.device_type == device_type and row.detect() is None:
             platform: DeviceMixin = built_in()
             return platform
