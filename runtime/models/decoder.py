@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.forward_batch import ForwardBatch
@@ -28,12 +28,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
+        hidden: Tensor,
+        residual: Tensor,
         rotary: RotaryEmbedding,
         angles: Angles,
         batch: ForwardBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """``residual`` is the stream so far; ``hidden`` what the layer before adds to it."""
         normed, residual = self.input_layernorm(hidden, residual)
         attended = self.self_attn(normed, rotary, angles, batch)
@@ -51,13 +51,13 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         residual = self.embed_tokens(batch.input_ids)
         hidden = torch.zeros_like(residual)
         angles = self.rotary.angles(batch.positions)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, self.rotary, angles, batch)
-        normed: torch.Tensor
+        normed: Tensor
         # Only the last token of each request is asked for its successor.
         normed, _ = self.norm(batch.last_tokens(hidden), batch.last_tokens(residual))
         return normed
@@ -103,11 +103,11 @@ class CausalLM(nn.Module):
             config.hidden_size, config.intermediate_size, self.dtype, self.tp, bias=config.mlp_bias
         )
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [batch_size, vocab_size] of each request's next token."""
         return self.head_tp.all_gather(self.lm_head(self.model(batch)))
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """``weights`` under their Hugging Face names."""
         targets = weight_targets(self)
         if self.config.tie_word_embeddings:

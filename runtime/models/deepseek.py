@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sgl_aspects.runtime.attention.base import IndexerInputs
 from sgl_aspects.runtime.communicator import Communicator
@@ -43,11 +43,11 @@ class LatentHeads(nn.Module):
         self._key_dim = mla.qk_nope_head_dim
         self.weight = parameter(self._shape[0] * self._shape[1], self._shape[2], dtype=dtype)
 
-    def queries(self, query: torch.Tensor) -> torch.Tensor:
+    def queries(self, query: Tensor) -> Tensor:
         """[tokens, heads, qk_nope_head_dim] → [tokens, heads, kv_lora_rank], to compare with latents."""
         return torch.einsum("thn,hnl->thl", query, self.weight.view(self._shape)[:, : self._key_dim])
 
-    def outputs(self, attended: torch.Tensor) -> torch.Tensor:
+    def outputs(self, attended: Tensor) -> Tensor:
         """[tokens, heads, kv_lora_rank], sums of latents, → [tokens, heads, v_head_dim]."""
         return torch.einsum("thl,hvl->thv", attended, self.weight.view(self._shape)[:, self._key_dim :])
 
@@ -71,7 +71,7 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(config.hidden_size, indexer.num_heads, dtype)
 
     def forward(
-        self, hidden: torch.Tensor, query: torch.Tensor, rotary: RotaryEmbedding, angles: Angles
+        self, hidden: Tensor, query: Tensor, rotary: RotaryEmbedding, angles: Angles
     ) -> IndexerInputs:
         """``query`` is the compressed one, [tokens, q_lora_rank]."""
         heads = self.wq_b(query).view(len(hidden), self.indexer.num_heads, self.indexer.head_dim)
@@ -116,9 +116,7 @@ class LatentAttention(nn.Module):
         self.attention = Attention(layer_id, heads, 1, row, v_head_dim=mla.kv_lora_rank, scale=scale)
         self.indexer = Indexer(config, mla, mla.indexer, dtype) if mla.indexer else None
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch) -> Tensor:
         mla, tokens = self.mla, len(hidden)
         compressed = hidden
         if mla.q_lora_rank is None:
@@ -139,7 +137,7 @@ class LatentAttention(nn.Module):
         key = torch.cat((latent, key_rope), dim=-1)
         index = self.indexer(hidden, compressed, rotary, angles) if self.indexer else None
         attended = self.attention(query, key, latent, batch, index)
-        output: torch.Tensor = self.o_proj(self.kv_b_proj.outputs(attended).reshape(tokens, -1))
+        output: Tensor = self.o_proj(self.kv_b_proj.outputs(attended).reshape(tokens, -1))
         return output
 
 
@@ -156,6 +154,6 @@ class DeepseekForCausalLM(CausalLM):
         return super().may_skip(name) or (layer.isdigit() and int(layer) >= self.config.num_layers)
 
 
-def _halves(x: torch.Tensor) -> torch.Tensor:
+def _halves(x: Tensor) -> Tensor:
     """Pairs of neighbours to pairs of halves: 0 1 2 3 4 5 to 0 2 4 1 3 5."""
     return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -6,7 +6,7 @@ Qwen2 is that with biases, Qwen3 with norms of each head, Qwen3-MoE with experts
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.runtime.communicator import Communicator
@@ -54,9 +54,7 @@ class LlamaAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch) -> Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -65,7 +63,7 @@ class LlamaAttention(nn.Module):
             key = self.k_norm(key.reshape(-1, self.head_dim)).view_as(key)
         query, key = rotary(query, key, angles)
         attended = self.attention(query, key, value, batch)
-        output: torch.Tensor = self.o_proj(attended.reshape(len(hidden), self.query_size))
+        output: Tensor = self.o_proj(attended.reshape(len(hidden), self.query_size))
         return output
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.model_config import MoEConfig
@@ -31,8 +31,8 @@ class GatedMLP(nn.Module):
         self.activation = SiluAndMul()
         self.down_proj = RowParallelLinear(size, hidden_size, dtype, tp, bias=bias)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
         return output
 
 
@@ -45,9 +45,9 @@ class Router(Linear):
             parameter(moe.num_experts, dtype=torch.float32) if moe.has_correction_bias else None
         )
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] → [tokens, experts]."""
-        logits: torch.Tensor = super().forward(hidden.to(self.weight.dtype))
+        logits: Tensor = super().forward(hidden.to(self.weight.dtype))
         return logits
 
 
@@ -63,7 +63,7 @@ class MoEBlock(nn.Module):
         shared_size = moe.num_shared_experts * moe.intermediate_size
         self.shared_experts = GatedMLP(hidden_size, shared_size, dtype, tp) if shared_size else None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         weights, experts = self.topk(self.gate(hidden), self.gate.e_score_correction_bias)
         output = self.tp.all_reduce(self.experts(hidden, weights, experts))
         return output if self.shared_experts is None else output + self.shared_experts(hidden)

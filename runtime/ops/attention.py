@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import IndexerInputs
@@ -38,12 +37,12 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         batch: ForwardBatch,
         index: IndexerInputs | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
         v_head_dim] → [tokens, heads, v_head_dim]. With ``index``: over the tokens that it finds best."""
         return batch.attention_backend.forward(query, key, value, self, batch, index)

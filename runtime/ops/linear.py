@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops.base import Operator, parameter
@@ -29,15 +29,15 @@ class Linear(Operator):
         self.bias = parameter(out_features, dtype=dtype) if bias else None
         #: True where another operator uses the same weight, as with tied embeddings.
         self.shares_weight = False
-        self._packed: torch.Tensor | None = None
+        self._packed: Tensor | None = None
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_native(self, x: Tensor) -> Tensor:
         return dense.linear(x, self.weight, self.bias, self._packed)
 
-    def call_function(self, function: Any, x: torch.Tensor) -> Any:
+    def call_function(self, function: Any, x: Tensor) -> Any:
         return function(x, self.weight, self.bias, self._packed)
 
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_cpu(self, x: Tensor) -> Tensor:
         """oneDNN on weights packed by :meth:`prepare_cpu`: about twice as fast as the plain product.
 
         It compiles a kernel for each number of rows, and keeps them all for ever, whatever the capacity of
@@ -48,10 +48,10 @@ class Linear(Operator):
         rows = x.shape[0]
         if x.ndim == 2 and (more := rounded_rows(rows) - rows):
             x = F.pad(x, (0, 0, 0, more))
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return product[:rows]
 
-    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_cuda(self, x: Tensor) -> Tensor:
         """A few tokens in a kernel made for reading the weight; many by the device's library."""
         if torch.compiler.is_compiling():  # the compiler writes kernels of its own
             return self.forward_native(x)
@@ -76,7 +76,7 @@ def rounded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _can_pack(weight: torch.Tensor) -> bool:
+def _can_pack(weight: Tensor) -> bool:
     """float32 everywhere; bfloat16 and float16 where the processor has instructions for them."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False

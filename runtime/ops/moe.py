@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.communicator import Communicator
@@ -28,9 +29,7 @@ class TopKExperts(Operator):
         self.takes_functions = moe.num_groups == 1
         self._site.reset()
 
-    def forward_native(
-        self, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_native(self, logits: Tensor, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [tokens, experts] → weights (float32) and expert ids, each [tokens, experts_per_token]."""
         moe = self.moe
         logits = logits.float()
@@ -44,16 +43,14 @@ class TopKExperts(Operator):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * moe.scaling_factor, experts
 
-    def call_function(
-        self, function: Any, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
-    ) -> Any:
+    def call_function(self, function: Any, logits: Tensor, correction_bias: Tensor | None = None) -> Any:
         if correction_bias is not None:
             raise UnsupportedCallError("topk knows no correction bias")
         moe = self.moe
         weights, experts = function(logits, moe.experts_per_token, moe.normalize, moe.scoring)
         return weights * moe.scaling_factor, experts
 
-    def _in_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+    def _in_best_groups(self, choice: Tensor) -> Tensor:
         groups = choice.view(len(choice), self.moe.num_groups, -1)
         if self.moe.group_by_top2:
             quality = groups.topk(2, dim=-1).values.sum(dim=-1)
@@ -76,19 +73,17 @@ class FusedExperts(Operator):
         self.gate_up = parameter(moe.num_experts, 2 * size, hidden_size, dtype=dtype)
         self.down = parameter(moe.num_experts, hidden_size, size, dtype=dtype)
 
-    def forward_native(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def forward_native(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [tokens, hidden], weights and experts [tokens, experts_per_token] → [tokens, hidden]."""
         return fused_moe(x, self.gate_up, self.down, weights, experts)
 
-    def forward_cuda(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def forward_cuda(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """All experts at once."""
         from sgl_aspects.runtime.ops import triton_experts
 
         return triton_experts.fused_experts(x, self.gate_up, self.down, weights, experts)
 
-    def call_function(
-        self, function: Any, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
-    ) -> Any:
+    def call_function(self, function: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Any:
         return function(x, self.gate_up, self.down, weights, experts)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.weights import Target
@@ -72,7 +73,7 @@ class RowParallelLinear(Linear):
         super().__init__(in_features // tp.world_size, out_features, dtype, bias=bias)
         self._tp = tp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self._tp.all_reduce(super().forward(x))
 
     def prepare_weights(self) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops.base import Operator
@@ -14,9 +15,9 @@ from sgl_aspects.runtime.ops.base import Operator
 class Angles(NamedTuple):
     """Positions [tokens] with their cosines and signed sines [tokens, 1, head_dim]: looked up once a step."""
 
-    positions: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class RotaryEmbedding(Operator):
@@ -36,34 +37,30 @@ class RotaryEmbedding(Operator):
         self.table = torch.cat((cos, cos, -sin, sin), dim=-1).unsqueeze(1)
         self.half_dim = head_dim // 2
 
-    def angles(self, positions: torch.Tensor) -> Angles:
+    def angles(self, positions: Tensor) -> Angles:
         # By index_select, GPUs look few rows up one after the other.
         return Angles(positions, *self.table[positions].chunk(2, dim=-1))
 
-    def forward_native(
-        self, query: torch.Tensor, key: torch.Tensor, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_native(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """query [tokens, heads, head_dim] and key [tokens, kv_heads, head_dim], rotated, in new tensors."""
         return self._rotate(query, angles), self._rotate(key, angles)
 
-    def forward_cuda(
-        self, query: torch.Tensor, key: torch.Tensor, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_cuda(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():  # the compiler writes kernels of its own
             return self.forward_native(query, key, angles)
         from sgl_aspects.runtime.ops import triton_kernels
 
         return triton_kernels.rotate(query, key, angles.cos, angles.sin)
 
-    def call_function(self, function: Any, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> Any:
+    def call_function(self, function: Any, query: Tensor, key: Tensor, angles: Angles) -> Any:
         half = self.half_dim
         return function(query, key, self.table[:, 0, :half], self.table[:, 0, 3 * half :], angles.positions)
 
-    def _rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def _rotate(self, x: Tensor, angles: Angles) -> Tensor:
         return torch.addcmul(x * angles.cos, x.roll(self.half_dim, -1), angles.sin)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[head_dim / 2], radians per position, scaled as the checkpoint asks."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -94,7 +91,7 @@ def yarn_sharpness(rope: RopeConfig) -> float:
     return yarn_mscale(rope.factor)
 
 
-def _llama3_scaled(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+def _llama3_scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Long waves are stretched by ``factor``, short ones kept, those between blended smoothly."""
     wavelengths = 2 * math.pi / frequencies
     turns = rope.original_context_length / wavelengths  # over the length the model was first trained on
@@ -103,7 +100,7 @@ def _llama3_scaled(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
-def _yarn_scaled(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _yarn_scaled(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     """Frequencies that turn often within the first training's length are kept, slow ones stretched."""
 
     def dimension(turns: float) -> float:
