@@ -27,12 +27,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        rotary: RotaryEmbedding,
-        angles: Angles,
-        batch: ForwardBatch,
+        self, hidden: Tensor, residual: Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """``residual`` is the stream so far; ``hidden`` what the layer before adds to it."""
         normed, residual = self.input_layernorm(hidden, residual)
