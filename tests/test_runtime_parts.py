@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +26,9 @@ from sgl_aspects.runtime.kv_cache import (
     PageTable,
     token_bytes,
 )
+from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
+from sgl_aspects.runtime.loader.hf_folder import HuggingFaceCheckpoint
+from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Linear, Operator, RMSNorm
 from sgl_aspects.runtime.sampler import Sampler
@@ -100,6 +104,86 @@ def test_sampling_values_out_of_range_are_invalid_requests(name: str, bad: Any) 
 def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ModelLoadError, match=r"'Mamba' is not known.*it knows .*, LlamaForCausalLM"):
         model_class("Mamba")
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+DEEPSEEK_V3 = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def test_keys_that_are_null_are_as_if_they_were_not_there() -> None:
+    names = ["num_key_value_heads", "head_dim", "rope_scaling", "dtype", "hidden_act", "eos_token_id"]
+    config = config_from_hugging_face(LLAMA | dict.fromkeys(names), {"eos_token_id": None}, "config.json")
+    assert config == config_from_hugging_face(LLAMA, {}, "config.json")
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config.rope == RopeConfig(original_context_length=2048)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (LLAMA, {"num_hidden_layers": 2.5}, "num_hidden_layers=2.5: a whole number is needed"),
+        (LLAMA, {"max_position_embeddings": 0}, "max_position_embeddings=0: at least 1 is needed"),
+        (LLAMA, {"rms_norm_eps": "small"}, "rms_norm_eps='small': a number is needed"),
+        (LLAMA, {"rope_theta": 0}, "rope_theta=0.0, factor=1.0: both must be above 0"),
+        (LLAMA, {"rope_scaling": ["yarn"]}, "a value of the wrong type"),
+        (LLAMA, {"num_attention_heads": 0}, "a value of the wrong type|at least 1"),
+        (QWEN3_MOE, {"num_experts_per_tok": 7}, "7 of 6 experts cannot be chosen"),
+        (QWEN3_MOE, {"num_experts": None}, "lacks the key 'num_experts'"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "a value of the wrong type"),
+        (DEEPSEEK_V3, {"n_group": 3}, "8 experts cannot be put into 3 groups"),
+        (DEEPSEEK_V3, {"kv_lora_rank": 0}, "kv_lora_rank=0: at least 1 is needed"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": 5}, "5 rotated numbers of a head: there must be pairs"),
+        (DEEPSEEK_V3, {"architectures": ["DeepseekV32ForCausalLM"]}, "lacks the key 'index_n_heads'"),
+    ],
+)
+def test_configs_that_make_no_sense_are_load_errors(
+    model: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    assert config_from_hugging_face(model, {}, "config.json")
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        config_from_hugging_face(model | changes, {}, "folder/config.json")
+    assert "folder/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", b'{"eos_token": {"text": "x"}}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"template": "x"}]}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_settings_of_a_tokenizer_that_make_no_sense_are_load_errors(
+    tmp_path: Path, file: str, content: bytes
+) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ModelLoadError, match="makes no sense"):
+        HuggingFaceCheckpoint(tmp_path).load_tokenizer()
 
 
 # -- text --------------------------------------------------------------------------------------------

@@ -28,16 +28,19 @@ class HuggingFaceCheckpoint(Checkpoint):
         )
 
     def load_tokenizer(self) -> Tokenizer:
-        settings = _read_json_if_there(self.path / "tokenizer_config.json")
-        return Tokenizer(
-            read_tokenizer_file(self.path / "tokenizer.json"),
-            chat_template=self._chat_template(settings),
-            template_tokens={
+        file = self.path / "tokenizer_config.json"
+        settings = _read_json_if_there(file)
+        try:
+            template = self._chat_template(settings)
+            tokens = {
                 name: _token_text(value)
                 for name, value in settings.items()
                 if name.endswith("_token") and value is not None and not isinstance(value, bool)
-            },
-        )
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelLoadError(f"{file} or a chat template beside it makes no sense: {error!r}") from error
+        backend = read_tokenizer_file(self.path / "tokenizer.json")
+        return Tokenizer(backend, chat_template=template, template_tokens=tokens)
 
     def _chat_template(self, settings: dict[str, Any]) -> str | None:
         """chat_template.jinja where it exists, as newer checkpoints have it; else tokenizer_config.json."""
@@ -51,16 +54,22 @@ class HuggingFaceCheckpoint(Checkpoint):
         return template
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for file, expected in self._weight_files():
-            yield from _tensors(file, expected)
+        from safetensors import SafetensorError, safe_open
 
-    def _weight_files(self) -> list[tuple[Path, set[str] | None]]:
-        """Each file with the tensors that the index expects in it; None where there is no index."""
+        for file in self._weight_files():
+            try:
+                with safe_open(str(file), framework="pt", device="cpu") as opened:
+                    for name in sorted(opened.keys()):
+                        yield name, opened.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"{file} cannot be read, it may be cut short: {error}") from error
+
+    def _weight_files(self) -> list[Path]:
         index_file = self.path / INDEX_FILE
         if not index_file.is_file():
             single = self.path / SINGLE_FILE
             if single.is_file():
-                return [(single, None)]
+                return [single]
             others = sorted(
                 file.name for file in self.path.glob("*") if file.suffix in (".bin", ".pt", ".pth")
             )
@@ -69,31 +78,14 @@ class HuggingFaceCheckpoint(Checkpoint):
         weight_map = _read_json(index_file).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelLoadError(f"{index_file} has no weight_map")
-        tensors_by_file: dict[str, set[str]] = {}
-        for tensor, name in weight_map.items():
-            tensors_by_file.setdefault(name, set()).add(tensor)
-        missing = sorted(name for name in tensors_by_file if not (self.path / name).is_file())
+        names = sorted(set(map(str, weight_map.values())))
+        missing = [name for name in names if not (self.path / name).is_file()]
         if missing:
             raise ModelLoadError(
                 f"{self.path}: {INDEX_FILE} names {', '.join(missing)}, which "
                 "is not there: the copy or download is incomplete"
             )
-        return [(self.path / name, tensors) for name, tensors in sorted(tensors_by_file.items())]
-
-
-def _tensors(file: Path, expected: set[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as opened:
-            names = set(opened.keys())
-            absent = sorted(expected - names) if expected is not None else []
-            if absent:
-                raise ModelLoadError(f"{file} lacks tensor {absent[0]!r}, which the index expects in it")
-            for name in sorted(names):
-                yield name, opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{file} cannot be read, it may be cut short: {error}") from error
+        return [self.path / name for name in names]
 
 
 def _read_json_if_there(file: Path) -> dict[str, Any]:

@@ -42,6 +42,9 @@ def read(cls: type[_Config], raw: Mapping[str, Any], **known: Any) -> _Config:
                 known[each.name] = convert(raw[name])
             except (TypeError, ValueError) as error:
                 raise ModelLoadError(f"{name}={raw[name]!r}: {kind} is needed") from error
+            at_least = 0 if each.default in (0, 1) else 1  # what a model may also have none of
+            if convert is operator.index and known[each.name] < at_least:
+                raise ModelLoadError(f"{name}={raw[name]!r}: at least {at_least} is needed")
         elif each.default is MISSING:
             raise KeyError(name)
     return cls(**known)
@@ -70,6 +73,8 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         _require("rope scaling", self.scaling, ROPE_SCALINGS)
+        if self.theta <= 0 or self.factor <= 0:
+            raise ModelLoadError(f"rope_theta={self.theta}, factor={self.factor}: both must be above 0")
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ class MoEConfig:
     has_correction_bias: bool = False
     #: Whether the router computes in float32 whatever the model's type.
     float32_router: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ModelLoadError(f"{self.experts_per_token} of {self.num_experts} experts cannot be chosen")
+        if self.num_groups > 1 and self.num_experts % self.num_groups:
+            raise ModelLoadError(f"{self.num_experts} experts cannot be put into {self.num_groups} groups")
 
 
 @dataclass(frozen=True)
@@ -151,16 +162,12 @@ class ModelConfig:
     mla: MLAConfig | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "int" and value < 1:
-                raise ModelLoadError(f"{each.name}={value}: at least 1 is needed")
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
-        if self.head_dim % 2:
-            raise ModelLoadError(f"head_dim={self.head_dim}: rotary positions need an even number")
+        if self.rotary_dim % 2:
+            raise ModelLoadError(f"{self.rotary_dim} rotated numbers of a head: there must be pairs of them")
         _require("hidden_act", self.hidden_act, ("silu",))
         _require("dtype", self.dtype, DTYPES)
 
