@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,13 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Captured:
-    graph: DeviceGraph
-    #: [size, vocab_size]: each replay writes it again.
-    logits: torch.Tensor
-
-
 class GraphRunner:
     """What ``SRTPlatform.get_graph_runner_cls`` names. A vendor's own has these three methods."""
 
@@ -56,7 +48,8 @@ class GraphRunner:
         #: the device may still read the one of the step before.
         self._host_inputs = [torch.zeros(3, largest, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=model_runner.device)
-        self._captured: dict[int, _Captured] = {}
+        #: By size: the graph, and its logits [size, vocab_size], which each replay writes again.
+        self._captured: dict[int, tuple[DeviceGraph, torch.Tensor]] = {}
 
     # -- capturing -----------------------------------------------------------------------------------
 
@@ -83,16 +76,16 @@ class GraphRunner:
             time.perf_counter() - start,
         )
 
-    def capture_size(self, size: int) -> _Captured:
+    def capture_size(self, size: int) -> tuple[DeviceGraph, torch.Tensor]:
         """One graph of a decode step for ``size`` requests."""
         with self._platform.inference_mode():
             for _ in range(
                 2
-            ):  # libraries choose and compile their kernels at a first call, outside the capture
+            ):  # libraries choose and compile their kernels at a first call, not while capturing
                 self._decode(size)
             self._platform.synchronize()
             graph = self._platform.create_graph()
-            return _Captured(graph, graph.capture(lambda: self._decode(size)))
+            return graph, graph.capture(lambda: self._decode(size))
 
     def _decode(self, size: int) -> torch.Tensor:
         """The work itself: logits [size, vocab_size] of what the inputs hold."""
@@ -138,9 +131,9 @@ class GraphRunner:
         if watch is not None and watch.takes_step():  # of what a graph hides, nothing can be compared
             with watch.every_call():
                 return self._decode(size)[:count]
-        captured = self._captured[size]
-        captured.graph.replay()
-        return captured.logits[:count]
+        graph, logits = self._captured[size]
+        graph.replay()
+        return logits[:count]
 
 
 def capture_sizes(max_batch_size: int) -> list[int]:

@@ -79,19 +79,15 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             failure = f"{type(error).__name__}: {error}"
         failures = [other for other in self.communicator.gather_objects(failure) if other]
-        if failures:
-            del model
-            self._free_model()
-            raise ModelLoadError(f"{model_path} was not loaded, the old weights stay: {failures[0]}")
-        self.model, self.checkpoint = model, checkpoint
+        if not failures:
+            self.model, self.checkpoint = model, checkpoint
+        # One of both is of no use any more. Its memory is given back now: the next one may need it.
         del model
-        self._free_model()
-        self.weights_changed()
-
-    def _free_model(self) -> None:
-        """Give back the memory of a model that nobody uses any more, now: the next one may need it."""
         gc.collect()  # its layers and the places where they call operators hold each other
         self.platform.empty_cache()
+        if failures:
+            raise ModelLoadError(f"{model_path} was not loaded, the old weights stay: {failures[0]}")
+        self.weights_changed()
 
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()

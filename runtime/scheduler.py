@@ -54,8 +54,7 @@ class Scheduler:
         self.server_args = server_args
         self.connection = connection
         self.ranks = ranks or RankLinks()
-        self.platform = current_platform
-        self.platform.apply_server_args_defaults(server_args)
+        current_platform.apply_server_args_defaults(server_args)
         self.model_runner = ModelRunner(server_args, self.ranks)
         self.kv_cache = self.model_runner.kv_cache
         #: In the order in which they are served. One that had to give way is where it was before.
