@@ -18,46 +18,38 @@ _STATS_SECONDS = 5.0
 
 
 class ServerMetrics:
-    """``text`` asks the engine and takes up to some seconds: not for the event loop."""
+    """Its registry holds what the server measures, and asks the engine for its own counts at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCounts(engine))
+        self._registry.register(self)
         self.responses = Counter(
             "sgl_aspects_http_responses",
             "HTTP responses by path and status.",
             ("path", "status"),
             registry=self._registry,
         )
-        self.first_byte = Histogram(
-            "sgl_aspects_http_time_to_first_byte_seconds",
+        self.first_byte = self._seconds(
+            "time_to_first_byte",
             "From the request to the first byte of a successful answer; of a stream: its first token.",
-            ("path",),
-            buckets=_SECONDS,
-            registry=self._registry,
         )
-        self.duration = Histogram(
-            "sgl_aspects_http_duration_seconds",
-            "From the request to the last byte of a successful answer.",
-            ("path",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
+        self.duration = self._seconds("duration", "From the request to the last byte of a successful answer.")
+
+    def _seconds(self, name: str, help: str) -> Histogram:
+        name = f"sgl_aspects_http_{name}_seconds"
+        return Histogram(name, help, ("path",), buckets=_SECONDS, registry=self._registry)
 
     def text(self) -> bytes:
+        """Asks the engine, and takes up to some seconds: not for the event loop."""
         return generate_latest(self._registry)
 
-
-class _EngineCounts:
-    """Asked at each scrape."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
     def describe(self) -> list[Metric]:
+        """For the registry: it need not ask the engine when this is registered."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """For the registry, at each scrape."""
         counters = self._engine.counters
         yield _counter("requests_received", "Requests that the engine took in.", counters.received_requests)
         finished = CounterMetricFamily(
