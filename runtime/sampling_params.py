@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 from sgl_aspects.errors import InvalidRequestError
-from sgl_aspects.runtime.checks import is_integer, is_number
+from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
 
 MAX_CHOICES = 128
 MAX_PRIORITY = 1000
@@ -113,7 +113,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not is_number(value) or not lowest <= value <= highest:
                 _refuse(name, value, f"a number from {lowest} to {highest}")
-        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):
+        if self.seed is not None and not is_seed(self.seed):
             _refuse("seed", self.seed, "a whole number of 64 bits, or None")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_TOP_LOGPROBS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.checks import is_integer, is_number
+from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -87,8 +87,8 @@ class ServerArgs:
             raise ConfigError(f"mem_fraction={self.mem_fraction!r}: write a share between 0 and 1")
         if not is_number(self.startup_timeout) or not self.startup_timeout > 0:
             raise ConfigError(f"startup_timeout={self.startup_timeout!r}: write a number of seconds above 0")
-        if self.random_seed is not None and not is_integer(self.random_seed):
-            raise ConfigError(f"random_seed={self.random_seed!r}: write a whole number, or None")
+        if self.random_seed is not None and not is_seed(self.random_seed):
+            raise ConfigError(f"random_seed={self.random_seed!r}: write a whole number of 64 bits, or None")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -59,6 +59,10 @@ TOKENIZER = Tokenizer(make_tokenizer())
         ({"startup_timeout": float("nan")}, "startup_timeout=nan"),
         ({"compile": "no"}, "compile='no': write True or False"),
         ({"random_seed": "x"}, "random_seed='x'"),
+        (
+            {"random_seed": 2**64},
+            "random_seed=18446744073709551616: write a whole number of 64 bits, or None",
+        ),
     ],
 )
 def test_settings_out_of_range_are_config_errors(fields: dict[str, Any], message: str) -> None:
