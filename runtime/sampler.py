@@ -63,8 +63,9 @@ class Sampler:
         # top_p counts over what top_k left; where it left all, the candidates need not be all of it.
         whole = torch.where(top_k < vocab, best.sum(dim=-1), 1.0)
         before = best.cumsum(dim=-1) - best
-        # A token stays while those before it do not reach p: the first always does.
+        # A token stays while those before it do not reach p.
         dropped = (before >= (top_p * whole).unsqueeze(1)) | (best < least.unsqueeze(1))
+        dropped[:, 0] = False  # also where the product is too small for a number
         best = best.masked_fill(dropped, 0.0)
         return indices.gather(1, _draw(best, uniforms).unsqueeze(1)).squeeze(1)
 

@@ -333,11 +333,16 @@ def test_tokens_come_as_often_as_their_probabilities_say(vocab: int, fields: dic
     assert not counts[expected == 0].any()
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-46, 1e-300])
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float, top_p: float) -> None:
-    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1))
-    params = [SamplingParams(temperature=temperature, top_p=top_p)] * 4
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"temperature": t, "top_p": p} for t in (1e-30, 1e-46, 1e-300) for p in (1.0, 0.9)),
+        {"temperature": 1.0, "top_p": 5e-324, "top_k": 2},
+    ],
+)
+def test_the_smallest_numbers_take_the_likeliest_token(fields: dict[str, Any]) -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1)) * 0.1
+    params = [SamplingParams(**fields)] * 4
     assert Sampler()(logits, params, [0.1, 0.5, 0.9, 0.99]).tolist() == logits.argmax(dim=-1).tolist()
 
 
