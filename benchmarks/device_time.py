@@ -5,7 +5,7 @@
 A scheduler of the embedded engine in this process, with a model in the shape of Llama 3.2 1B (random bfloat16
 weights), serves prompts and decodes, eagerly and by graphs. While the profiler looks, each pass is also
 marked for it; the profiler's duration is from the first to the last piece of device work that the pass
-launched. Then, without the profiler, steps with tracing off and at levels 2 and 3 take
+launched, or that its graph did: before that the device waits for the host. Then, without the profiler, steps with tracing off and at levels 2 and 3 take
 turns.
 """
 
@@ -106,7 +106,7 @@ def profiled(engine: Engine, folder: Path, name: str) -> int:
 
 
 def durations(trace: Path) -> list[float]:
-    """Of each marked pass: seconds from the first to the last device work that it launched."""
+    """Of each marked pass: seconds from the first to the last device work that it launched, or its graph."""
     events = json.loads(trace.read_text())["traceEvents"]
     marks = sorted(
         (event["ts"], event["ts"] + event["dur"])
@@ -120,10 +120,15 @@ def durations(trace: Path) -> list[float]:
             work.setdefault(event["args"]["correlation"], []).append(one)
     found = []
     for begin, end in marks:
-        pieces = [
-            piece
+        launches = [
+            event
             for event in events
             if event.get("cat") in ("cuda_runtime", "cuda_driver") and begin <= event["ts"] <= end
+        ]
+        of_graph = [event for event in launches if "GraphLaunch" in event["name"]]
+        pieces = [
+            piece
+            for event in of_graph or launches
             for piece in work.get(event["args"].get("correlation", -1), ())
         ]
         found.append((max(last for _, last in pieces) - min(first for first, _ in pieces)) / 1e6)
@@ -207,8 +212,9 @@ served by the embedded engine. {device}, torch {torch}, {cores} cores.
 ## Device time
 
 Forward spans carry the device's own time, from events that are read later. The profiler's is from the first
-to the last piece of device work that the same pass launched; both look at the same passes. In brackets: how
-many.
+to the last piece of device work that the same pass launched, of a replayed pass that its graph launched (the
+inputs are copied before, and then the device waits for the host). Both look at the same passes. In brackets:
+how many.
 
 {durations}
 
