@@ -352,6 +352,10 @@ def test_steps_are_linked_to_their_requests(run: Run) -> None:
         assert names["run_batch"] == names["forward"] == names["process_result"] == 1
         # Less: a health check is in it, or (overlapped) a request that ended while it was launched.
         assert step.attributes["sgl_aspects.batch.size"] >= len(step.links)
+        (forward,) = (span for span in run.traces[step.trace_id] if span.name == "forward")
+        assert forward.attributes["sgl_aspects.device.name"] == "cpu"
+        device_time = forward.attributes["sgl_aspects.forward.device_time"]
+        assert 0 < device_time <= (step.end - step.start) / 1e9
     numbers = [step.attributes["sgl_aspects.step.id"] for step in run.steps]
     assert len(set(numbers)) == len(numbers)  # an idle scheduler, and both ways of activation, add none
 

@@ -12,8 +12,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import pytest
 from sgl_aspects import env
 from sgl_aspects.engines import SGLANG
 from sgl_aspects.engines.source import Source
+from tests.processes import free_port
 from tests.sglang_models import make_mini
 from tests.sglang_server import serve
 from tests.stand_ins import Engine
@@ -31,6 +34,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 WHEELS = sorted(Path(env.text("SGLANG_WHEELS") or "/nowhere").glob("sglang-*.whl"))
 VERSIONS = [Path(folder) for folder in (env.text("SGLANG_VERSIONS") or "").split(":") if folder]
 CALLER = "00f067aa0ba902b7"
+CHILDREN = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 
 
 def version_of(wheel: Path) -> str:
@@ -106,6 +110,24 @@ def code_of(method: Any) -> list[str]:
     return [] if code is None else list(code.co_names)
 
 
+# What SGLang before 0.5.16 imports at its start on every device, and never calls on a CPU. These packages have
+# no build for a plain one.
+KERNELS = {"sgl_kernel": "kvcacheio", "vllm": "_custom_ops"}
+ANY_NAME = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+"""
+
+
+def stand_in_kernels(folder: Path) -> Path:
+    for package, module in KERNELS.items():
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+        (folder / package / f"{module}.py").write_text(ANY_NAME)
+    return folder
+
+
 @pytest.mark.filterwarnings("ignore:Failed to load image Python extension")
 @pytest.mark.skipif(not VERSIONS, reason="SGLANG_VERSIONS names no folders (make sglang-version VERSION=…)")
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
@@ -113,34 +135,85 @@ def test_a_server_of_that_version_is_traced(folder: Path, tmp_path: Path) -> Non
     doctor = [sys.executable, "-m", "sgl_aspects", "doctor", "--engine", str(folder)]
     told = subprocess.run(doctor, capture_output=True, text=True, timeout=120, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([str(folder), root])
+    version = [int(number) for number in folder.name.split(".")[:3]]
+    path, more = [str(folder), str(Path(__file__).resolve().parent.parent)], []
+    environment = {}
+    if version < [0, 5, 16]:
+        path.append(str(stand_in_kernels(tmp_path / "kernels")))
+        # Left to itself it adds 10,000 to the HTTP server's port for this one.
+        environment["SGLANG_GRPC_PORT"] = str(free_port())
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    if version < [0, 5, 12]:
+        more = ["--disable-piecewise-cuda-graph"]  # which it would capture on a CPU, too
     model, file = make_mini(tmp_path / "model"), tmp_path / "spans.jsonl"
     run = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--file", str(file), "--"]
     prompts = [f"the quick brown fox number {number}" for number in range(4)]
-    callers = [{"traceparent": f"00-{number + 1:032x}-{CALLER}-01"} for number in range(4)]
-    with serve(model, tmp_path / "log", prefix=run, environment={"PYTHONPATH": path}) as server:
-        answers = server.chats(prompts, callers)
+    with serve(model, tmp_path / "log", prefix=run, more=more, environment=environment) as server:
+        answers = server.chats(prompts, [parent(number) for number in range(4)])
+        two = {"text": ["one", "and two"], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+        server.post("/generate", two, parent(4))
+        server.abort("/generate", parent(5), "aborted")
+        samples = {"text": "samples", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, "n": 2}}
+        server.post("/generate", samples, parent(6))
+        # Up to 0.5.16 it does not end by itself after the last one.
+        wait_until(
+            lambda: {trace_id(number) for number in range(7)} <= {root["traceId"] for root in roots(file)}
+        )
     print(f"SGLang {folder.name}: start {server.start_seconds:.0f} s")
     spans = read(file)
+    known = {span["spanId"] for span in spans} | {CALLER, ""}
+    assert [span["name"] for span in spans if span.get("parentSpanId", "") not in known] == []
+    names = {number: names_in(spans, number) for number in range(7)}
     for number, answer in enumerate(answers):
-        mine = [span for span in spans if span["traceId"] == f"{number + 1:032x}"]
-        names = Counter(span["name"] for span in mine)
-        assert names == Counter(["chat mini", "tokenize", "queue", "prefill", "decode", "detokenize"]), names
-        (root_span,) = [span for span in mine if span["name"] == "chat mini"]
-        assert root_span["parentSpanId"] == CALLER
-        assert {span["parentSpanId"] for span in mine if span is not root_span} == {root_span["spanId"]}
+        assert names[number] == {"chat mini": 1, **dict.fromkeys(CHILDREN, 1)}
+        (root_span,) = [span for span in roots(file) if span["traceId"] == trace_id(number)]
         attributes = {one["key"]: one["value"] for one in root_span["attributes"]}
         assert int(attributes["gen_ai.usage.output_tokens"]["intValue"]) == answer.usage["completion_tokens"]
         assert int(attributes["gen_ai.usage.input_tokens"]["intValue"]) == answer.usage["prompt_tokens"]
+    assert names[4] == {"text_completion mini": 3, **dict.fromkeys(CHILDREN, 2)}
+    assert names[5] == {"text_completion mini": 1, **dict.fromkeys(CHILDREN, 1)}
+    # The prompt runs once more before its samples, for the cache.
+    assert names[6]["text_completion mini"] == 4
+    assert names[6]["decode"] == 2
+    problems = [span["traceId"] for span in spans if span.get("status", {}).get("code") == 2]
+    assert set(problems) == {trace_id(5)}  # the one that was aborted
     steps = Counter(span["name"] for span in spans)
     assert steps["scheduler.step"] == steps["run_batch"] == steps["forward"] == steps["process_result"] > 0
+    for span in spans:
+        if span["name"] == "forward":
+            attributes = {one["key"]: one["value"] for one in span["attributes"]}
+            assert attributes["sgl_aspects.forward.device_time"]["doubleValue"] > 0
+
+
+def trace_id(number: int) -> str:
+    return f"{number + 1:032x}"
+
+
+def parent(number: int) -> dict[str, str]:
+    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
+
+
+def names_in(spans: list[dict[str, Any]], number: int) -> Counter[str]:
+    return Counter(span["name"] for span in spans if span["traceId"] == trace_id(number))
+
+
+def roots(file: Path) -> list[dict[str, Any]]:
+    return [span for span in read(file) if span.get("parentSpanId") == CALLER]
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
+    # The last line may still be written.
     return [
         span
-        for line in file.read_text().splitlines()
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
         for resource in json.loads(line).get("resourceSpans", [])
         for scope in resource["scopeSpans"]
         for span in scope["spans"]
