@@ -110,8 +110,8 @@ def code_of(method: Any) -> list[str]:
     return [] if code is None else list(code.co_names)
 
 
-# What SGLang before 0.5.16 imports at its start on every device, and never calls on a CPU. These packages have
-# no build for a plain one.
+# What SGLang before 0.5.16 imports at its start on every device, and never calls on a CPU:
+# these packages have no build for a plain one.
 KERNELS = {"sgl_kernel": "kvcacheio", "vllm": "_custom_ops"}
 ANY_NAME = """
 def __getattr__(name):
