@@ -145,6 +145,24 @@ def test_a_policy_that_names_what_is_not_there_is_refused_and_changes_nothing(
     assert int(manager.call_op("op", torch.zeros(()))) == 2
 
 
+def test_a_policy_is_read_as_a_file_is() -> None:
+    written = {
+        "strict": "no",
+        "per_op_order": "op=vendor:a|reference",
+        "op_blacklist": "x,y",
+        "prefer": "flagos",
+    }
+    plain = {
+        "per_op_order": {"op": ["vendor:a", "reference"]},
+        "op_blacklist": {"x", "y"},
+        "allow_vendors": None,
+    }
+    assert SelectionPolicy.of(**written) == SelectionPolicy.of(**plain)
+    for key, value in (("strict", "maybe"), ("deny_vendors", 5), ("stricter", True)):
+        with pytest.raises(ConfigError, match=f"{key}.*(choose|write)"):
+            SelectionPolicy.of(**{key: value})
+
+
 def test_arguments_may_have_names_however_a_call_is_resolved() -> None:
     manager = OpManager(small_registry())
     layer = SiluAndMul()

@@ -22,22 +22,14 @@ from typing import Any
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
-from sgl_aspects.runtime.dispatch.registry import OpRegistry, check_choice
-from sgl_aspects.runtime.dispatch.types import Token
+from sgl_aspects.runtime.dispatch.policy import READERS, SelectionPolicy, Value, read_names, read_pairs
+from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.types import Token, check_choice
 
 PREFIX = "SGL_ASPECTS_OP_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 PLATFORM_VARIABLE = f"{PREFIX}PLATFORM"
 PLATFORM_FILES = Path(__file__).parent / "platform_files"
-
-
-@dataclass(frozen=True)
-class Value:
-    """What one source says about one key, and where that is written."""
-
-    value: Any
-    where: str
 
 
 @dataclass(frozen=True)
@@ -59,62 +51,12 @@ class Settings:
         return self.origins.get(key, "default")
 
 
-# -- readers of one value each ---------------------------------------------------------------------------
-
-
-def _names(value: Value) -> frozenset[str]:
-    names = listed(value.value) if isinstance(value.value, (str, list, tuple)) else [""]
-    is_blank = isinstance(value.value, str) and not names
-    if is_blank or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
-    return frozenset(names)
-
-
-def _flag(value: Value) -> bool:
-    lowered = str(value.value).strip().lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off"):
-        return False
-    raise ConfigError(f"{value.where}: {value.value!r}: choose true or false")
-
-
-def _token(value: Value) -> Token:
-    return Token.parse(value.value, value.where)
-
-
-def _orders(value: Value) -> tuple[tuple[str, tuple[Token, ...]], ...]:
-    orders: dict[str, tuple[Token, ...]] = {}
-    for op_name, tokens in _pairs(value).items():
-        where = f"{value.where}: {op_name}"
-        named = listed(tokens, "|") if isinstance(tokens, (str, list)) else []
-        if not named:
-            raise ConfigError(f"{where}: {tokens!r}: write one token or a list of tokens, best first")
-        orders[op_name] = tuple(Token.parse(each, where) for each in named)
-    return tuple(sorted(orders.items()))
+# -- readers of one value each, beside the policy's own ---------------------------------------------------
 
 
 def _shadow(value: Value) -> tuple[tuple[str, Token], ...]:
-    pairs = _pairs(value)
+    pairs = read_pairs(value)
     return tuple((op, Token.parse(token, f"{value.where}: {op}")) for op, token in sorted(pairs.items()))
-
-
-def _pairs(value: Value) -> dict[str, Any]:
-    """A mapping, or ``"op=a|b;op2=c"``."""
-    given = value.value
-    if isinstance(given, str):
-        pairs: dict[str, Any] = {}
-        for part in listed(given.replace(",", ";"), ";"):
-            op_name, equals, tokens = part.partition("=")
-            if not equals:
-                raise ConfigError(f"{value.where}: {part!r}: write operator=token|token;operator=token")
-            if op_name.strip() in pairs:
-                raise ConfigError(f"{value.where}: {op_name.strip()!r} is there twice: write operator=a|b")
-            pairs[op_name.strip()] = tokens.strip()
-        return pairs
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"{value.where}: {given!r}: write one line 'operator: tokens' each")
-    return dict(given)
 
 
 def _share(value: Value) -> float:
@@ -139,20 +81,14 @@ def _control(value: Value) -> str:
 
 #: Every key, with what reads its value. Whether the names in it are there, the registry knows.
 KEYS: dict[str, Callable[[Value], Any]] = {
-    "prefer": _token,
-    "per_op_order": _orders,
-    "strict": _flag,
-    "deny_vendors": _names,
-    "allow_vendors": _names,
-    "op_whitelist": _names,
-    "op_blacklist": _names,
+    **READERS,
     "shadow": _shadow,
     "shadow_rate": _share,
-    "summaries": _names,
+    "summaries": read_names,
     "control": _control,
     "log": _path,
 }
-POLICY_KEYS = tuple(each.name for each in fields(SelectionPolicy))
+POLICY_KEYS = tuple(READERS)
 WATCH_KEYS = ("shadow", "shadow_rate", "summaries")
 DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
 #: What ``--set KEY=`` stands for: the default, whatever a file says.

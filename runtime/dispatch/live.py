@@ -23,11 +23,11 @@ from sgl_aspects.runtime.dispatch.configuration import (
     USUAL,
     WATCH_KEYS,
     Settings,
-    Value,
     from_words,
     merged,
 )
 from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.policy import Value
 from sgl_aspects.runtime.dispatch.watching import watch_of
 
 logger = logging.getLogger("sgl_aspects.dispatch")

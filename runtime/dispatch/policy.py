@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token, check_choice
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one source says about one key, and where that is written."""
+
+    value: Any
+    where: str
+
 
 DEFAULT_PREFERENCE = Token("default", kind=ImplKind.DEFAULT)
 
@@ -48,34 +58,15 @@ class SelectionPolicy:
             )
 
     @classmethod
-    def of(
-        cls,
-        *,
-        prefer: str = "default",
-        per_op_order: Mapping[str, str | Iterable[str]] | None = None,
-        strict: bool = False,
-        deny_vendors: str | Iterable[str] = (),
-        allow_vendors: str | Iterable[str] | None = None,
-        op_whitelist: str | Iterable[str] | None = None,
-        op_blacklist: str | Iterable[str] = (),
-    ) -> SelectionPolicy:
-        """From plain values, lists also as a file has them: ``"a|b"`` and ``"a,b"``.
+    def of(cls, **said: Any) -> SelectionPolicy:
+        """From values as a file or a variable has them: ``of(prefer="vendor", deny_vendors=["acme"])``.
 
-        :raises ConfigError: as :meth:`Token.parse` does; both lists of operators.
+        :raises ConfigError: an unknown key, a value that its key cannot have, both lists of operators.
         """
-        orders = {
-            op: tuple(Token.parse(token, f"per_op_order of {op}") for token in listed(tokens, "|"))
-            for op, tokens in (per_op_order or {}).items()
-        }
-        return cls(
-            prefer=Token.parse(prefer, "prefer"),
-            per_op_order=tuple(sorted(orders.items())),
-            strict=strict,
-            deny_vendors=frozenset(listed(deny_vendors)),
-            allow_vendors=None if allow_vendors is None else frozenset(listed(allow_vendors)),
-            op_whitelist=None if op_whitelist is None else frozenset(listed(op_whitelist)),
-            op_blacklist=frozenset(listed(op_blacklist)),
-        )
+        for key in said:
+            check_choice("SelectionPolicy", "key", key, list(READERS))
+        given = {key: value for key, value in said.items() if value is not None}
+        return cls(**{key: READERS[key](Value(value, key)) for key, value in given.items()})
 
     def is_dispatched(self, op_name: str) -> bool:
         if self.op_whitelist is not None:
@@ -123,3 +114,68 @@ class SelectionPolicy:
         """In one line, what differs from the default."""
         said = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         return " ".join(f"{key}={self.written(key)}" for key in dict.fromkeys(["prefer", *said]))
+
+
+# -- readers of one value each ---------------------------------------------------------------------------
+
+
+def read_names(value: Value) -> frozenset[str]:
+    names = listed(value.value) if isinstance(value.value, (str, list, tuple, set, frozenset)) else [""]
+    is_blank = isinstance(value.value, str) and not names
+    if is_blank or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{value.where}: {value.value!r}: write a list of names")
+    return frozenset(names)
+
+
+def _flag(value: Value) -> bool:
+    lowered = str(value.value).strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{value.where}: {value.value!r}: choose true or false")
+
+
+def _token(value: Value) -> Token:
+    return Token.parse(value.value, value.where)
+
+
+def _orders(value: Value) -> tuple[tuple[str, tuple[Token, ...]], ...]:
+    orders: dict[str, tuple[Token, ...]] = {}
+    for op_name, tokens in read_pairs(value).items():
+        where = f"{value.where}: {op_name}"
+        named = listed(tokens, "|") if isinstance(tokens, (str, list, tuple)) else []
+        if not named:
+            raise ConfigError(f"{where}: {tokens!r}: write one token or a list of tokens, best first")
+        orders[op_name] = tuple(Token.parse(each, where) for each in named)
+    return tuple(sorted(orders.items()))
+
+
+def read_pairs(value: Value) -> dict[str, Any]:
+    """A mapping, or ``"op=a|b;op2=c"``."""
+    given = value.value
+    if isinstance(given, str):
+        pairs: dict[str, Any] = {}
+        for part in listed(given.replace(",", ";"), ";"):
+            op_name, equals, tokens = part.partition("=")
+            if not equals:
+                raise ConfigError(f"{value.where}: {part!r}: write operator=token|token;operator=token")
+            if op_name.strip() in pairs:
+                raise ConfigError(f"{value.where}: {op_name.strip()!r} is there twice: write operator=a|b")
+            pairs[op_name.strip()] = tokens.strip()
+        return pairs
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{value.where}: {given!r}: write one line 'operator: tokens' each")
+    return dict(given)
+
+
+#: Every key of a policy, with what reads its value. Whether the names in it are there, the registry knows.
+READERS: dict[str, Callable[[Value], Any]] = {
+    "prefer": _token,
+    "per_op_order": _orders,
+    "strict": _flag,
+    "deny_vendors": read_names,
+    "allow_vendors": read_names,
+    "op_whitelist": read_names,
+    "op_blacklist": read_names,
+}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_aspects.errors import ConfigError, OperatorError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
-from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token
+from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token, check_choice
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.manager import OpManager
@@ -141,9 +141,3 @@ class OpRegistry:
         if token.impl_id is not None and ".forward_" not in token.impl_id:
             impls = self.all_impls() if op_name is None else self.impls(op_name)
             check_choice(where, "implementation", token.impl_id, sorted(impl.impl_id for impl in impls))
-
-
-def check_choice(where: str, what: str, name: str, choices: list[str]) -> None:
-    """:raises ConfigError: ``name`` is none of the choices."""
-    if name not in choices:
-        raise ConfigError(f"{where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}")

@@ -240,3 +240,9 @@ class Token:
         if self.vendor is not None:
             return impl.vendor == self.vendor
         return impl.kind is self.kind
+
+
+def check_choice(where: str, what: str, name: str, choices: list[str]) -> None:
+    """:raises ConfigError: ``name`` is none of the choices."""
+    if name not in choices:
+        raise ConfigError(f"{where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}")
