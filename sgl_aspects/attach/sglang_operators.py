@@ -8,7 +8,8 @@ is a plain call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import wrapt
@@ -18,6 +19,9 @@ from sgl_aspects.engines.sglang_operators import FUNCTIONS, LAYERS, REGISTRATION
 from sgl_aspects.errors import AspectsError, Stop
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookType
+
+#: Exactly these classes: a subclass may compute something else.
+_OPERATORS = {target: op_name for op_name, targets in LAYERS.items() for target in targets}
 
 _attached = False
 
@@ -52,51 +56,43 @@ def _layers_loaded(module: Any) -> None:
         for target in targets:
             layer_class = _loaded((target,))
             if layer_class is not None and manager.policy.is_dispatched(op_name):
-                base.register_oot_forward(layer_class, _registered_forward(op_name), key)
+                base.register_oot_forward(layer_class, _before(_native, op_name), key)
 
 
-def _registered_forward(op_name: str) -> Callable[..., Any]:
-    """What SGLang binds to the layer."""
-    bridge = _bridge(op_name)
+def _before(own: Callable[..., Any], op_name: str) -> Callable[..., Any]:
+    """Ours, and ``own`` for what ours does not."""
+    from sgl_aspects.runtime.dispatch import bridge
 
-    def forward_dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outcome = bridge(self, *args, **kwargs)
-        return self.forward_native(*args, **kwargs) if outcome is NotImplemented else outcome
+    ours: Callable[..., Any] = getattr(bridge, op_name)
+
+    def forward_dispatched(*args: Any, **kwargs: Any) -> Any:
+        outcome = ours(*args, **kwargs)
+        return own(*args, **kwargs) if outcome is NotImplemented else outcome
 
     return forward_dispatched
 
 
+def _native(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer.forward_native(*args, **kwargs)
+
+
 def _resolved(result: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    """AFTER hook on the resolver: ours before what SGLang chose, which does what ours does not."""
-    op_name = _op_of(type(self))
+    """AFTER hook on the resolver: ours before what SGLang chose."""
+    op_name = _OPERATORS.get(_name_of(type(self)))
     if op_name is None or getattr(result, "__name__", "") == "forward_dispatched":
         return None
     if not _manager().policy.is_dispatched(op_name):
         return None
-    bridge = _bridge(op_name)
-
-    def forward_dispatched(*args: Any, **kwargs: Any) -> Any:
-        outcome = bridge(self, *args, **kwargs)
-        return result(*args, **kwargs) if outcome is NotImplemented else outcome
-
-    return forward_dispatched
+    return MethodType(_before(lambda layer, *args, **kwargs: result(*args, **kwargs), op_name), self)
 
 
 def _function_hook(op_name: str) -> Callable[..., Any]:
     def dispatched(original_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not _manager().policy.is_dispatched(op_name):
             return original_fn(*args, **kwargs)
-        outcome = _bridge(op_name)(*args, **kwargs)
-        return original_fn(*args, **kwargs) if outcome is NotImplemented else outcome
+        return _before(original_fn, op_name)(*args, **kwargs)
 
     return dispatched
-
-
-def _bridge(op_name: str) -> Callable[..., Any]:
-    from sgl_aspects.runtime.dispatch import bridge
-
-    function: Callable[..., Any] = getattr(bridge, op_name)
-    return function
 
 
 def _graph_replayed(*args: Any, **kwargs: Any) -> None:
@@ -108,13 +104,8 @@ def _graph_replayed(*args: Any, **kwargs: Any) -> None:
         manager.watch.count_replay()
 
 
-def _op_of(layer_class: type) -> str | None:
-    """Exactly these classes: a subclass may compute something else."""
-    return _op_names().get(f"{layer_class.__module__}:{layer_class.__qualname__}")
-
-
-def _op_names() -> Mapping[str, str]:
-    return {target: op_name for op_name, targets in LAYERS.items() for target in targets}
+def _name_of(layer_class: type) -> str:
+    return f"{layer_class.__module__}:{layer_class.__qualname__}"
 
 
 def _loaded(targets: tuple[str, ...]) -> Any:
