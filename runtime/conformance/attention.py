@@ -64,21 +64,19 @@ def make_step(
     table = PageTable(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
     pages = list(range(1, PAGES + 1))
     random.Random(1).shuffle(pages)
-    rows, owned = [], []
-    for before, new in requests:
-        count = -(-(before + new) // PAGE_SIZE)
+    rows, queries, keys, values, expected = [], [], [], [], []
+    for number, (before, new) in enumerate(requests):
+        length, seed = before + new, 1000 + 10 * number
+        count = -(-length // PAGE_SIZE)
         mine, pages = pages[:count], pages[count:]
         pool.clear(mine)
         rows.append(table.add_row(mine))
-        owned.append([mine[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(before + new)])
-    queries, keys, values, expected = [], [], [], []
-    for number, (before, new) in enumerate(requests):
-        seed = 1000 + 10 * number
         query = random_tensor(new, heads, HEAD_DIM, dtype=dtype, seed=seed)
-        key = random_tensor(before + new, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 1)
-        value = random_tensor(before + new, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 2)
+        key = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 1)
+        value = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 2)
         # What was computed before the step is put in its place past set_kv_buffer, which is on trial too.
-        old = torch.tensor(owned[number][:before], dtype=torch.int64, device=bench.device)
+        slots = [mine[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(before)]
+        old = torch.tensor(slots, dtype=torch.int64, device=bench.device)
         pool.get_key_buffer(LAYER)[old] = key[:before].to(bench.device)
         pool.get_value_buffer(LAYER)[old] = value[:before].to(bench.device)
         queries.append(query)

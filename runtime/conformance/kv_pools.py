@@ -90,9 +90,7 @@ def write(bench: Bench, kind: str = "mha") -> str:
             for part, rows in new.items():
                 expected[layer][part][slots] = rows
             given = {part: rows.to(bench.device) for part, rows in new.items()}
-            value = given.get("value")
-            if value is None:
-                value = given["key"][..., : ROWS[kind]["kv_lora_rank"]]
+            value = given["value"] if kind == "mha" else given["key"][..., : ROWS[kind]["kv_lora_rank"]]
             pool.set_kv_buffer(layer, there, given["key"], value)
             if "index_key" in given:
                 pool.set_index_key_buffer(layer, there, given["index_key"])
