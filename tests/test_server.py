@@ -397,7 +397,7 @@ def test_an_error_of_any_kind_ends_a_call() -> None:
     read = []
 
     async def chunks() -> None:
-        async for index, chunk in Call("cmpl-", 2, handles=[going, failing]).chunks():
+        async for index, chunk in Call("cmpl-", 2, groups=[[going, failing]]).chunks():
             read.append((index, chunk.text))
 
     with pytest.raises(KeyError, match="unthought of"):

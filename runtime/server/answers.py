@@ -16,18 +16,10 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
 from sgl_aspects.runtime.server.gate import read_body
 from sgl_aspects.runtime.server.problems import ApiError, no_such_model, problem_of
-from sgl_aspects.runtime.server.protocol import FinishReason, SamplingFields, StreamOptions, Usage
+from sgl_aspects.runtime.server.protocol import SamplingFields, StreamOptions, Usage
 from sgl_aspects.runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
-
-
-Reason = FinishReason | None
-
-
-def finish_reason(reason: str | None) -> Reason:
-    """The engine's as OpenAI's: an end token and a stop text are one."""
-    return "length" if reason == "length" else "stop" if reason else None
 
 
 class Endpoint(ABC):
@@ -51,16 +43,19 @@ class Endpoint(ABC):
     def sampling_params(self, body: Any) -> SamplingParams: ...
 
     @abstractmethod
-    def choice(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason) -> BaseModel:
-        """A choice of a whole answer."""
+    def logprobs(self, entries: Sequence[TokenLogprobs]) -> BaseModel: ...
+
+    @abstractmethod
+    def choice(self, text: str, **fields: Any) -> BaseModel:
+        """A choice of a whole answer. The ``fields`` are those that all choices have."""
+
+    @abstractmethod
+    def piece(self, text: str, **fields: Any) -> BaseModel:
+        """A choice as a part of a stream."""
 
     def opening(self, index: int) -> BaseModel | None:
         """What a choice's stream begins with, where it has no text yet."""
         return None
-
-    @abstractmethod
-    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason) -> BaseModel:
-        """A choice as a part of a stream."""
 
     async def __call__(self, request: Request) -> Response:
         body = await read_body(request, self.settings, self.body_class)
@@ -83,7 +78,7 @@ class Endpoint(ABC):
     async def _whole(self, request: Request, call: Call) -> Response:
         await unless_disconnected(request.receive, call.finish())
         choices = [
-            self.choice(index, handle.text, handle.shown_logprobs, finish_reason(handle.finish_reason))
+            self.choice(handle.text, **self._fields(index, handle.shown_logprobs, handle.finish_reason))
             for index, handle in enumerate(call.handles)
         ]
         content = self._envelope(self.answer_class, call, *choices, usage=call.usage()).model_dump_json()
@@ -105,14 +100,22 @@ class Endpoint(ABC):
                     yield _event(self._envelope(self.chunk_class, call, opening))
             async for index, chunk in chunks:
                 if chunk.text or chunk.finish_reason is not None or chunk.shown_logprobs:
-                    logprobs, reason = chunk.shown_logprobs or [], finish_reason(chunk.finish_reason)
-                    piece = self.piece(index, chunk.text, logprobs, reason)
+                    fields = self._fields(index, chunk.shown_logprobs, chunk.finish_reason)
+                    piece = self.piece(chunk.text, **fields)
                     yield _event(self._envelope(self.chunk_class, call, piece))
             if options is not None and options.include_usage:
                 yield _event(self._envelope(self.chunk_class, call, usage=call.usage()))
             yield "data: [DONE]\n\n"
         except Exception as error:  # noqa: BLE001 - it is too late for a status
             yield _event(problem_of(error).body())
+
+    def _fields(self, index: int, entries: Sequence[TokenLogprobs] | None, reason: str | None) -> Any:
+        """What a choice says beside its text. For OpenAI an end token and a stop text are one reason."""
+        return {
+            "index": index,
+            "logprobs": self.logprobs(entries) if entries else None,
+            "finish_reason": "stop" if reason not in ("length", None) else reason,
+        }
 
     def _envelope(self, kind: type[BaseModel], call: Call, *choices: BaseModel, **more: Usage) -> BaseModel:
         """An answer, or a chunk of one, around its choices."""

@@ -70,12 +70,10 @@ class Calls:
         send = partial(self.engine.submit_group, prompts, params, rid=call.rid, stream=stream)
         try:
             # Long prompts take their time to become tokens: other calls go on meanwhile.
-            groups = await asyncio.to_thread(send, external_trace_header=headers)
+            call.groups = await asyncio.to_thread(send, external_trace_header=headers)
         except BaseException:
             self.end(call)
             raise
-        call.handles = [handle for handles in groups for handle in handles]
-        call.first_of_prompts = [handles[0] for handles in groups]
         return call
 
     def end(self, call: Call) -> None:
@@ -100,17 +98,22 @@ class Call:
     size: int
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    handles: list[RequestHandle] = field(default_factory=list)
-    first_of_prompts: list[RequestHandle] = field(default_factory=list)
+    #: The requests of each prompt, once they are sent.
+    groups: list[list[RequestHandle]] = field(default_factory=list)
     output_tokens: int = 0
 
     @property
     def id(self) -> str:
         return self.prefix + self.rid
 
+    @property
+    def handles(self) -> list[RequestHandle]:
+        return [handle for group in self.groups for handle in group]
+
     def usage(self) -> Usage:
-        prompt = sum(handle.prompt_tokens for handle in self.first_of_prompts)
-        cached = sum(handle.cached_tokens for handle in self.first_of_prompts)
+        """A prompt counts once, however many answers it gets."""
+        prompt = sum(group[0].prompt_tokens for group in self.groups)
+        cached = sum(group[0].cached_tokens for group in self.groups)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self.output_tokens,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
 from sgl_aspects.runtime.request_handle import Prompt
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
-from sgl_aspects.runtime.server.answers import Endpoint, Reason, common_params
+from sgl_aspects.runtime.server.answers import Endpoint, common_params
 from sgl_aspects.runtime.server.problems import ApiError
 
 
@@ -20,16 +21,7 @@ class ChatEndpoint(Endpoint):
     chunk_class = protocol.ChatChunk
 
     def prompts(self, body: protocol.ChatRequest) -> list[Prompt]:
-        # "developer" is OpenAI's newer name for what templates know as "system".
-        return [
-            [
-                {
-                    "role": "system" if message.role == "developer" else message.role,
-                    "content": message.text(),
-                }
-                for message in body.messages
-            ]
-        ]
+        return [[message.for_template() for message in body.messages]]
 
     def sampling_params(self, body: protocol.ChatRequest) -> SamplingParams:
         if body.top_logprobs is not None and not body.logprobs:
@@ -44,33 +36,18 @@ class ChatEndpoint(Endpoint):
             params["json_schema"] = json.dumps(body.response_format.json_schema.json_schema)
         return SamplingParams(**params)
 
-    def choice(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason
-    ) -> protocol.ChatChoice:
-        return protocol.ChatChoice(
-            index=index,
-            message=protocol.AnswerMessage(content=text),
-            logprobs=self._logprobs(logprobs),
-            finish_reason=reason or "stop",
-        )
+    def choice(self, text: str, **fields: Any) -> protocol.ChatChoice:
+        return protocol.ChatChoice(message=protocol.AnswerMessage(content=text), **fields)
+
+    def piece(self, text: str, **fields: Any) -> protocol.ChatChunkChoice:
+        delta = protocol.Delta(content=text) if text else protocol.Delta()
+        return protocol.ChatChunkChoice(delta=delta, **fields)
 
     def opening(self, index: int) -> protocol.ChatChunkChoice:
         delta = protocol.Delta(role="assistant", content="")
         return protocol.ChatChunkChoice(index=index, delta=delta, finish_reason=None)
 
-    def piece(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason
-    ) -> protocol.ChatChunkChoice:
-        return protocol.ChatChunkChoice(
-            index=index,
-            delta=protocol.Delta(content=text) if text else protocol.Delta(),
-            logprobs=self._logprobs(logprobs),
-            finish_reason=reason,
-        )
-
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.ChatLogprobs | None:
-        if not entries:
-            return None
+    def logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.ChatLogprobs:
         return protocol.ChatLogprobs(
             content=[
                 protocol.TokenLogprob(

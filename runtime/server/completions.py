@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from sgl_aspects.runtime.logprobs import TokenLogprobs
 from sgl_aspects.runtime.request_handle import Prompt
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
-from sgl_aspects.runtime.server.answers import Endpoint, Reason, common_params
+from sgl_aspects.runtime.server.answers import Endpoint, common_params
 from sgl_aspects.runtime.server.problems import ApiError
 
 #: OpenAI's default for this endpoint.
@@ -38,19 +39,13 @@ class CompletionEndpoint(Endpoint):
             params["logprobs"] = body.logprobs
         return SamplingParams(**params)
 
-    def choice(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: Reason
-    ) -> protocol.CompletionChoice:
-        return protocol.CompletionChoice(
-            index=index, text=text, logprobs=self._logprobs(logprobs), finish_reason=reason
-        )
+    def choice(self, text: str, **fields: Any) -> protocol.CompletionChoice:
+        return protocol.CompletionChoice(text=text, **fields)
 
     piece = choice  # a stream's pieces have the same form
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.CompletionLogprobs | None:
+    def logprobs(self, entries: Sequence[TokenLogprobs]) -> protocol.CompletionLogprobs:
         """``text_offset`` counts from the beginning of these tokens."""
-        if not entries:
-            return None
         text = self._token_text
         tokens = [text(entry.token_id) for entry in entries]
         tops = [{text(token): logprob for token, logprob in entry.top} for entry in entries]

@@ -48,8 +48,10 @@ class Message(_Request):
     content: str | list[TextPart]
     name: str | None = None
 
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def for_template(self) -> dict[str, str]:
+        """ "developer" is OpenAI's newer name for what templates know as "system"."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class StreamOptions(_Request):
