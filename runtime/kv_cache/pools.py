@@ -54,8 +54,9 @@ class TokenPool:
 
     def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value [tokens, heads, head_dim] of one layer into ``slots``."""
-        for buffer, new in zip(self._buffers[layer_id], (key, value)):
-            buffer.index_copy_(0, slots, new)
+        keys, values = self._buffers[layer_id]
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         """[slots, heads, head_dim], a view."""
@@ -85,8 +86,8 @@ class MHATokenPool(TokenPool):
         super().__init__(**pages, width=2 * head_num * head_dim)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        heads = rows.view(*rows.shape[:-1], *self._shape)
-        return heads[..., 0, :, :], heads[..., 1, :, :]
+        keys, values = rows.view(*rows.shape[:-1], *self._shape).unbind(-3)
+        return keys, values
 
 
 class MLATokenPool(TokenPool):
