@@ -1,20 +1,26 @@
 """The embedded engine: small, readable, and real.
 
-The caller's process:
-    engine.py             Engine: generate, stream, submit, abort, shutdown
-    request_manager.py, request_handle.py   each request from prompt to text, and what its caller holds of it
-    scheduler_link.py, rank_processes.py    the spawned scheduler processes and the pipe to them
-    tokenizer.py, text_stream.py   text to tokens, chat templates; tokens to text as they come
-The scheduler's process:
-    scheduler_process.py  its entry point
-    scheduler.py, batch.py   continuous batching: which tokens the model sees in each step
-    kv_cache/             pages, page table, pools by kind of attention
+In the order in which it is best read:
+
+Both processes
+    server_args.py, sampling_params.py, checks.py   what a user may choose of an engine, and of a request
+    messages.py                                     what travels between the processes
+    loader/                                         what a checkpoint says of itself
+The caller's process
+    engine.py                                       Engine: generate, stream, submit, abort, shutdown
+    request_manager.py, request_handle.py           each request from prompt to text; what its caller holds
+    tokenizer.py, text_stream.py                    text to tokens, by a chat template too, and back
+    scheduler_link.py, rank_processes.py            the pipe to the scheduler; the processes at its other end
+The scheduler's process
+    scheduler_process.py                            its entry point
+    scheduler.py, batch.py                          continuous batching: which tokens the model sees in a step
+    kv_cache/                                       pages, page table, prefixes, pools by kind of attention
     model_runner.py, forward_batch.py               one step on the device
-    logit_adjuster.py, grammar.py, sampler.py, logprobs.py   from logits to tokens
-    rank_links.py, communicator.py   what several ranks tell each other
-    models/, ops/, attention/      the model, written on operators
-Both:
-    server_args.py, sampling_params.py, checks.py, messages.py, loader/ (what a checkpoint says of itself)
+    graph_runner.py, piecewise.py                   the same as a graph, or compiled
+    models/, ops/, attention/                       the model, written on operators
+    logit_adjuster.py, grammar.py, sampler.py       from logits to tokens
+    sampled_tokens.py, logprobs.py                  what a step gives its requests
+    rank_links.py, communicator.py                  what several ranks tell each other
 
 Importing this package imports none of that; the names below are loaded when they are first used.
 """
