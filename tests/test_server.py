@@ -18,7 +18,8 @@ import torch
 
 from sgl_aspects.runtime import RequestHandle, SamplingParams, StreamChunk
 from sgl_aspects.runtime.request_handle import GenerateRequest, chunks_of
-from sgl_aspects.runtime.server.calls import Call
+from sgl_aspects.runtime.server.calls import Call, Calls
+from sgl_aspects.runtime.server.problems import ApiError
 from tests.http_server import LOCAL, Server, serving, wait_for
 from tests.tiny_models import greedy, make_llama, make_tokenizer
 
@@ -418,3 +419,31 @@ def test_what_comes_for_a_reader_that_is_gone_does_no_harm() -> None:
 
     assert asyncio.run(first()) == "a"
     handle.put_chunk(None)
+
+
+def test_a_call_that_is_being_sent_when_all_are_given_up_is_refused() -> None:
+    sending, go_on, ended = threading.Event(), threading.Event(), []
+
+    class Engine:
+        failure = None
+
+        def submit_group(self, prompts: Any, params: Any, **more: Any) -> Any:
+            sending.set()
+            assert go_on.wait(10)
+            return [[SimpleNamespace(abort=lambda: ended.append(prompts))]]
+
+    async def start() -> None:
+        calls = Calls(Engine(), 8)  # type: ignore[arg-type]
+        request: Any = SimpleNamespace(headers={})
+        starting = asyncio.ensure_future(calls.start(request, "cmpl-", ["a"], SamplingParams(), stream=False))
+        assert await asyncio.to_thread(sending.wait, 10)
+        calls.fail("the server is stopping")
+        go_on.set()
+        try:
+            await starting
+        finally:
+            assert calls.count == 0
+
+    with pytest.raises(ApiError, match="the server is stopping"):
+        asyncio.run(start())
+    assert ended == [["a"]]

@@ -38,6 +38,8 @@ class Calls:
         self.under_way: set[Call] = set()
         #: Why no further call is taken.
         self.closed: str | None = None
+        #: Whether those under way were ended, too.
+        self.given_up = False
 
     @property
     def count(self) -> int:
@@ -71,6 +73,8 @@ class Calls:
         try:
             # Long prompts take their time to become tokens: other calls go on meanwhile.
             call.groups = await asyncio.to_thread(send, external_trace_header=headers)
+            if self.given_up:  # meanwhile
+                raise ApiError(503, self.closed or "", code="unavailable")
         except BaseException:
             self.end(call)
             raise
@@ -84,7 +88,7 @@ class Calls:
 
     def fail(self, message: str) -> None:
         """End every call with this error, and take no more."""
-        self.closed = message
+        self.closed, self.given_up = message, True
         for call in self.under_way:
             for handle in call.handles:
                 self.engine.request_manager.fail_request(handle.rid, EngineError(message))
