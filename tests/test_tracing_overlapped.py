@@ -28,10 +28,19 @@ SCHEDULER = """
             return self.found
         def run_batch(self, batch, pp_proxy_tensors=None):
             return object()
+        def launch_batch_sample_if_needed(self, batch_result, cur_batch):
+            if batch_result is not None:
+                self.runner.sample("logits", cur_batch)
         def process_batch_result(self, batch, result):
             self.stream_output(batch.reqs, False)
         def stream_output(self, reqs, return_logprob, skip_req=None):
             pass
+    """
+RUNNER = """
+    class ModelRunner:
+        def sample(self, logits_output, forward_batch):
+            if forward_batch is None:
+                raise RuntimeError("no mask for this device")
     """
 
 
@@ -117,6 +126,27 @@ def test_results_go_to_the_step_of_their_batch(scheduler: Any, recorder: Memory)
     for step, result in zip(steps, recorder.named("process_result")):
         assert result.root_id == result.parent_id == step.span_id
     assert [step.links for step in steps] == [[record.root_id] for record in recorder.named("prefill")]
+
+
+def test_sampling_after_the_batch_before_was_processed_is_of_its_own_step(
+    scheduler: Any, recorder: Memory, engine: Engine
+) -> None:
+    """As where a grammar is to be obeyed: the loop spins, and the batch fails, too."""
+    engine.write("sglang/srt/model_executor/model_runner.py", RUNNER)
+    scheduler.runner = engine.load("sglang.srt.model_executor.model_runner").ModelRunner()
+    one, other = request(scheduler, "one"), request(scheduler, "other")
+    first, second = batch("EXTEND", one), batch("EXTEND", other)
+    first_result = launch(scheduler, first)
+    scheduler.launch_batch_sample_if_needed(first_result, first)
+    second_result = launch(scheduler, second)
+    scheduler.process_batch_result(first, first_result)
+    with pytest.raises(RuntimeError):
+        scheduler.launch_batch_sample_if_needed(second_result, None)
+    for _ in range(10):
+        scheduler.launch_batch_sample_if_needed(None, None)
+    steps, samples = recorder.named("scheduler.step"), recorder.named("sample")
+    assert [sample.parent_id for sample in samples] == [step.span_id for step in steps]
+    assert [step.error for step in steps] == ["", "RuntimeError"]
 
 
 def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorder: Memory) -> None:

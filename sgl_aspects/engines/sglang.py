@@ -207,6 +207,10 @@ SGLANG = Catalog(
         "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
         "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",)),
         "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
+        # Where a grammar has to see the tokens of the batch before: after those were processed.
+        "launch_sample": Role(
+            (f"{_SCHEDULER}.launch_batch_sample_if_needed",), ("scheduler:self", "result:batch_result")
+        ),
         "process_batch_result": Role(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
         ),

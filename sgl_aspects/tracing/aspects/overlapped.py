@@ -33,6 +33,9 @@ class _Launched(Generic[_T]):
     def put(self, result: Any, item: _T) -> None:
         self._waiting.append((result, item))
 
+    def get(self, result: Any) -> _T | None:
+        return next((item for known, item in self._waiting if known is result), None)
+
     def take(self, result: Any) -> _T | None:
         for number, (known, item) in enumerate(self._waiting):
             if known is result:
@@ -221,6 +224,7 @@ class OverlappedStepAspect:
         self._launched: _Launched[_Step] = _Launched()
         roles, reader = catalog.roles, catalog.reader
         self._ran = roles["run_batch"].argument("batch")
+        self._to_sample = roles["launch_sample"].argument("result")
         self._processing = roles["process_batch_result"].argument("scheduler")
         self._result = roles["process_batch_result"].argument("result")
         self._batch_of = reader("schedule.batch")
@@ -235,6 +239,7 @@ class OverlappedStepAspect:
             Observation("schedule", _start, self._schedule_exit),
             Observation("run_batch", self._run_enter, self._run_exit),
             Observation("sample", self._sample_enter, self._sample_exit),
+            Observation("launch_sample", self._launch_sample_enter, self._launch_sample_exit),
             Observation("process_batch_result", self._process_enter, self._process_exit),
         ]
 
@@ -311,11 +316,24 @@ class OverlappedStepAspect:
 
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step_id = self._state.step_id
-        return self._open_child(SAMPLE, step_id, self._state.run_id) if step_id else None
+        return self._open_child(SAMPLE, step_id, self._state.run_id or step_id) if step_id else None
 
     def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
             self._close_child(self._spans.sample, token, error_type(error))
+
+    def _launch_sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._to_sample(args, kwargs)
+        step = self._launched.get(result) if result is not None else None
+        self._state.step_id = step.id if step is not None else 0
+        return result, step
+
+    def _launch_sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        self._state.step_id = 0
+        launched, step = token
+        if error is not None and step is not None and step.id:  # there will be no result to process
+            self._launched.take(launched)
+            self._end(step, [None, None, None], error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._launched.take(self._result(args, kwargs))
