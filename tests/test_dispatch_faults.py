@@ -187,6 +187,32 @@ def test_what_fails_later_than_at_its_first_call_has_a_fallback_too() -> None:
     assert fails(lambda: expect_fallback_at_any_call(peer))
 
 
+def test_calls_that_fail_at_once_are_all_served() -> None:
+    """The third failure sets the implementation aside while the others' calls are still in it."""
+    together = threading.Barrier(6)
+
+    def fails_together(x: torch.Tensor) -> torch.Tensor:
+        together.wait(60)
+        raise RuntimeError("no kernel image")
+
+    manager = manager_of(fails_together)
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append(manager.call_op("op", X))
+        except RuntimeError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [torch.is_tensor(each) and torch.equal(each, X + 1) for each in found] == [True] * 6
+    assert manager.failures() == {("op", "vendor.v0"): 6}
+
+
 # -- nothing is applied twice --------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ chooses anew.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -149,10 +150,11 @@ class CallSite:
         """
         key = self.key(args, kwargs)
         selection = self.select(key)
-        impl = selection.impl
+        impl = _who_ran(error, selection)
+        others = [each for each in (selection.impl, *selection.others) if each is not impl]
         if (
             impl.kind is ImplKind.REFERENCE
-            or not selection.others
+            or not others
             or self.manager.policy.strict
             or isinstance(error, torch.OutOfMemoryError)
             or current_platform.is_capturing()
@@ -165,7 +167,7 @@ class CallSite:
                 f"{', '.join(written)} before: no other implementation repeats the call. Choose another for "
                 f"{self.op_name} in per_op_order."
             ) from error
-        for other in selection.others:
+        for other in others:
             call = self.bound(other)
             try:
                 result = call(*args, **kwargs)
@@ -177,6 +179,14 @@ class CallSite:
             self.manager.count_failure(self, key, impl, error, other)
             return result
         raise error
+
+
+def _who_ran(error: Exception, selection: Selection) -> OpImpl:
+    """Whose failure it is: what is chosen may be another than when the call began."""
+    impls = [*(each.impl for each in selection.considered), selection.impl]
+    by_code = {getattr(impl.fn, "__code__", None): impl for impl in impls}
+    ran = (by_code.get(frame.f_code) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((impl for impl in ran if impl is not None), selection.impl)
 
 
 def _usual_keys() -> list[Key]:
