@@ -169,6 +169,27 @@ def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorde
     assert [record.values for record in recorder.named("decode")] == [(2, "stop")]
 
 
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_of_several_ranks_the_one_that_answers_tells_of_requests(
+    scheduler: Any, recorder: Memory, is_newer: bool
+) -> None:
+    holder = scheduler.ipc_channels = SimpleNamespace()
+    if not is_newer:  # up to 0.5.12
+        del scheduler.ipc_channels
+        holder = scheduler
+    holder.send_to_detokenizer = SimpleNamespace(socket=None)
+    req = request(scheduler, "one")
+    first = batch("EXTEND", req)
+    scheduler.process_batch_result(first, launch(scheduler, first))
+    req.finished_reason, req.output_ids = {"type": "stop"}, [1, 2]
+    second = batch("DECODE", req)
+    scheduler.process_batch_result(second, launch(scheduler, second))
+    assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [0, 0, 0]
+    assert {begun.type.name for begun in recorder.begun} == {"scheduler.step", "run_batch"}
+    steps = recorder.named("scheduler.step")
+    assert [len(step.links) for step in steps] == [1, 1]
+
+
 def test_a_request_that_ends_with_its_first_token_has_been_prefilled(
     scheduler: Any, recorder: Memory
 ) -> None:

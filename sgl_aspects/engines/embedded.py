@@ -111,7 +111,7 @@ EMBEDDED = Catalog(
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.is_idle": lambda scheduler: not scheduler.has_work,
         "scheduler.kv_usage": _kv_usage,
-        "scheduler.rank": "ranks.rank",
+        "scheduler.is_follower": lambda scheduler: scheduler.ranks.rank > 0,
         "model_runner.platform": "platform",
     },
 )

@@ -144,6 +144,12 @@ def _kv_usage(scheduler: Any) -> float | None:
     return 1.0 - free / total if total else None
 
 
+def _is_follower(scheduler: Any) -> bool:
+    """Whether it is a rank that runs the same requests as another one, which answers them."""
+    channels = getattr(scheduler, "ipc_channels", scheduler)
+    return channels.send_to_detokenizer.socket is None
+
+
 def _platform(runner: Any) -> Any:
     from sgl_aspects.platforms.sglang_device import platform_of
 
@@ -329,6 +335,7 @@ SGLANG = Catalog(
         "scheduler.waiting_rids": lambda scheduler: {req.rid for req in scheduler.waiting_queue},
         "scheduler.running": lambda scheduler: len(scheduler.running_batch.reqs),
         "scheduler.kv_usage": _kv_usage,
+        "scheduler.is_follower": _is_follower,
         "model_runner.platform": _platform,
     },
 )

@@ -72,6 +72,8 @@ class OverlappedRequestAspect:
         self._processed: _Prefill | None = None
         roles, reader = catalog.roles, catalog.reader
         self._added = roles["add_request"].argument("message")
+        self._adding = roles["add_request"].argument("scheduler")
+        self._is_follower = reader("scheduler.is_follower")
         self._scheduler = roles["abort_scheduled_request"].argument("scheduler")
         self._aborted = roles["abort_scheduled_request"].argument("message")
         self._ran = roles["run_batch"].argument("batch")
@@ -109,6 +111,8 @@ class OverlappedRequestAspect:
         if self._is_probe(message) or not self._recorder.level:
             return None
         rid = self._message_rid(message)
+        if self._is_follower(self._adding(args, kwargs)):
+            self._state.follow()
         self._state.add(rid)
         return rid
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import time_ns
 from typing import Any
@@ -49,9 +50,14 @@ class SchedulerState:
         self.level = self.step_id = self.run_id = 0
         self.details: list[tuple[SpanWriter, int, int, str]] = []
         self._recorder = recorder
+        self._begin: Callable[[SpanBegin], None] = recorder.write
         self._write_queue = recorder.spans(QUEUE)
         self._write_prefill = recorder.spans(PREFILL)
         self._write_decode = recorder.spans(DECODE)
+
+    def follow(self) -> None:
+        """Another rank, which runs the same requests, tells of them; the steps here are linked to them."""
+        self._begin = self._write_queue = self._write_prefill = self._write_decode = _untold
 
     def begin_step(self) -> int:
         """The id of a new step; 0 where it is not to be recorded."""
@@ -69,7 +75,7 @@ class SchedulerState:
         recorder, now = self._recorder, time_ns()
         key, queue_id = recorder.new_id(), recorder.new_id()
         recorder.write(RequestSeen(key, rid, now))
-        recorder.write(SpanBegin(QUEUE, queue_id, key, key, now))
+        self._begin(SpanBegin(QUEUE, queue_id, key, key, now))
         self.requests[rid] = ScheduledRequest(key, queue_id, now)
 
     def leave_queue(self, request: ScheduledRequest, now: int) -> None:
@@ -87,7 +93,7 @@ class SchedulerState:
         self._write_prefill(recorder.new_id(), key, key, start_ns, end_ns, values, problem)
         if is_last and not problem:
             request.decode_id, request.decode_ns = recorder.new_id(), end_ns
-            recorder.write(SpanBegin(DECODE, request.decode_id, key, key, end_ns))
+            self._begin(SpanBegin(DECODE, request.decode_id, key, key, end_ns))
 
     def retract(self, rid: str, output_tokens: int | None) -> None:
         """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
@@ -100,7 +106,7 @@ class SchedulerState:
             self._write_decode(request.decode_id, key, key, request.decode_ns, now, values)
         request.is_running, request.decode_id = False, 0
         request.queue_id, request.queued_ns = recorder.new_id(), now
-        recorder.write(SpanBegin(QUEUE, request.queue_id, key, key, now))
+        self._begin(SpanBegin(QUEUE, request.queue_id, key, key, now))
 
     def end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str, now: int) -> None:
         """It leaves the scheduler, wherever it was; nothing where it is not known."""
@@ -116,6 +122,10 @@ class SchedulerState:
             self._write_queue(request.queue_id, key, key, request.queued_ns, time_ns(), (reason,), problem)
 
 
+def _untold(*fields: Any, **named: Any) -> None:
+    """In the place of what records."""
+
+
 class ScheduledRequestAspect:
     """Spans ``queue``, ``prefill`` (one for each chunk) and ``decode``, children of the request's span."""
 
@@ -125,6 +135,8 @@ class ScheduledRequestAspect:
         self._last_run_end_ns = 0
         roles, reader = catalog.roles, catalog.reader
         self._added = roles["add_request"].argument("message")
+        self._adding = roles["add_request"].argument("scheduler")
+        self._is_follower = reader("scheduler.is_follower")
         self._ran = roles["run_batch"].argument("batch")
         self._ended = roles["end_scheduled_request"].argument("req")
         self._retracted = roles["retract"].argument("req")
@@ -149,6 +161,8 @@ class ScheduledRequestAspect:
         if not self._recorder.level:
             return None
         rid = self._message_rid(self._added(args, kwargs))
+        if self._is_follower(self._adding(args, kwargs)):
+            self._state.follow()
         # Before the call, so that an end inside it (a request that is refused) finds the request.
         self._state.add(rid)
         return rid
