@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch import ImplKind, get_manager
 from sgl_aspects.runtime.dispatch.selection import Availability
-from sgl_aspects.runtime.dispatch.watching import difference
+from sgl_aspects.runtime.dispatch.shadow.watching import difference
 
 TOKENS = (16, 2048)
 #: Operators whose reference is not compiled, and why.

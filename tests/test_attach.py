@@ -13,7 +13,7 @@ import torch
 
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import bridge
-from sgl_aspects.runtime.dispatch.watching import difference
+from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from tests.operator_cases import angles, positions, random
 
 #: How a version of SGLang decides which forward a layer runs.

@@ -10,7 +10,7 @@ import torch
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch.operators import OPERATORS
 from sgl_aspects.runtime.dispatch.reference.rotary import axes_of_pairs
-from sgl_aspects.runtime.dispatch.watching import difference
+from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from tests.operator_cases import MEANINGS, angles, cases, delta_inputs, flat, in_type, positions, random
 
 CASES = cases()

@@ -23,8 +23,8 @@ from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import flaggems
 from sgl_aspects.runtime.dispatch.process import new_registry
 from sgl_aspects.runtime.dispatch.reference import delta_rule, dense, experts, rotary
+from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from sgl_aspects.runtime.dispatch.vendors import ascend, cuda
-from sgl_aspects.runtime.dispatch.watching import difference
 from tests.operator_cases import cases, flat, in_type
 
 CASES = cases()

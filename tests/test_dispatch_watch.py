@@ -19,7 +19,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs, dispatch
 from sgl_aspects.runtime.dispatch import ImplKind, OpImpl, OpManager, Token, live
-from sgl_aspects.runtime.dispatch.watching import Watch, difference, summary
+from sgl_aspects.runtime.dispatch.shadow.watching import Watch, difference, summary
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import Linear, RMSNorm, RotaryEmbedding, SiluAndMul
 from tests.test_runtime_equality import run_in_process

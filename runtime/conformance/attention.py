@@ -13,7 +13,7 @@ from sgl_aspects.runtime.batch import ForwardMode
 from sgl_aspects.runtime.conformance.check import Bench, check, require
 from sgl_aspects.runtime.conformance.kv_pools import PAGE_SIZE, make_pool
 from sgl_aspects.runtime.conformance.operators import TOLERANCES, random_tensor
-from sgl_aspects.runtime.dispatch.comparing import difference
+from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 from sgl_aspects.runtime.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import PageTable
 from sgl_aspects.runtime.ops import Attention

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sgl_aspects.runtime.conformance.check import Bench, check, require
-from sgl_aspects.runtime.dispatch.comparing import difference
+from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import (
     Embedding,

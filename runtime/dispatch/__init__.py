@@ -16,7 +16,7 @@ The modules, in the order to read them:
     process                       the one manager of this process
     backends, flaggems, vendors/  where implementations come from
     configuration, live           what variables and files say; what `sgl-aspects ops` says to live processes
-    watching, comparing           shadow mode; with layer_names (whose call) and compiled_calls (in graphs)
+    shadow/                       two implementations compared, call by call, layer by layer, in graphs too
     bridge                        other engines' layers, called as their engines call them
 """
 

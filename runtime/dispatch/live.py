@@ -28,7 +28,7 @@ from sgl_aspects.runtime.dispatch.configuration import (
 )
 from sgl_aspects.runtime.dispatch.manager import OpManager
 from sgl_aspects.runtime.dispatch.policy import Value
-from sgl_aspects.runtime.dispatch.watching import watch_of
+from sgl_aspects.runtime.dispatch.shadow.watching import watch_of
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 

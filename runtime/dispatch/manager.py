@@ -23,7 +23,7 @@ from sgl_aspects.runtime.dispatch.selection import Availability, Selection, choo
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.dispatch.watching import Watch
+    from sgl_aspects.runtime.dispatch.shadow.watching import Watch
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 

@@ -15,8 +15,8 @@ from sgl_aspects.runtime.dispatch.configuration import load_settings
 from sgl_aspects.runtime.dispatch.manager import OpManager
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
+from sgl_aspects.runtime.dispatch.shadow.watching import watch_of
 from sgl_aspects.runtime.dispatch.types import Token
-from sgl_aspects.runtime.dispatch.watching import watch_of
 
 Scope = AbstractContextManager[SelectionPolicy]
 

@@ -16,7 +16,7 @@ import torch
 
 from sgl_aspects.errors import OperatorError
 from sgl_aspects.platforms import resolve_qualified_name
-from sgl_aspects.runtime.dispatch.comparing import tensors_in
+from sgl_aspects.runtime.dispatch.shadow.comparing import tensors_in
 
 
 class Looks(Protocol):

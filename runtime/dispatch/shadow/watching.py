@@ -20,17 +20,17 @@ import torch
 
 from sgl_aspects.errors import OperatorError
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime.dispatch import compiled_calls
-from sgl_aspects.runtime.dispatch.comparing import (
+from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
+from sgl_aspects.runtime.dispatch.selection import Selection
+from sgl_aspects.runtime.dispatch.shadow import compiled_calls
+from sgl_aspects.runtime.dispatch.shadow.comparing import (
     LayerComparison,
     TensorSummary,
     difference,
     summary,
     tensors_in,
 )
-from sgl_aspects.runtime.dispatch.layer_names import LayerNames
-from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
-from sgl_aspects.runtime.dispatch.selection import Selection
+from sgl_aspects.runtime.dispatch.shadow.layer_names import LayerNames
 from sgl_aspects.runtime.dispatch.types import OpImpl, Token
 
 if TYPE_CHECKING:
