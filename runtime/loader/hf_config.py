@@ -27,7 +27,7 @@ def config_from_hugging_face(
         raise ModelLoadError(f"{source}: {error}") from error
     except KeyError as missing:
         raise ModelLoadError(f"{source} lacks the key {missing}") from missing
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ModelLoadError(f"{source} holds a value of the wrong type: {error}") from error
 
 

@@ -40,7 +40,7 @@ def read(cls: type[_Config], raw: Mapping[str, Any], **known: Any) -> _Config:
         if name in raw:
             try:
                 known[each.name] = convert(raw[name])
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise ModelLoadError(f"{name}={raw[name]!r}: {kind} is needed") from error
             at_least = 0 if each.default in (0, 1) else 1  # what a model may also have none of
             if convert is operator.index and known[each.name] < at_least:
@@ -73,7 +73,7 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         _require("rope scaling", self.scaling, ROPE_SCALINGS)
-        if self.theta <= 0 or self.factor <= 0:
+        if not (self.theta > 0 and self.factor > 0):
             raise ModelLoadError(f"rope_theta={self.theta}, factor={self.factor}: both must be above 0")
 
 
