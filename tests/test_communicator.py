@@ -106,6 +106,12 @@ def through_sglang(rank: int, url: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have one device, and two processes need two: NCCL is the conformance kit's to show."""
+    monkeypatch.setenv("SGLANG_PLATFORM", "cpu")
+
+
 def in_two_processes(target: Callable[[int, str], None], folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     url = f"file://{folder / 'meeting'}"
