@@ -149,6 +149,21 @@ def test_sampling_after_the_batch_before_was_processed_is_of_its_own_step(
     assert [step.error for step in steps] == ["", "RuntimeError"]
 
 
+def test_a_stage_of_a_pipeline_processes_another_result_of_the_same_batch(
+    scheduler: Any, recorder: Memory
+) -> None:
+    one, other = request(scheduler, "one"), request(scheduler, "other")
+    batches = [batch("EXTEND", one), batch("EXTEND", other)]
+    for each in batches:
+        launch(scheduler, each)
+    for each in reversed(batches):
+        scheduler.process_batch_result(each, object())
+    steps, results = recorder.named("scheduler.step"), recorder.named("process_result")
+    assert [step.links for step in steps] == [[record.root_id] for record in recorder.named("prefill")]
+    assert [result.parent_id for result in results] == [step.span_id for step in steps]
+    assert len({step.span_id for step in steps}) == 2
+
+
 def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorder: Memory) -> None:
     req = request(scheduler, "long")
     chunk, last = batch("EXTEND", req, tokens=8), batch("EXTEND", req, tokens=3)

@@ -25,23 +25,37 @@ _T = TypeVar("_T")
 
 
 class _Launched(Generic[_T]):
-    """What is kept of launched batches until their results are processed: found by the result object."""
+    """What is kept of launched batches until their results are processed.
+
+    It is found by the result object; the stages of a pipeline make another one of it, and keep the batch.
+    """
 
     def __init__(self) -> None:
-        self._waiting: collections.deque[tuple[Any, _T]] = collections.deque(maxlen=64)
+        self._waiting: collections.deque[tuple[Any, Any, _T]] = collections.deque(maxlen=64)
 
-    def put(self, result: Any, item: _T) -> None:
-        self._waiting.append((result, item))
+    def put(self, batch: Any, result: Any, item: _T) -> None:
+        self._waiting.append((batch, result, item))
 
-    def get(self, result: Any) -> _T | None:
-        return next((item for known, item in self._waiting if known is result), None)
+    def get(self, batch: Any, result: Any) -> _T | None:
+        number = self._find(batch, result)
+        return None if number is None else self._waiting[number][2]
 
-    def take(self, result: Any) -> _T | None:
-        for number, (known, item) in enumerate(self._waiting):
-            if known is result:
-                del self._waiting[number]
-                return item
-        return None
+    def take(self, batch: Any, result: Any) -> _T | None:
+        number = self._find(batch, result)
+        if number is None:
+            return None
+        item = self._waiting[number][2]
+        del self._waiting[number]
+        return item
+
+    def _find(self, batch: Any, result: Any) -> int | None:
+        by_batch = None
+        for number, (its_batch, its_result, _) in enumerate(self._waiting):
+            if its_result is result:
+                return number
+            if by_batch is None and its_batch is batch:
+                by_batch = number
+        return by_batch
 
 
 @dataclass(eq=False)
@@ -58,6 +72,7 @@ class _Chunk:
 class _Prefill:
     """A batch that works on prompts."""
 
+    batch: Any
     start_ns: int
     chunks: list[_Chunk]
 
@@ -77,6 +92,7 @@ class OverlappedRequestAspect:
         self._scheduler = roles["abort_scheduled_request"].argument("scheduler")
         self._aborted = roles["abort_scheduled_request"].argument("message")
         self._ran = roles["run_batch"].argument("batch")
+        self._processed_batch = roles["process_batch_result"].argument("batch")
         self._result = roles["process_batch_result"].argument("result")
         self._streamed = roles["stream_output"].argument("reqs")
         self._refused = roles["reject_request"].argument("req")
@@ -154,18 +170,19 @@ class OverlappedRequestAspect:
                 continue  # not ours, or decoded along with other requests' prompts
             self._state.leave_queue(request, now)
             chunks.append(_Chunk(req, request, tokens))
-        return _Prefill(now, chunks) if chunks else None
+        return _Prefill(batch, now, chunks) if chunks else None
 
     def _run_exit(self, prefill: _Prefill | None, result: Any, error: BaseException | None) -> None:
         if prefill is None:
             return
         if error is None:
-            self._launched.put(result, prefill)
+            self._launched.put(prefill.batch, result, prefill)
         else:
             self._record(prefill, error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        prefill = self._processed = self._launched.take(self._result(args, kwargs))
+        batch, result = self._processed_batch(args, kwargs), self._result(args, kwargs)
+        prefill = self._processed = self._launched.take(batch, result)
         if prefill is not None:
             for chunk in prefill.chunks:
                 chunk.is_last = not self._is_middle_chunk(chunk.req)
@@ -230,6 +247,7 @@ class OverlappedStepAspect:
         self._ran = roles["run_batch"].argument("batch")
         self._to_sample = roles["launch_sample"].argument("result")
         self._processing = roles["process_batch_result"].argument("scheduler")
+        self._processed_batch = roles["process_batch_result"].argument("batch")
         self._result = roles["process_batch_result"].argument("result")
         self._batch_of = reader("schedule.batch")
         self._rid = reader("req.rid")
@@ -303,18 +321,18 @@ class OverlappedStepAspect:
             return
         start_ns, step, opened = token
         if opened is None:
-            step.values, step.batch = [None, *step.values], None
+            batch, step.values, step.batch = step.batch, [None, *step.values], None
             if error is None:
-                self._launched.put(result, step)
+                self._launched.put(batch, result, step)
             return
         run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
         close_span(opened)
         problem = error_type(error)
         self._spans.run_batch(run_id, step.id, step.id, start_ns, time_ns(), (), problem)
         step.values = [self._step_number(step.batch), *step.values]
-        step.batch = None
+        batch, step.batch = step.batch, None
         if error is None:
-            self._launched.put(result, step)
+            self._launched.put(batch, result, step)
         else:
             self._end(step, [None, None, None], problem)
 
@@ -328,7 +346,7 @@ class OverlappedStepAspect:
 
     def _launch_sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._to_sample(args, kwargs)
-        step = self._launched.get(result) if result is not None else None
+        step = self._launched.get(None, result) if result is not None else None
         self._state.step_id = step.id if step is not None else 0
         return result, step
 
@@ -336,11 +354,11 @@ class OverlappedStepAspect:
         self._state.step_id = 0
         launched, step = token
         if error is not None and step is not None and step.id:  # there will be no result to process
-            self._launched.take(launched)
+            self._launched.take(None, launched)
             self._end(step, [None, None, None], error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step = self._launched.take(self._result(args, kwargs))
+        step = self._launched.take(self._processed_batch(args, kwargs), self._result(args, kwargs))
         self._state.step_id = step.id if step is not None else 0
         if step is None:
             return None
