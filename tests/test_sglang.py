@@ -267,8 +267,7 @@ def test_time_to_first_token_is_what_each_client_saw(run: Run) -> None:
         seen = min(max(recorded * 1e9, shortest), longest)
         differences.append(round((seen - recorded * 1e9) / 1e6, 1))
     print(f"time to first token, client - recorded: {sorted(differences)} ms")
-    # On a busy machine the server may lose its processor between the note of the time and the write itself.
-    assert sorted(map(abs, differences))[int(0.95 * len(differences)) - 1] < 5
+    assert max(map(abs, differences)) < 5
 
 
 def test_an_answer_in_one_piece_has_its_first_tokens_time_from_the_scheduler(run: Run) -> None:
