@@ -149,6 +149,8 @@ def test_keys_that_are_null_are_as_if_they_were_not_there() -> None:
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
+        (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: more than 4096"),
+        (DEEPSEEK_V3, {"num_hidden_layers": 10**400}, "num_hidden_layers=10+: more than 4096"),
         (LLAMA, {"num_hidden_layers": 2.5}, "num_hidden_layers=2.5: a whole number is needed"),
         (LLAMA, {"max_position_embeddings": 0}, "max_position_embeddings=0: at least 1 is needed"),
         (LLAMA, {"rms_norm_eps": "small"}, "rms_norm_eps='small': a number is needed"),

@@ -16,6 +16,9 @@ from sgl_aspects.runtime.loader.model_config import (
 )
 from sgl_aspects.runtime.models.registry import known_architectures
 
+#: A number beyond what any model has is a mistake, which would take its time.
+_MOST_LAYERS = 4096
+
 
 def config_from_hugging_face(
     raw: Mapping[str, Any], generation: Mapping[str, Any], source: str
@@ -51,6 +54,9 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         )
     if raw.get("use_sliding_window"):
         raise ModelLoadError("use_sliding_window is not supported")
+    layers = raw.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ModelLoadError(f"num_hidden_layers={layers}: more than {_MOST_LAYERS} are not supported")
     is_qwen2 = architecture.startswith("Qwen2")
     biased = bool(raw.get("attention_bias"))
     heads, size = raw.get("num_attention_heads"), raw.get("hidden_size")
