@@ -314,7 +314,7 @@ class Joiner:
             self.unfinished += 1
         self.recorded += 1
         named = zip(record.type.attributes, record.values)
-        attributes.update((name, value) for name, value in named if value is not None)
+        attributes = {**attributes, **{name: value for name, value in named if value is not None}}
         context = SpanContext(root.context.trace_id, record.span_id, False, flags, root.context.trace_state)
         links = list(self._links(record))
         self._emit(self._builder.build(writer, record, context, parent, kind, name, attributes, links))

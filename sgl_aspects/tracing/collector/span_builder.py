@@ -17,6 +17,7 @@ from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 #: The error of a span whose process ended first.
 UNFINISHED = "unfinished"
+_UNSET = Status(StatusCode.UNSET)
 
 
 class _ProcessResource(Resource):
@@ -51,7 +52,7 @@ class SpanBuilder:
     ) -> ReadableSpan:
         """The span of ``record``; what else it is made of, the joiner has found out."""
         encodable = {_text(key): _encodable(value) for key, value in attributes.items() if value is not None}
-        status = Status(StatusCode.UNSET)
+        status = _UNSET
         if record.error:
             encodable["error.type"] = _text(record.error)
             status = Status(StatusCode.ERROR)
@@ -86,10 +87,11 @@ def _text(text: str) -> str:
 
 def _encodable(value: Any) -> Any:
     """Valid UTF-8, numbers that fit 64 bits, lists of these: one bad value would cost its whole batch."""
-    if isinstance(value, list):
+    kind = type(value)
+    if kind is str:
+        return _text(value)
+    if kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
+        return value
+    if kind is list:
         return [_encodable(item if not isinstance(item, list) else str(item)) for item in value]
-    if isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-        return value
     return _text(str(value))
