@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +63,13 @@ def make_step(
     for buffer in (pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)):
         buffer[PAGE_SIZE:] = _POISON
     table = PageTable(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
-    pages = list(range(1, PAGES + 1))
-    random.Random(1).shuffle(pages)
+    pages = iter(random.Random(1).sample(range(1, PAGES + 1), PAGES))
+    owned = [list(itertools.islice(pages, -(-sum(sizes) // PAGE_SIZE))) for sizes in requests]
+    # Before anything is written there: a pool that clears other pages shows in a check of its own.
+    pool.clear([page for mine in owned for page in mine])
     rows, queries, keys, values, expected = [], [], [], [], []
-    for number, (before, new) in enumerate(requests):
+    for number, ((before, new), mine) in enumerate(zip(requests, owned)):
         length, seed = before + new, 1000 + 10 * number
-        count = -(-length // PAGE_SIZE)
-        mine, pages = pages[:count], pages[count:]
-        pool.clear(mine)
         rows.append(table.add_row(mine))
         query = random_tensor(new, heads, HEAD_DIM, dtype=dtype, seed=seed)
         key = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 1)
