@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from sgl_aspects.engines import EMBEDDED
+from sgl_aspects.runtime.batch import ForwardMode
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, ScheduledRequestAspect, SchedulerState
 from sgl_aspects.tracing.aspects.step import StepAspect
@@ -23,15 +24,11 @@ ROUNDS, STEPS = 15, 2000
 
 class _Batch:
     def __init__(self, reqs: list[Any]) -> None:
-        self.forward_mode = _Mode()
+        self.forward_mode = ForwardMode.DECODE
         self.reqs = reqs
         self.step_id = 1
         self.num_new_tokens = [1] * len(reqs)
         self.batch_size = self.num_tokens = len(reqs)
-
-
-class _Mode:
-    value = "decode"
 
 
 class _Event:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
@@ -13,7 +12,6 @@ from sgl_aspects.platforms.identity import PlatformEnum
 from sgl_aspects.platforms.torch_device import TorchDeviceMixin
 
 
-@cache  # asked with each forward pass
 def platform_of(device: str) -> DeviceMixin | None:
     """The platform of a torch device ("cuda", "npu:0"): the one that SGLang runs on where it is a bridge to
     one of ours, else the built-in one, else whatever ``torch.<type>`` offers. None where that has no events.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import subprocess
@@ -12,6 +13,13 @@ from types import ModuleType
 from typing import Any
 
 import sgl_aspects
+
+
+class ForwardMode(enum.IntEnum):
+    """As SGLang has one."""
+
+    EXTEND = 1
+    DECODE = 2
 
 
 class Engine:

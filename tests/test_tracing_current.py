@@ -30,7 +30,7 @@ from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving.faces import weaver
-from tests.stand_ins import Engine
+from tests.stand_ins import Engine, ForwardMode
 
 MANAGER = """
     import asyncio
@@ -166,7 +166,7 @@ def same(context_: trace.SpanContext, span: ReadableSpan) -> bool:
 def test_each_span_of_a_step_is_current_in_its_turn(traced: Traced) -> None:
     scheduler = traced.load("sglang.srt.managers.scheduler").Scheduler()
     scheduler.runner = traced.load("sglang.srt.model_executor.model_runner").ModelRunner()
-    batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(name="DECODE"), batch_size=0)
+    batch = SimpleNamespace(reqs=[], forward_mode=ForwardMode.DECODE, batch_size=0)
     scheduler.found = batch
     scheduler.get_next_batch_to_run()
     scheduler.process_batch_result(batch, scheduler.run_batch(batch))

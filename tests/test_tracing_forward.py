@@ -12,11 +12,13 @@ import torch
 import sgl_aspects as aspects
 from sgl_aspects.engines import EMBEDDED, SGLANG
 from sgl_aspects.platforms import DeviceGraph
+from sgl_aspects.runtime.batch import ForwardMode
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.records import SpanEnd
 from sgl_aspects.tracing.ring.recorder import RingRecorder
+from tests import stand_ins
 
 
 class Clock:
@@ -60,7 +62,7 @@ def test_what_the_host_prepares_for_a_replay_is_no_device_time(tmp_path: Path) -
         found["graph_launch"],
     )
     runner = SimpleNamespace(platform=clock)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(value="decode"), batch_size=1, num_tokens=1)
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1, num_tokens=1)
     with aspects.woven(launch):
         for is_replayed in (False, True):
             token = found["forward"].enter((runner, batch), {})
@@ -116,7 +118,7 @@ def test_sglangs_forward_has_the_time_of_its_device(tmp_path: Path, monkeypatch:
         return [tuple(record.values) for record in records]
 
     for seconds in (1.0, 2.0):  # two are launched before the first one's result is processed
-        batch = SimpleNamespace(forward_mode=SimpleNamespace(name="DECODE"), batch_size=3)
+        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, batch_size=3)
         token = found["forward"].enter((runner, batch), {})
         device.now += seconds
         found["forward"].exit(token, None, None)

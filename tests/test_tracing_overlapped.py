@@ -14,7 +14,7 @@ from sgl_aspects.tracing.aspects.options import AspectOptions
 from sgl_aspects.tracing.context import Opened, open_span
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
-from tests.stand_ins import Engine
+from tests.stand_ins import Engine, ForwardMode
 
 SCHEDULER = """
     class Scheduler:
@@ -96,7 +96,7 @@ def request(scheduler: Any, rid: str) -> Any:
 def batch(mode: str, *reqs: Any, tokens: int = 4) -> Any:
     lengths = [tokens] * len(reqs) if mode == "EXTEND" else None
     return SimpleNamespace(
-        reqs=list(reqs), forward_mode=SimpleNamespace(name=mode), extend_lens=lengths, batch_size=len(reqs)
+        reqs=list(reqs), forward_mode=ForwardMode[mode], extend_lens=lengths, batch_size=len(reqs)
     )
 
 

@@ -6,7 +6,6 @@ fit every engine that has a catalog. A catalog names everything as text: reading
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,37 +53,37 @@ class Catalog:
 
     def reader(self, name: str) -> AttributeReader:
         """Reads ``"noun.attribute"`` from a noun's object; None where the object does not have it."""
-        source = self.attributes.get(name)
-        if source is None:
-            return _nothing
-        get = operator.attrgetter(source) if isinstance(source, str) else source
-
-        def read(subject: Any) -> Any:
-            try:
-                return get(subject)
-            except AttributeError:
-                return None
-
-        return read
+        source = self.attributes.get(name, _nothing)
+        return _make_reader("{}", [source], _nothing)
 
     def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
         """Reads several attributes of a noun's object at once, in order; None for what it does not have."""
         each = [self.reader(f"{noun}.{name}") for name in names]
         sources = [self.attributes.get(f"{noun}.{name}", _nothing) for name in names]
-        gets = [operator.attrgetter(source) if isinstance(source, str) else source for source in sources]
-        get_all: ValuesReader
-        if len(names) > 1 and all(isinstance(source, str) for source in sources):
-            get_all = operator.attrgetter(*map(str, sources))
+        return _make_reader("{}, " * len(names), sources, lambda subject: [read(subject) for read in each])
+
+
+_SOURCE = """
+def read(subject):
+    try:
+        return {}
+    except AttributeError:
+        return otherwise(subject)
+"""
+
+
+def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise: AttributeReader) -> Any:
+    """One function that reads all of them in one expression: it is called with each step of an engine."""
+    known: dict[str, Any] = {"otherwise": otherwise}
+    terms = []
+    for number, source in enumerate(sources):
+        if isinstance(source, str):
+            terms.append(f"subject.{source}")
         else:
-            get_all = lambda subject: [get(subject) for get in gets]  # noqa: E731
-
-        def read_at_once(subject: Any) -> Sequence[Any]:
-            try:
-                return get_all(subject)
-            except AttributeError:
-                return [read(subject) for read in each]
-
-        return read_at_once
+            known[f"get_{number}"] = source
+            terms.append(f"get_{number}(subject)")
+    exec(_SOURCE.format(form.format(*terms)), known)
+    return known["read"]
 
 
 def _nothing(subject: Any) -> None:

@@ -102,7 +102,7 @@ EMBEDDED = Catalog(
         "req.priority": "priority",
         "req.cached_tokens": "cached_tokens",
         "batch.step_id": "step_id",
-        "batch.mode": "forward_mode.value",
+        "batch.mode": "forward_mode._value_",  # asked several times a step; ``value`` takes thrice as long
         "batch.reqs": "reqs",
         "batch.batch_size": "batch_size",
         "batch.num_tokens": "num_tokens",

@@ -11,8 +11,9 @@ outputs reach the tokenizer manager for many requests in one call.
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_aspects.engines.catalog import Catalog, Role
 
@@ -108,9 +109,15 @@ def _reason_text(reason: Any) -> str | None:
     return str(reason.get("type", "unknown")) if isinstance(reason, dict) else str(reason)
 
 
-def _mode(batch: Any) -> str:
-    mode = batch.forward_mode
-    return str(getattr(mode, "name", mode)).lower()
+class _Mode(NamedTuple):
+    name: str
+    feeds_prompts: bool
+
+
+@functools.cache  # asked several times a step
+def _mode_of(forward_mode: Any) -> _Mode:
+    feeds_prompts = forward_mode.is_extend() if hasattr(forward_mode, "is_extend") else False
+    return _Mode(str(getattr(forward_mode, "name", forward_mode)).lower(), feeds_prompts)
 
 
 def _batch_size(batch: Any) -> int:
@@ -120,9 +127,8 @@ def _batch_size(batch: Any) -> int:
 
 def _num_tokens(batch: Any) -> int:
     """Tokens fed to the model: those of the prompts, or one for each request that is decoded."""
-    mode = batch.forward_mode
-    extends = mode.is_extend() if hasattr(mode, "is_extend") else False
-    return int(batch.extend_num_tokens) if extends and batch.extend_num_tokens else _batch_size(batch)
+    feeds_prompts = _mode_of(batch.forward_mode).feeds_prompts
+    return int(batch.extend_num_tokens) if feeds_prompts and batch.extend_num_tokens else _batch_size(batch)
 
 
 def _prefills(batch: Any) -> list[tuple[Any, int]]:
@@ -150,10 +156,11 @@ def _is_follower(scheduler: Any) -> bool:
     return channels.send_to_detokenizer.socket is None
 
 
-def _platform(runner: Any) -> Any:
+@functools.cache  # asked with each forward pass
+def _platform_of(device: Any) -> Any:
     from sgl_aspects.platforms.sglang_device import platform_of
 
-    return platform_of(str(runner.device))
+    return platform_of(str(device))
 
 
 def _messages(request: Any) -> list[tuple[str, str]] | None:
@@ -326,7 +333,7 @@ SGLANG = Catalog(
         "req.is_prefill_only": "is_prefill_only",
         "schedule.batch": lambda result: getattr(result, "batch_to_run", result),
         "batch.step_id": "forward_iter",
-        "batch.mode": _mode,
+        "batch.mode": lambda batch: _mode_of(batch.forward_mode).name,
         "batch.reqs": "reqs",
         "batch.prefills": _prefills,
         "batch.batch_size": _batch_size,
@@ -336,6 +343,6 @@ SGLANG = Catalog(
         "scheduler.running": lambda scheduler: len(scheduler.running_batch.reqs),
         "scheduler.kv_usage": _kv_usage,
         "scheduler.is_follower": _is_follower,
-        "model_runner.platform": _platform,
+        "model_runner.platform": lambda runner: _platform_of(runner.device),
     },
 )

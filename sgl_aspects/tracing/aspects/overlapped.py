@@ -8,7 +8,8 @@ its scheduling to the end of its processing. A turn of the loop that finds nothi
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from time import time_ns
 from typing import Any, Generic, TypeVar
 
@@ -218,8 +219,8 @@ class _Step:
 
     id: int
     start_ns: int
-    values: list[Any] = field(default_factory=list)
-    links: list[int] = field(default_factory=list)
+    values: Sequence[Any] = ()
+    links: Sequence[int] = ()
     batch: Any = None
 
 
@@ -253,8 +254,8 @@ class OverlappedStepAspect:
         self._rid = reader("req.rid")
         self._reqs = reader("batch.reqs")
         self._step_number = reader("batch.step_id")
-        self._batch_readers = [reader(f"batch.{name}") for name in ("mode", "batch_size", "num_tokens")]
-        self._scheduler_readers = [reader(f"scheduler.{name}") for name in ("waiting", "running", "kv_usage")]
+        self._batch_values = catalog.values_reader("batch", ("mode", "batch_size", "num_tokens"))
+        self._scheduler_values = catalog.values_reader("scheduler", ("waiting", "running", "kv_usage"))
 
     def observations(self) -> list[Observation]:
         return [
@@ -300,7 +301,7 @@ class OverlappedStepAspect:
             return None
         step.batch = batch = self._ran(args, kwargs)
         # Now: a batch that decodes goes on into the next step, changed.
-        step.values = [read(batch) for read in self._batch_readers]
+        step.values = self._batch_values(batch)
         if not step.id:
             return now, step, None
         reqs = self._reqs(batch) or ()
@@ -334,7 +335,7 @@ class OverlappedStepAspect:
         if error is None:
             self._launched.put(batch, result, step)
         else:
-            self._end(step, [None, None, None], problem)
+            self._end(step, (None, None, None), problem)
 
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step_id = self._state.step_id
@@ -355,7 +356,7 @@ class OverlappedStepAspect:
         launched, step = token
         if error is not None and step is not None and step.id:  # there will be no result to process
             self._launched.take(None, launched)
-            self._end(step, [None, None, None], error_type(error))
+            self._end(step, (None, None, None), error_type(error))
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._launched.take(self._processed_batch(args, kwargs), self._result(args, kwargs))
@@ -374,16 +375,16 @@ class OverlappedStepAspect:
         if child is not None:
             self._close_child(self._spans.process_result, child, problem)
         self._busy = scheduler if self._measures else None
-        self._end(step, [read(scheduler) for read in self._scheduler_readers], problem)
+        self._end(step, self._scheduler_values(scheduler), problem)
 
-    def _end(self, step: _Step, scheduler_values: list[Any], problem: str) -> None:
+    def _end(self, step: _Step, scheduler_values: Sequence[Any], problem: str) -> None:
         values = [*step.values, *scheduler_values]
         self._spans.step(step.id, step.id, 0, step.start_ns, time_ns(), values, problem, step.links)
 
     def _idle(self) -> None:
         """After the last step the metrics are to show a scheduler without work."""
         scheduler, self._busy = self._busy, None
-        waiting, _, kv_usage = [read(scheduler) for read in self._scheduler_readers]
+        waiting, _, kv_usage = self._scheduler_values(scheduler)
         now = time_ns()
         self._spans.step(0, 0, 0, now, now, [None, None, 0, None, waiting, 0, kv_usage])
 
