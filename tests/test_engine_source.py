@@ -11,7 +11,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.engines import SGLANG
-from sgl_aspects.engines.catalog import Catalog, Role
+from sgl_aspects.engines.catalog import AttributeReader, Catalog, Role
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
 
@@ -79,6 +79,21 @@ def test_the_first_alternate_that_exists_plays_the_role(source: Source) -> None:
     catalog = Catalog("engine", "engine", {"step": Role(targets, ("self",))})
     (found,) = source.find_roles(catalog)
     assert found.target == "engine.loop:Loop.step"
+
+
+def test_what_an_object_does_not_have_reads_as_none_and_costs_the_others_nothing() -> None:
+    sources: dict[str, str | AttributeReader] = {
+        "req.top_p": "sampling.top_p",
+        "req.length": lambda req: len(req.ids),
+        "req.rid": "rid",
+    }
+    read = Catalog("engine", "engine", {}, sources).values_reader(
+        "req", ("top_p", "length", "unknown", "rid")
+    )
+    whole = SimpleNamespace(sampling=SimpleNamespace(top_p=0.5), ids=[1, 2], rid="a")
+    assert list(read(whole)) == [0.5, 2, None, "a"]
+    assert list(read(SimpleNamespace(sampling=None, rid="b"))) == [None, None, None, "b"]
+    assert list(read(None)) == [None] * 4
 
 
 def test_the_doctor_names_roles_that_a_version_lacks(

@@ -54,13 +54,16 @@ class Catalog:
     def reader(self, name: str) -> AttributeReader:
         """Reads ``"noun.attribute"`` from a noun's object; None where the object does not have it."""
         source = self.attributes.get(name, _nothing)
-        return _make_reader("{}", [source], _nothing)
+        read: AttributeReader = _make_reader("{}", [source], _nothing)
+        return read
 
     def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
         """Reads several attributes of a noun's object at once, in order; None for what it does not have."""
         each = [self.reader(f"{noun}.{name}") for name in names]
         sources = [self.attributes.get(f"{noun}.{name}", _nothing) for name in names]
-        return _make_reader("{}, " * len(names), sources, lambda subject: [read(subject) for read in each])
+        otherwise: ValuesReader = lambda subject: [read(subject) for read in each]  # noqa: E731
+        read_all: ValuesReader = _make_reader("{}, " * len(names), sources, otherwise)
+        return read_all
 
 
 _SOURCE = """
