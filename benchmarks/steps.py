@@ -108,7 +108,7 @@ def measure() -> dict[int, float]:
         for _ in range(ROUNDS):
             for level in LEVELS:
                 recorder._words[ring_format.WORD_LEVEL] = level
-                recorder._words[ring_format.WORD_TAKEN] = recorder._slots._limit  # an attentive collector
+                recorder._words[ring_format.WORD_TAKEN] = recorder._slots._last  # an attentive collector
                 call("step", (scheduler,), None, children)
                 before = time.thread_time_ns()
                 for _ in range(STEPS):

@@ -27,6 +27,8 @@ from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.logs import correlate_logs
+from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving.faces import weaver
@@ -378,6 +380,47 @@ def test_a_span_that_is_closed_elsewhere_changes_nothing_there() -> None:
     context.close_span(mine)
     assert context.innermost() is None
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+CLOSED = SpanType("closed", {"number": int})
+
+
+def ring_of_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RingRecorder:
+    monkeypatch.setattr(ring_format, "SLOTS", ring_format.FEWEST_SLOTS)
+    return RingRecorder(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["ring", "sdk", "values"])
+def test_a_span_that_is_written_is_no_longer_current(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is written: the first of its layout, plainly, as text, with an error, or not at all."""
+    recorder = SdkRecorder(4) if kind == "sdk" else ring_of_few(tmp_path, monkeypatch)
+    type = SpanType("closed", {"number": object if kind == "values" else int})
+    write = recorder.spans(type)
+    around = context.open_span(5, 6)
+    for number in range(2 * ring_format.FEWEST_SLOTS):  # nobody reads: the later ones are dropped
+        for value, error, links in ((1, "", ()), ("no number", "", ()), (2, "OSError", [7, 8])):
+            opened = recorder.begin(type, 1000 + number, 1000, 0, 1)
+            assert context.innermost() == opened
+            write(1000 + number, 1000, 0, 1, 2, [value], error, links, opened)
+            assert context.innermost() == around
+    opened = recorder.begin(type, 1, 1, 0, 1)
+    write(1, 1, 0, 1, 2, opened=opened)
+    assert context.innermost() == around
+    context.close_span(around)
+    recorder.close()
+
+
+def test_a_span_that_is_written_where_it_is_not_open_changes_nothing_there(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    foreign = contextvars.copy_context().run(recorder.begin, CLOSED, 5, 5, 0, 1)
+    mine = recorder.begin(CLOSED, 6, 6, 0, 1)
+    recorder.spans(CLOSED)(5, 5, 0, 1, 2, [1], "", (), foreign)
+    assert context.innermost() == mine
+    recorder.spans(CLOSED)(6, 6, 0, 1, 2, [1], opened=mine)
+    assert context.innermost() is None
+    recorder.close()
 
 
 def current_ids() -> tuple[int, int]:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
+from sgl_aspects.tracing.records import SpanType
+
 # version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _LONGEST_STATE = 8192
@@ -132,21 +134,37 @@ class OpenSpan(NamedTuple):
 Opened: TypeAlias = "tuple[int, int, TraceContext | None, Any, Any]"
 
 _opened: ContextVar[Opened | None] = ContextVar("sgl_aspects_open_span", default=None)
-_get, _set, _modules = _opened.get, _opened.set, sys.modules
+current, make_current, _modules = _opened.get, _opened.set, sys.modules
 _has_joined = False
 _joining = threading.Lock()
 
 
 def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
-    """Makes a span of ours the current one, until ``close_span`` of what this gives.
+    """Makes a span of ours the current one, until ``close_span`` of what this gives, or its being written.
 
     In a process that uses OpenTelemetry it is OpenTelemetry's current span, too: other people's spans nest
     in it, and clients send its ``traceparent``.
     """
     if not _has_joined and "opentelemetry.trace" in _modules:
         _join_opentelemetry()
-    opened = (root_id, span_id, trace, span, _get())
-    _set(opened)
+    opened = (root_id, span_id, trace, span, current())
+    make_current(opened)
+    return opened
+
+
+def begin_span(
+    type: SpanType,
+    span_id: int,
+    root_id: int,
+    parent_id: int,
+    start_ns: int,
+    trace: TraceContext | None = None,
+) -> Opened:
+    """A recorder's ``begin`` that does no more than ``open_span``, without the time of a call to it."""
+    if not _has_joined and "opentelemetry.trace" in _modules:
+        _join_opentelemetry()
+    opened = (root_id, span_id, trace, None, current())
+    make_current(opened)
     return opened
 
 
@@ -156,13 +174,13 @@ def close_span(opened: Opened) -> None:
     A coroutine may be closed where it never ran, by the garbage collector or another task: nothing of it is
     open there, so that nothing is changed.
     """
-    if _get() is opened:
-        _set(opened[4])  # its outer one
+    if current() is opened:
+        make_current(opened[4])  # its outer one
 
 
 def innermost() -> OpenSpan | None:
     """The span of ours that is open here."""
-    opened = _get()
+    opened = current()
     return None if opened is None else OpenSpan(*opened)
 
 
@@ -204,7 +222,7 @@ def _join_opentelemetry() -> None:
             self.inner = inner
 
         def get_current(self) -> context.Context:
-            found, opened = self.inner.get_current(), _get()
+            found, opened = self.inner.get_current(), current()
             covered = found.inside if isinstance(found, Attached) else None
             while covered is not None and covered is not opened:
                 covered = covered[4]
@@ -214,7 +232,7 @@ def _join_opentelemetry() -> None:
             return context.Context({**found, key: CurrentSpan(span) if span.span is None else span.span})
 
         def attach(self, context: Any) -> Any:
-            opened = _get()
+            opened = current()
             if opened is not None:
                 context = Attached(context)
                 context.inside = opened

@@ -12,7 +12,10 @@ from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
 
 class SpanWriter(Protocol):
-    """Records one whole span of a type; its arguments are the fields of :class:`~.records.SpanEnd`."""
+    """Records one whole span of a type; its arguments are the fields of :class:`~.records.SpanEnd`.
+
+    ``opened``: what ``begin`` gave for it; the span is no longer current.
+    """
 
     def __call__(
         self,
@@ -24,6 +27,7 @@ class SpanWriter(Protocol):
         values: Sequence[AttributeValue] = (),
         error: str = "",
         links: Sequence[int] = (),
+        opened: Opened | None = None,
     ) -> None: ...
 
 
@@ -59,8 +63,9 @@ class Recorder(Protocol):
         start_ns: int,
         trace: TraceContext | None = None,
     ) -> Opened:
-        """A span that this process will record has begun: it is current until ``context.close_span``.
+        """A span that this process will record has begun.
 
+        It is current until it is written, or given to ``context.close_span``.
         ``trace``: that of the root, for what belongs to a request.
         """
 

@@ -8,7 +8,6 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
-from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
 
@@ -68,8 +67,7 @@ class _Detail:
         start_ns, span_id, parent_id, opened = token
         end_ns, state, problem = time_ns(), self._state, error_type(error)
         if opened is not None:
-            close_span(opened)
-            self._write(span_id, state.step_id, parent_id, start_ns, end_ns, (), problem)
+            self._write(span_id, state.step_id, parent_id, start_ns, end_ns, (), problem, (), opened)
         elif len(state.details) < _MOST_WAITING:
             state.details.append((self._write, start_ns, end_ns, problem))
 

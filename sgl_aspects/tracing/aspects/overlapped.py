@@ -18,7 +18,6 @@ from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothin
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, SchedulerState
 from sgl_aspects.tracing.aspects.step import PROCESS_RESULT, RUN_BATCH, SAMPLE, STEP, StepSpans
-from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
 from sgl_aspects.tracing.records import SpanBegin, SpanType
 
@@ -327,9 +326,8 @@ class OverlappedStepAspect:
                 self._launched.put(batch, result, step)
             return
         run_id, self._state.run_id, self._state.step_id = self._state.run_id, 0, 0
-        close_span(opened)
         problem = error_type(error)
-        self._spans.run_batch(run_id, step.id, step.id, start_ns, time_ns(), (), problem)
+        self._spans.run_batch(run_id, step.id, step.id, start_ns, time_ns(), (), problem, (), opened)
         step.values = [self._step_number(step.batch), *step.values]
         batch, step.batch = step.batch, None
         if error is None:
@@ -395,9 +393,7 @@ class OverlappedStepAspect:
 
     def _close_child(self, write: SpanWriter, child: Any, problem: str) -> None:
         opened, span_id, step_id, parent_id, start_ns = child
-        end_ns = time_ns()
-        close_span(opened)
-        write(span_id, step_id, parent_id, start_ns, end_ns, (), problem)
+        write(span_id, step_id, parent_id, start_ns, time_ns(), (), problem, (), opened)
 
     def _child(
         self, write: SpanWriter, step_id: int, parent_id: int, start_ns: int, problem: str = ""

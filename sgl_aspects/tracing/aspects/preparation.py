@@ -7,7 +7,6 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
-from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanBegin, SpanType
 
@@ -55,5 +54,4 @@ class _Preparation:
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
             span_id, start_ns, opened = token
-            close_span(opened)
-            self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))
+            self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error), (), opened)

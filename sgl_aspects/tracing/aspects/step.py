@@ -183,7 +183,5 @@ class StepAspect:
     def _end(self, write: SpanWriter, token: Any, parent_id: int, error: BaseException | None) -> None:
         if token is not None:
             span_id, start_ns, opened = token
-            end_ns = time_ns()
-            close_span(opened)
             problem = "" if error is None else error_type(error)
-            write(span_id, self._state.step_id, parent_id, start_ns, end_ns, (), problem)
+            write(span_id, self._state.step_id, parent_id, start_ns, time_ns(), (), problem, (), opened)

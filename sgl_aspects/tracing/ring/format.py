@@ -12,7 +12,6 @@ HEADER_BYTES = 4096
 DEFINITIONS_BYTES = 256 << 10
 SLOTS_OFFSET = HEADER_BYTES + DEFINITIONS_BYTES
 SLOT_BYTES = 256
-SLOT_SHIFT = 8
 #: A power of two; a ring is made smaller where the memory for it is not there.
 SLOTS = 1 << 15
 FEWEST_SLOTS = 1 << 8

@@ -19,14 +19,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgl_aspects.tracing.context import Opened, TraceContext, open_span
+from sgl_aspects.tracing.context import begin_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
 from sgl_aspects.tracing.ring.slots import Slots
-from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, writer_by_values
+from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, shape, writer_by_values
 
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
@@ -143,16 +143,8 @@ class RingRecorder:
         else:
             self._slots.fill(layout.BEGIN.pack_into, layout.KIND_SENT, event.span_id, 0, 0, 0)
 
-    def begin(
-        self,
-        type: SpanType,
-        span_id: int,
-        root_id: int,
-        parent_id: int,
-        start_ns: int,
-        trace: TraceContext | None = None,
-    ) -> Opened:
-        return open_span(root_id, span_id, trace)
+    #: A ring is told of a span when it ends.
+    begin = staticmethod(begin_span)
 
     def close(self) -> None:
         with self._lock:
@@ -177,18 +169,17 @@ class RingRecorder:
             links = ()
         span = span._replace(values=values, links=links)
         texts = [value for value, kind in zip(values, type.attributes.values()) if kind is str]
-        if self._declare(type, (len(links), has_error)) and self._define_texts([*texts, span.error or None]):
+        if self._declare(type, len(links), has_error) and self._define_texts([*texts, span.error or None]):
             write(*span[1:])
         else:
             self._write_span_as_text(*span)
 
-    def _declare(self, type: SpanType, key: tuple[int, bool]) -> bool:
+    def _declare(self, type: SpanType, links: int, has_error: bool) -> bool:
         """Whether spans of this type with so many links and an error or none have a layout from here on."""
         with self._lock:
             layouts = self._layouts.setdefault(type, {})
-            if key in layouts:
+            if shape(links, has_error) in layouts:
                 return True
-            links, has_error = key
             codes = codes_of(type)
             if codes is None or len(codes) + has_error + links > layout.SPAN_WORDS:
                 return False
@@ -196,7 +187,7 @@ class RingRecorder:
             if index is None:
                 return False
             head = layout.KIND_SPAN | index << layout.HEAD_SHIFT
-            layouts[key] = layout.span_struct(codes, has_error, links).pack_into, head
+            layouts[shape(links, has_error)] = layout.span_struct(codes, has_error, links).pack_into, head
             return True
 
     def _declare_begin(self, type: SpanType) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import struct
 import threading
@@ -11,18 +12,15 @@ from typing import Any
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
 
-# Where records go that come too late: a slot before the ring is there, and after.
-_NOWHERE = bytearray(layout.SLOTS_OFFSET + layout.SLOT_BYTES)
-
 
 class Slots:
-    """``take()`` gives the number of a slot that is the caller's to fill; ``StopIteration``: none is free.
+    """``take()`` gives a slot that is the caller's to fill: its number, the memory it is in, and where there.
 
-    Taking is one step of a range iterator, which no other thread can interrupt. ``memory`` and ``mask`` say
-    where slot *n* is: at ``SLOTS_OFFSET + ((n & mask) << SLOT_SHIFT)``.
+    ``StopIteration``: none is at hand, see ``make_room``. Taking is one step of iterators written in C, which
+    no other thread can interrupt.
     """
 
-    __slots__ = ("_find_file", "_limit", "_lock", "_numbers", "_words", "mask", "memory", "take")
+    __slots__ = ("_find_file", "_last", "_lock", "_numbers", "take")
 
     def __init__(self, find_file: Callable[[], RingFile | None]) -> None:
         self._find_file = find_file
@@ -31,14 +29,12 @@ class Slots:
     def forget(self) -> None:
         """At the beginning, and in a forked child, where the ring is the parent's."""
         self._lock = threading.RLock()  # a signal's handler may record, too
-        self.memory: Any = _NOWHERE
-        self.mask = 0
         self.end()
 
     def end(self) -> None:
         """No more slots are handed out; a record that is just being written goes where it was to go."""
-        self._limit = 0
-        self._hand_out(0)
+        self._last = 0
+        self._hand_out(0, b"", 0)
 
     def make_room(self) -> bool:
         """Whether slots are free again, because the collector has moved on. If not, counts a lost record."""
@@ -48,11 +44,12 @@ class Slots:
         with self._lock:
             if operator.length_hint(self._numbers):
                 return True  # another thread was faster
-            if self.memory is not file.memory:
-                self.memory, self.mask = file.memory, file.slots - 1
-            limit = file.words[layout.WORD_TAKEN] + file.slots
-            if limit > self._limit:
-                self._hand_out(limit)
+            free = file.words[layout.WORD_TAKEN] + file.slots
+            if free > self._last:
+                place = (self._last + 1) % file.slots
+                # No further than the file's last slot: until there each place follows from the one before.
+                last = self._last + min(free - self._last, file.slots - place)
+                self._hand_out(last, file.memory, layout.SLOTS_OFFSET + place * layout.SLOT_BYTES)
                 return True
             file.words[layout.WORD_DROPPED] += 1
             return False
@@ -67,22 +64,22 @@ class Slots:
     def fill(self, pack_into: Callable[..., None], *fields: Any) -> bool:
         """Packs a record into the next free slot, nothing where it does not fit; False where none is free."""
         try:
-            number = self.take()
+            number, memory, offset = self.take()
         except StopIteration:
             return self.make_room() and self.fill(pack_into, *fields)
-        offset = layout.SLOTS_OFFSET + ((number & self.mask) << layout.SLOT_SHIFT)
         try:
-            pack_into(self.memory, offset, *fields, number)
+            pack_into(memory, offset, *fields, number)
         except struct.error:
-            self.void(number)
+            self.void(number, memory, offset)
         return True
 
-    def void(self, number: int) -> None:
+    def void(self, number: int, memory: Any, offset: int) -> None:
         """Fills a slot whose record could not be packed: the reader shall not wait for it."""
-        offset = layout.SLOTS_OFFSET + ((number & self.mask) << layout.SLOT_SHIFT)
-        layout.BEGIN.pack_into(self.memory, offset, layout.KIND_VOID, 0, 0, 0, 0, number)
+        layout.BEGIN.pack_into(memory, offset, layout.KIND_VOID, 0, 0, 0, 0, number)
 
-    def _hand_out(self, limit: int) -> None:
-        self._numbers: Iterator[int] = iter(range(self._limit + 1, limit + 1))
-        self.take = self._numbers.__next__
-        self._limit = limit
+    def _hand_out(self, last: int, memory: Any, offset: int) -> None:
+        numbers = range(self._last + 1, last + 1)
+        offsets = range(offset, offset + len(numbers) * layout.SLOT_BYTES, layout.SLOT_BYTES)
+        self._numbers: Iterator[int] = iter(numbers)
+        self.take = zip(self._numbers, itertools.repeat(memory), offsets).__next__
+        self._last = last

@@ -10,13 +10,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from sgl_aspects.tracing import context
+from sgl_aspects.tracing.context import Opened
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import AttributeValue, SpanType
 from sgl_aspects.tracing.ring import format as layout
 
-#: (number of links, has an error) -> what packs such a span into memory, and the first word of its slot.
-Layouts = dict[tuple[int, bool], tuple[Callable[..., None], int]]
-PLAIN = (0, False)
+#: :func:`shape` of a span -> what packs such a span into memory, and the first word of its slot.
+Layouts = dict[int, tuple[Callable[..., None], int]]
 _class = type
 _MOST_CHOICES = 16
 _OTHERS: dict[type, type] = {_class(None): int}  # None has room in an attribute of any type
@@ -25,16 +26,18 @@ MISFITS = (struct.error, TypeError, ValueError, OverflowError)
 
 _SOURCE = """
 def make(slots, texts, layouts, learn, write_as_text):
-    def write(span_id, root_id, parent_id, start_ns, end_ns, values=(), error="", links=()):
+    def write(span_id, root_id, parent_id, start_ns, end_ns, values=(), error="", links=(), opened=None):
+        if opened is not None and current() is opened:
+            make_current(opened[4])
         try:
             {take_apart}
             if error or links:
-                pack_into, head = layouts[len(links), error != ""]
+                pack_into, head = layouts[shape(len(links), error != "")]
                 more = [texts[error], *links] if error else links
             else:
-                pack_into, head = layouts[PLAIN]
+                pack_into, head = layouts[0]
                 more = None
-            number = slots.take()
+            number, memory, offset = slots.take()
         except StopIteration:
             if slots.make_room():
                 write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
@@ -42,7 +45,6 @@ def make(slots, texts, layouts, learn, write_as_text):
         except (LookupError, TypeError, ValueError):
             learn(write, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
             return
-        memory, offset = slots.memory, OFFSET + ((number & slots.mask) << SHIFT)
         try:
             if more is None:
                 pack_into(memory, offset, head, span_id, root_id, parent_id, start_ns, end_ns, {words}number)
@@ -51,11 +53,16 @@ def make(slots, texts, layouts, learn, write_as_text):
                     memory, offset, head, span_id, root_id, parent_id, start_ns, end_ns, {words}*more, number
                 )
         except MISFITS:
-            slots.void(number)
+            slots.void(number, memory, offset)
             write_as_text(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
 
     return write
 """
+
+
+def shape(links: int, has_error: bool) -> int:
+    """One number for both: a dictionary finds it faster than a pair. 0: a span with neither, as most are."""
+    return links << 1 | has_error
 
 
 def codes_of(type: SpanType) -> str | None:
@@ -81,6 +88,7 @@ def writer_by_values(type: SpanType, make: Callable[[SpanType], SpanWriter]) -> 
         values: Sequence[AttributeValue] = (),
         error: str = "",
         links: Sequence[int] = (),
+        opened: Opened | None = None,
     ) -> None:
         classes = (*map(_class, values),)
         if classes not in writers:
@@ -91,7 +99,7 @@ def writer_by_values(type: SpanType, make: Callable[[SpanType], SpanWriter]) -> 
             if classes not in writers:
                 writers[classes] = make(SpanType(type.name, dict(zip(type.attributes, kinds))))
         write = writers[classes]
-        write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+        write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links, opened)
 
     return write_by_values
 
@@ -122,9 +130,9 @@ def make_writer(
     names_in_it: dict[str, Any] = {
         "MISFITS": MISFITS,
         "NONE": layout.NONE,
-        "OFFSET": layout.SLOTS_OFFSET,
-        "PLAIN": PLAIN,
-        "SHIFT": layout.SLOT_SHIFT,
+        "current": context.current,
+        "make_current": context.make_current,
+        "shape": shape,
     }
     exec(compile(source, f"<the writer of spans of {codes or 'no attributes'}>", "exec"), names_in_it)
     return cast(SpanWriter, names_in_it["make"](slots, texts, layouts, learn, write_as_text))
