@@ -12,7 +12,7 @@ import pytest
 from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.aspects.options import AspectOptions
 from sgl_aspects.tracing.context import Opened, open_span
-from sgl_aspects.tracing.recorder import SpanWriter
+from sgl_aspects.tracing.recorder import SpanWriter, span_writer
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from tests.stand_ins import Engine, ForwardMode
 
@@ -63,7 +63,7 @@ class Memory:
             self.begun.append(event)
 
     def spans(self, type: SpanType) -> SpanWriter:
-        return lambda *fields, **named: self.ended.append(SpanEnd(type, *fields, **named))
+        return span_writer(type, self.ended.append)
 
     def begin(self, type: SpanType, span_id: int, root_id: int, *_: Any) -> Opened:
         return open_span(root_id, span_id)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from sgl_aspects.tracing.context import Opened, TraceContext
-from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
+from sgl_aspects.tracing.context import Opened, TraceContext, close_span
+from sgl_aspects.tracing.records import AttributeValue, Event, SpanEnd, SpanType
 
 
 class SpanWriter(Protocol):
@@ -71,6 +71,19 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Ends this process's part of the run; what is recorded later is lost."""
+
+
+def span_writer(type: SpanType, take: Callable[[SpanEnd], None]) -> SpanWriter:
+    """A writer that hands each span on as one record."""
+
+    def write(*fields: Any, opened: Opened | None = None, **named: Any) -> None:
+        if len(fields) == len(SpanEnd._fields):  # opened in the place of the type
+            *fields, opened = fields  # type: ignore[assignment]
+        if opened is not None:
+            close_span(opened)
+        take(SpanEnd(type, *fields, **named))
+
+    return write
 
 
 def in_sample(root_id: int, sample: int) -> bool:

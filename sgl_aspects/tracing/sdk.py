@@ -18,14 +18,13 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
-from sgl_aspects.tracing.context import Opened, TraceContext, close_span, open_span
+from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
-from sgl_aspects.tracing.recorder import SpanWriter, id_source
+from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 
 # Spans whose parent has not come yet, and requests that never ended, are given up beyond so many.
 _KEPT = 4096
-_FIELDS = len(SpanEnd._fields) - 1  # what a writer is given of them: all but the type
 
 
 class SdkRecorder:
@@ -61,23 +60,7 @@ class SdkRecorder:
                 self._keep(event.span_id, self._open[event.span_id])
 
     def spans(self, type: SpanType) -> SpanWriter:
-        def write(*fields: Any, opened: Opened | None = None, **named: Any) -> None:
-            fields, last = fields[:_FIELDS], fields[_FIELDS:]
-            for each in last or (opened,):
-                if each is not None:
-                    close_span(each)
-            span = SpanEnd(type, *fields, **named)
-            with self._lock:
-                self._measure(span)
-                if not span.span_id:
-                    return  # no more than figures
-                if span.parent_id and span.parent_id not in self._known:
-                    _bound(self._waiting)
-                    self._waiting.setdefault(span.parent_id, []).append(span)
-                else:
-                    self._finish(span)
-
-        return write
+        return span_writer(type, self._take)
 
     def begin(
         self,
@@ -115,6 +98,17 @@ class SdkRecorder:
         self._open[event.span_id] = self._requests[event.request_id] = span
         _bound(self._begun)
         self._begun[event.span_id] = event
+
+    def _take(self, span: SpanEnd) -> None:
+        with self._lock:
+            self._measure(span)
+            if not span.span_id:
+                return  # no more than figures
+            if span.parent_id and span.parent_id not in self._known:
+                _bound(self._waiting)
+                self._waiting.setdefault(span.parent_id, []).append(span)
+            else:
+                self._finish(span)
 
     def _measure(self, span: SpanEnd) -> None:
         if span.type.name == STEP:
