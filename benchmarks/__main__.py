@@ -73,6 +73,7 @@ def main() -> None:
 Made by `make bench`: all subjects hooked in one process, rounds interleaved, medians. A no-op hook each;
 in brackets the ratio to SGLang's own hook registry. {platform.python_implementation()}
 {platform.python_version()}, {platform.machine()}. (wrapture is measured on Python 3.12 and later.)
+A Python built without profile-guided optimisation, as pyenv's are, takes some 15 % more for a span.
 
 ## Nanoseconds a call
 
@@ -102,6 +103,8 @@ no hooks at all. "nothing": turns of the same, whose distance from 0 is noise. T
 {steps_line()}
 
 ## A backend that fails
+
+Turns of the same engine; "well again" is the same as "well", whose distance is noise.
 
 {backends.table()}
 """

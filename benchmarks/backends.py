@@ -2,6 +2,7 @@
 
 A traced engine makes token after token, while its backend is well, slow (two seconds a request), refusing
 (503) or down, in turns of a new order: the time of a step in each state, and what becomes of the collector.
+"well again" is the same as "well": what lies between the two is noise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing.session import attach
 from sgl_aspects.tracing.summary import TraceSummary
 
-STATES = ("well", "slow", "refusing", "down")
+WELL = ("well", "well again")
+STATES = (*WELL, "slow", "refusing", "down")
 TURN_SECONDS = 10
 # The queue is small, so that a turn fills it.
 ENVIRONMENT = {
@@ -54,7 +56,7 @@ class Backend:
     def be(self, state: str) -> None:
         self.close()
         if state != "down":
-            self._process, _ = start(self.port, state)
+            self._process, _ = start(self.port, "well" if state in WELL else state)
 
     def close(self) -> None:
         if self._process is not None:
