@@ -51,8 +51,8 @@ class RequestSent(NamedTuple):
 class RequestSeen(NamedTuple):
     """Another process got the request with this id; from here on its records call it ``key``.
 
-    Requests with the same id, one after the other, are told apart by order: the n-th that was sent
-    is the n-th that is seen.
+    Requests with the same id, one after the other, are told apart by time: it is the one that was under way
+    then. Where none was (its caller went away first), it is the first that nobody has seen.
     """
 
     key: int

@@ -33,6 +33,9 @@ from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 _WAITING_RECORDS = 20_000
 _WAITING_SECONDS = 5.0
+# A scheduler's first word of a request that had ended for its caller by then: a moment, in which a later
+# request with the same id would have been read.
+_SEEN_LATE_SECONDS = 1.0
 _ENDED_ROOTS = 4096
 
 # Time that a request spent in these children is an attribute of the request span, in seconds.
@@ -41,6 +44,7 @@ _LATENCIES = {
     "prefill": "gen_ai.latency.time_in_model_prefill",
     "decode": "gen_ai.latency.time_in_model_decode",
 }
+_OPERATION = "gen_ai.operation.name"
 _INFERENCE = "gen_ai.latency.time_in_model_inference"
 # The caller's process sees it only where the answer comes in pieces. Elsewhere it is when decode began.
 _FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
@@ -60,7 +64,14 @@ class _Root:
     latencies: dict[str, float] = field(default_factory=dict)
     last_child_ns: int = 0
     decode_ns: int = 0
+    #: 0 while it is under way.
+    end_ns: int = 0
     has_ended: bool = False
+
+    def was_under_way(self, time_ns: int) -> bool:
+        """Whether the request had begun by then, and had not ended."""
+        began = self.begin is not None and self.begin.start_ns <= time_ns
+        return began and (not self.end_ns or time_ns <= self.end_ns)
 
 
 # Of Joiner._emit_span.
@@ -100,7 +111,6 @@ class Joiner:
         self._ended: collections.deque[_Root] = collections.deque()
         self._open: dict[tuple[str, int], tuple[Writer, SpanBegin | RequestBegin]] = {}
         self._waiting: collections.deque[tuple[float, Writer, Record]] = collections.deque()
-        self._waiting_ids: collections.Counter[tuple[str, str]] = collections.Counter()
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._has_news = False
@@ -113,15 +123,16 @@ class Joiner:
             return  # figures for the metrics
         if self._take(writer, record, is_last_chance=False):
             return
-        if isinstance(record, RequestSeen):
-            self._waiting_ids[writer.name, record.request_id] += 1
-        self._waiting.append((time.monotonic() + _WAITING_SECONDS, writer, record))
+        self._waiting.append((time.monotonic(), writer, record))
         if len(self._waiting) > _WAITING_RECORDS:
             _, writer, record = self._waiting.popleft()
             self._give_up(writer, record)
 
     def replay(self, records: Iterable[tuple[Writer, Record]]) -> None:
-        """Records that an earlier collector took: which requests are open is learnt, nothing is emitted."""
+        """Records that an earlier collector took: which requests are open is learnt, nothing is emitted.
+
+        Of a request that is still undecided, what it held is held again.
+        """
         self._is_replaying = True
         for writer, record in records:
             self.add(writer, record)
@@ -129,12 +140,16 @@ class Joiner:
             self.settle()
         self._is_replaying = False
 
-    def settle(self) -> None:
-        """After each reading of all files: what waited for another process's records is tried again."""
+    def settle(self, *, is_behind: bool = False) -> None:
+        """After each reading of all files: what waited for another process's records is tried again.
+
+        ``is_behind``: some file has more to read, so that nothing has waited in vain yet.
+        """
         now = time.monotonic()
-        if self._waiting and (self._has_news or self._waiting[0][0] < now):
+        is_late = not is_behind and bool(self._waiting) and self._waiting[0][0] + _SEEN_LATE_SECONDS < now
+        if self._waiting and (self._has_news or is_late):
             self._has_news = False
-            self._retry(now)
+            self._retry(now, is_behind)
         # A request's end waits for one more reading, so that its children's times are known.
         ends, self._held_before, self._held = self._held_before, self._held, []
         for writer, record in ends:
@@ -192,22 +207,36 @@ class Joiner:
             trace_flags=TraceFlags(TraceFlags.SAMPLED if record.sampled else TraceFlags.DEFAULT),
             trace_state=TraceState.from_header([record.trace_state]) if record.trace_state else None,
         )
-        root = _Root(context, record, self._roots.get(record.parent_id))
+        root = _Root(context, record, self._group_of(record))
         if root.group is None and self._tail is not None and self._tail.concerns(record):
             self._undecided.begin(record.span_id)
         self._register(record.span_id, root)
         self._requests.setdefault(record.request_id, []).append(root)
         self._open[writer.name, record.span_id] = (writer, record)
 
-    def _see_request(self, writer: Writer, record: RequestSeen, is_last_chance: bool) -> bool:
-        if not is_last_chance and self._waiting_ids.get((writer.name, record.request_id)):
-            return False  # an earlier one with this id comes first
-        for root in self._requests.get(record.request_id, ()):
-            if root.is_sent and writer.name not in root.seen_by:
-                root.seen_by.add(writer.name)
-                self._register(record.key, root)
-                return True
-        return False
+    def _group_of(self, record: RequestBegin) -> _Root | None:
+        """The request that this is one of several answers to: what is said of each is said there.
+
+        Else what has its parent's id is somebody who asked, as a request inside another one's hook.
+        """
+        group = self._roots.get(record.parent_id)
+        is_answer = group is not None and group.begin is not None and not record.remote
+        return group if is_answer and _OPERATION not in record.attributes else None
+
+    def _see_request(self, writer: Writer, record: RequestSeen, is_late: bool) -> bool:
+        """Of the requests with this id it is the one that was under way; else the first that nobody saw.
+
+        Two engines of one process may each have one under way: each scheduler hears of its own at once.
+        """
+        requests = self._requests.get(record.request_id, ())
+        unseen = [root for root in requests if root.is_sent and writer.name not in root.seen_by]
+        found = [root for root in reversed(unseen) if root.was_under_way(record.time_ns)]
+        if not found and is_late:
+            found = [root for root in unseen if not root.seen_by]
+        if found:
+            found[0].seen_by.add(writer.name)
+            self._register(record.key, found[0])
+        return bool(found)
 
     def _take_span(self, writer: Writer, record: SpanEnd, is_last_chance: bool) -> bool:
         self._open.pop((writer.name, record.span_id), None)  # ended, even if it has to wait for others
@@ -224,14 +253,15 @@ class Joiner:
             return False
         if record.parent_id == 0:
             if root.begin is not None:
+                root.end_ns = record.end_ns
                 self._held.append((writer, record))
             else:
                 self._finish_root(root)
                 self._emit_span(writer, record, root, None, SpanKind.INTERNAL, record.type.name, {})
             return True
         root.last_child_ns = max(root.last_child_ns, record.end_ns)
-        if record.type.name == "decode" and not root.decode_ns:  # once more after a retraction
-            root.decode_ns = root.decode_ns or record.start_ns  # one that was retracted has several
+        if record.type.name == "decode" and not root.decode_ns:  # one that was retracted has several
+            root.decode_ns = record.start_ns
         latency = _LATENCIES.get(record.type.name)
         if latency and root.begin is not None:
             root.latencies[latency] = (
@@ -282,6 +312,8 @@ class Joiner:
     def _decide(self, root: _Root, end: SpanEnd) -> None:
         """A request that sampling left out has ended: its spans are emitted, or go."""
         held = self._undecided.end(end.span_id)
+        if self._is_replaying:
+            return  # decided before
         if self._tail is None or not self._tail.keeps(end):
             self.not_sampled += len(held)
             return
@@ -299,12 +331,13 @@ class Joiner:
         name: str,
         attributes: dict[str, AttributeValue],
     ) -> None:
-        if self._is_replaying:
-            return
         decider = root.group or root
         if decider.begin is not None and decider.begin.span_id in self._undecided:
             held = (writer, record, root, parent, kind, name, attributes)
-            self.not_sampled += self._undecided.hold(decider.begin.span_id, held)
+            given_up = self._undecided.hold(decider.begin.span_id, held)
+            self.not_sampled += 0 if self._is_replaying else given_up
+            return
+        if self._is_replaying:
             return
         flags = decider.context.trace_flags
         if not flags.sampled:
@@ -347,18 +380,17 @@ class Joiner:
             if not same_id:
                 self._requests.pop(root.begin.request_id, None)
 
-    def _retry(self, now: float) -> None:
+    def _retry(self, now: float, is_behind: bool) -> None:
         waiting, self._waiting = self._waiting, collections.deque()
-        self._waiting_ids.clear()
-        for deadline, writer, record in waiting:
-            if self._take(writer, record, is_last_chance=False):
+        for since, writer, record in waiting:
+            waited = 0.0 if is_behind else now - since
+            is_late = isinstance(record, RequestSeen) and waited > _SEEN_LATE_SECONDS
+            if self._take(writer, record, is_last_chance=is_late):
                 continue
-            if deadline < now:
+            if waited > _WAITING_SECONDS:
                 self._give_up(writer, record)
-                continue
-            if isinstance(record, RequestSeen):
-                self._waiting_ids[writer.name, record.request_id] += 1
-            self._waiting.append((deadline, writer, record))
+            else:
+                self._waiting.append((since, writer, record))
 
     def _give_up(self, writer: Writer, record: Record) -> None:
         if not self._take(writer, record, is_last_chance=True) and isinstance(record, SpanEnd):
