@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_aspects.cli.main import main
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach
@@ -17,7 +18,7 @@ from sgl_aspects.tracing.context import new
 from sgl_aspects.tracing.control import Control
 from tests import workers
 from tests.otlp_receiver import spans_of
-from tests.test_tracing_collector import read_file
+from tests.test_tracing_collector import begin, is_running, read_file, wait_until
 from tests.tiny_models import make_llama
 
 spawn = multiprocessing.get_context("spawn")
@@ -133,3 +134,24 @@ def test_no_run_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     done = command("ctl", "--run", str(tmp_path), "--off")
     assert done.returncode == 2
     assert "SGL_ASPECTS_TRACE" in done.stderr
+
+
+def test_a_look_from_within_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands called in the traced process itself, as a server's own page might."""
+    file = tmp_path / "traces.jsonl"
+    with attach(file=str(file)) as session:
+        begin(session, "before")()
+        assert main(["ctl", "--run", session.run_folder, "--level", "2"]) == 0
+        assert main(["dump", "--run", session.run_folder]) == 0
+        said = capsys.readouterr().out
+        assert f"process {os.getpid()}: level 2, sample 1\n" in said
+        assert "id=before" in said
+        assert session.recorder.level == 2
+        collector = session.collector_process_id
+        assert collector is not None
+        begin(session, "meanwhile")()
+        wait_until(lambda: file.exists() and '"meanwhile"' in file.read_text())
+        assert is_running(collector)
+        begin(session, "after")()
+    spans = [span for message in read_file(file) for span in spans_of(message)]
+    assert [span.attributes["gen_ai.request.id"] for span in spans] == ["before", "meanwhile", "after"]

@@ -15,7 +15,7 @@ import pytest
 
 from sgl_aspects.tracing import attach, context
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanType
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
 from tests.otlp_receiver import Receiver, Span, http_receiver, spans_of
 from tests.test_tracing_collector import REQUEST, begin, is_running, read_file, run_scheduler, wait_until
 from tests.test_tracing_sampling import unsampled
@@ -163,7 +163,7 @@ def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     queue = SpanType("queue")
     monkeypatch.setattr(join, "_WAITING_SECONDS", 0.0)
     monkeypatch.setattr(join, "_SEEN_LATE_SECONDS", 0.0)
-    recorded = join.SpanEnd(queue, 9, 8, 8, 6, 7)
+    recorded = SpanEnd(queue, 9, 8, 8, 6, 7)
     joiner.add(scheduler, recorded)  # type: ignore[arg-type]
     time.sleep(0.001)
     joiner.settle(is_behind=True)

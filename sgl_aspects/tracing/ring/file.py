@@ -23,7 +23,7 @@ _SHARE = 32
 class RingFile:
     """The file of one process. ``words`` are the header's 64-bit numbers, ``memory`` is the whole file.
 
-    A writer holds a POSIX lock on its file. The kernel releases it when the process is gone, however it
+    A writer holds a lock on its file. The kernel releases it when the process is gone, however it
     went, and no other process with the same number can be taken for it.
     """
 
@@ -49,7 +49,7 @@ class RingFile:
             memory = _map(descriptor, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
             file = cls(descriptor, memory, slots)
             file._write_header(control)
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             # It gets its name once it is whole and locked: nobody sees it before.
             os.rename(path + ".new", path)
         except OSError as error:
@@ -100,6 +100,19 @@ class RingFile:
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # what becomes a daemon closes all descriptors, ours too
             os.close(self._descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """A lock of the open file, where the system has such.
+
+    One of the process would be gone as soon as anything in it (a look at the run from within) has opened and
+    closed the file. A forked child closes its copy.
+    """
+    try:
+        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole)
+    except (AttributeError, OSError):
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:
