@@ -1,4 +1,4 @@
-"""Prints the tables, and with --write puts them into docs/performance.md."""
+"""Prints the tables, all or some, and with --write puts them into docs/performance.md or another page."""
 
 from __future__ import annotations
 
@@ -63,54 +63,82 @@ def steps_line() -> str:
     return f"The aspects' own time in a decode step of eight requests: {costs}."
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    arguments = parser.parse_args()
+def _calls() -> str:
     medians = calls.measure()
-    page = f"""# Performance
+    return f"""## Nanoseconds a call
 
-Made by `make bench`: all subjects hooked in one process, rounds interleaved, medians. A no-op hook each;
-in brackets the ratio to SGLang's own hook registry. {platform.python_implementation()}
-{platform.python_version()}, {platform.machine()}. (wrapture is measured on Python 3.12 and later.)
-A Python built without profile-guided optimisation, as pyenv's are, takes some 15 % more for a span.
-
-## Nanoseconds a call
+All subjects hooked in one process, rounds interleaved, medians. A no-op hook each; in brackets the ratio to
+SGLang's own hook registry.
 
 {call_table(medians)}
 
 {budget_table(medians)}
+"""
 
-## Weaving, rebinding, importing
+
+def _weaving() -> str:
+    return f"""## Weaving, rebinding, importing
 
 {weaving_table()}
+"""
 
-## A span, by tracer
+
+def _spans() -> str:
+    return f"""## A span, by tracer
 
 Each tracer in a process of its own, rounds interleaved, medians of processor time; in brackets the ratio to
 the OpenTelemetry SDK with OTLP. The exporters send to a receiver on loopback; "exported" is what arrived.
 
 {spans.table()}
+"""
 
-## An engine, by level
+
+def _levels() -> str:
+    return f"""## An engine, by level
 
 One engine that makes token after token, in turns of a few steps with tracing and without: medians of the
 ratios of neighbouring turns, and the 95 % interval of the median. "attached": hooks that record nothing, to
 no hooks at all. "nothing": turns of the same, whose distance from 0 is noise. The others: a level to level 0.
 
-{levels.table()}
+{levels.table(LONG_MINUTES)}
 
 {steps_line()}
+"""
 
-## A backend that fails
+
+def _backends() -> str:
+    return f"""## A backend that fails
 
 Turns of the same engine; "well again" is the same as "well", whose distance is noise.
 
-{backends.table()}
+{backends.table(LONG_MINUTES)}
 """
+
+
+SECTIONS = {"calls": _calls, "weaving": _weaving, "spans": _spans, "levels": _levels, "backends": _backends}
+LONG_MINUTES = 12  # of each of the two that measure an engine's steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all")
+    parser.add_argument("--write", type=Path, nargs="?", const=PAGE, metavar="PAGE", help=f"into {PAGE.name}")
+    arguments = parser.parse_args()
+    unknown = sorted({*arguments.sections} - {*SECTIONS})
+    if unknown:
+        parser.error(f"there is no section {unknown[0]!r}; known: {', '.join(SECTIONS)}")
+    python = f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}"
+    page = f"""# Performance
+
+Made by `{" ".join(["python -m benchmarks", *arguments.sections])}`: {python}. (wrapture is measured
+on Python 3.12 and later.) A Python built without profile-guided optimisation, as pyenv's are, takes some 15 %
+more for a span.
+"""
+    for name in arguments.sections or SECTIONS:
+        page += "\n" + SECTIONS[name]()
     sys.stdout.write(page)
     if arguments.write:
-        PAGE.write_text(page)
+        arguments.write.write_text(page)
 
 
 if __name__ == "__main__":
