@@ -1,9 +1,9 @@
-"""From a record to OpenTelemetry's finished span, in which every exporter finds what it can encode."""
+"""From a record to OpenTelemetry's finished span."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
@@ -12,7 +12,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
-from sgl_aspects.tracing.records import AttributeValue, SpanEnd
+from sgl_aspects.tracing.records import SpanEnd
+from sgl_aspects.tracing.ring.decoder import encodable
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 #: The error of a span whose process ended first.
@@ -47,24 +48,23 @@ class SpanBuilder:
         parent: SpanContext | None,
         kind: SpanKind,
         name: str,
-        attributes: Mapping[str, AttributeValue],
+        attributes: dict[str, Any],
         links: Sequence[Link],
     ) -> ReadableSpan:
         """The span of ``record``; what else it is made of, the joiner has found out."""
-        encodable = {_text(key): _encodable(value) for key, value in attributes.items() if value is not None}
         status = _UNSET
         if record.error:
-            encodable["error.type"] = _text(record.error)
+            attributes["error.type"] = record.error
             status = Status(StatusCode.ERROR)
         if record.error == UNFINISHED:
-            encodable["sgl_aspects.unfinished"] = True
+            attributes["sgl_aspects.unfinished"] = True
             status = Status(StatusCode.ERROR, "the process ended before the span did")
         return ReadableSpan(
-            name=_text(name),
+            name=name,
             context=context,
             parent=parent,
             resource=self._resource_of(writer),
-            attributes=encodable,
+            attributes=attributes,
             links=links,
             kind=kind,
             status=status,
@@ -76,22 +76,6 @@ class SpanBuilder:
     def _resource_of(self, writer: Writer) -> Resource:
         resource = self._resources.get(writer.name)
         if resource is None:
-            merged = self._resource.merge(Resource({"process.pid": _encodable(writer.process_id)}))
+            merged = self._resource.merge(Resource({"process.pid": encodable(writer.process_id)}))
             resource = self._resources[writer.name] = _ProcessResource(merged.attributes, merged.schema_url)
         return resource
-
-
-def _text(text: str) -> str:
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _encodable(value: Any) -> Any:
-    """Valid UTF-8, numbers that fit 64 bits, lists of these: one bad value would cost its whole batch."""
-    kind = type(value)
-    if kind is str:
-        return _text(value)
-    if kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
-        return value
-    if kind is list:
-        return [_encodable(item if not isinstance(item, list) else str(item)) for item in value]
-    return _text(str(value))

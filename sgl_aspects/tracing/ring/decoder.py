@@ -23,7 +23,9 @@ _PENDING_PIECES = 1 << 17
 _PENDING_LINKS = 1 << 16
 # What OTLP has room for.
 _IDS, _TRACE_IDS, _TIMES = range(1 << 64), range(1, 1 << 128), range(1 << 63)
-_NO_NUMBER = (layout.NONE, float(layout.NONE))
+# In an unpacked span: before it are the head, the ids and the times.
+_FIRST_VALUE = 6
+_new = tuple.__new__
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 
 
@@ -32,23 +34,28 @@ class DamagedError(Exception):
 
 
 class _Layout(NamedTuple):
+    """``texts`` and ``flags``: which of its values are texts, and which are booleans."""
+
     type: SpanType
-    codes: str
+    texts: list[int]
+    flags: list[int]
+    values_end: int
     has_error: bool
-    links: int
-    struct: struct.Struct
+    links_begin: int
+    unpack_from: Callable[[bytes, int], tuple[Any, ...]]
 
 
 class Decoder:
     """The definitions of one ring, and the parts of records whose other parts have not come.
 
     ``read_definitions``: gives the definitions' bytes as far as they are written. ``clock_offset``: what
-    makes the ring's times Unix time, in nanoseconds.
+    makes the ring's times Unix time, in nanoseconds. ``last_ns``: the latest time that was read.
     """
 
     def __init__(self, read_definitions: Callable[[], bytes], clock_offset: int) -> None:
         self._read_definitions = read_definitions
         self._clock_offset = clock_offset
+        self.last_ns = 0
         self._definitions: list[_Layout | str | None] = [None]
         self._definitions_end = 0
         self._texts: dict[int, list[bytes]] = {}
@@ -59,18 +66,48 @@ class Decoder:
     def decode(self, data: bytes, position: int) -> Record | None:
         """The record in a slot; None for a part of one. Raises ``DamagedError``."""
         try:
-            return self._decode(data, position)
+            if data[position] == layout.KIND_SPAN:  # nearly all are
+                return self._span(data, position)
+            return self._other(data, position)
         except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
             raise DamagedError(str(error)) from error
 
-    def _decode(self, data: bytes, position: int) -> Record | None:
+    def _span(self, data: bytes, position: int) -> SpanEnd:
+        (head,) = layout.MARK.unpack_from(data, position)
+        type, texts, flags, values_end, has_error, links_begin, unpack_from = self._layout(
+            head >> layout.HEAD_SHIFT
+        )
+        words = unpack_from(data, position)
+        _, span_id, root_id, parent_id, start, end = words[:_FIRST_VALUE]
+        start, end = start + self._clock_offset, end + self._clock_offset
+        if start not in _TIMES or end not in _TIMES:
+            raise DamagedError(f"a time among {start, end}")
+        if end > self.last_ns:
+            self.last_ns = end
+        values = [*words[_FIRST_VALUE:values_end]]
+        for index in texts:
+            values[index] = self._defined_text(values[index]) if values[index] else None
+        if layout.NONE in values:
+            values = [None if value == layout.NONE else value for value in values]
+        for index in flags:
+            values[index] = None if values[index] is None else bool(values[index])
+        error = self._defined_text(words[values_end]) if has_error else ""
+        links = [*words[links_begin:-1]]
+        if self._links:
+            links = [*self._take_links(span_id), *links]
+        # The same as SpanEnd(…), in a third of the time.
+        return _new(SpanEnd, (type, span_id, root_id, parent_id, start, end, values, error, links))
+
+    def _other(self, data: bytes, position: int) -> Record | None:
         kind = data[position]
-        if kind == layout.KIND_SPAN:
-            return self._span(data, position)
         if kind == layout.KIND_BEGIN:
             head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
             type = self._layout(head >> layout.HEAD_SHIFT).type
-            return SpanBegin(type, span_id, root_id, parent_id, self._time(start))
+            start += self._clock_offset
+            if start not in _TIMES:
+                raise DamagedError(f"a time of {start}")
+            self.last_ns = max(self.last_ns, start)
+            return SpanBegin(type, span_id, root_id, parent_id, start)
         if kind == layout.KIND_SENT:
             return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
         if kind == layout.KIND_LINKS:
@@ -82,31 +119,6 @@ class Decoder:
         if kind == layout.KIND_VOID:
             return None
         raise DamagedError(f"a record of kind {kind}")
-
-    def _span(self, data: bytes, position: int) -> SpanEnd:
-        (head,) = layout.MARK.unpack_from(data, position)
-        type, codes, has_error, _, packed = self._layout(head >> layout.HEAD_SHIFT)
-        _, span_id, root_id, parent_id, start, end, *words, _ = packed.unpack_from(data, position)
-        count = len(codes)
-        values = list(map(self._value, codes, words))
-        error = self._defined_text(words[count]) if has_error else ""
-        links = [*self._take_links(span_id), *words[count + has_error :]]
-        start, end = self._time(start), self._time(end)
-        return SpanEnd(type, span_id, root_id, parent_id, start, end, values, error, links)
-
-    def _time(self, ring_ns: int) -> int:
-        """As Unix time."""
-        unix_ns = ring_ns + self._clock_offset
-        if not 0 <= unix_ns < 1 << 63:
-            raise DamagedError(f"a time of {unix_ns}")
-        return unix_ns
-
-    def _value(self, code: str, word: Any) -> Any:
-        if code == "t":
-            return self._defined_text(word) if word else None
-        if word in _NO_NUMBER:
-            return None
-        return bool(word) if code == "b" else word
 
     def _text(self, data: bytes, position: int) -> Record | None:
         kind, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
@@ -129,12 +141,16 @@ class Decoder:
         if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
             raise DamagedError("a record with fields of the wrong type")
         record = make(self, *fields)
-        _check(record)
+        self.last_ns = max(self.last_ns, *_checked_times(record))
         return record
 
     def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
-        span = SpanEnd(SpanType(name, dict.fromkeys(map(str, names), object)), *fields)
-        return span._replace(links=[*self._take_links(span.span_id), *span.links])
+        span = SpanEnd(_type_of(name, dict.fromkeys(names, object)), *fields)
+        return span._replace(
+            values=[*map(encodable, span.values)],
+            error=encodable(span.error),
+            links=[*self._take_links(span.span_id), *span.links],
+        )
 
     def _keep_links(self, span_id: int, links: list[int]) -> None:
         self._links.setdefault(span_id, []).extend(links)
@@ -191,13 +207,38 @@ def _parse_definition(data: bytes) -> _Layout | str | None:
         ):
             return None
         kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
-        type = SpanType(str(name), dict(zip(map(str, names), kinds)))
-        return _Layout(type, str(codes), has_error, links, layout.span_struct(codes, has_error, links))
+        type = _type_of(name, dict(zip(names, kinds)))
+        values_end = _FIRST_VALUE + len(codes)
+        return _Layout(
+            type,
+            [index for index, code in enumerate(codes) if code == "t"],
+            [index for index, code in enumerate(codes) if code == "b"],
+            values_end,
+            has_error,
+            values_end + has_error,
+            layout.span_struct(codes, has_error, links).unpack_from,
+        )
     except (ValueError, TypeError, LookupError, struct.error, RecursionError):
         return None
 
 
-def _check(record: Record) -> None:
+def _type_of(name: Any, attributes: dict[Any, type]) -> SpanType:
+    return SpanType(
+        _encodable_text(str(name)), {_encodable_text(str(key)): kind for key, kind in attributes.items()}
+    )
+
+
+def _request(_: Decoder, *fields: Any) -> RequestBegin:
+    request = RequestBegin(*fields)
+    attributes = {
+        _encodable_text(key): encodable(value)
+        for key, value in request.attributes.items()
+        if value is not None
+    }
+    return request._replace(name=_encodable_text(request.name), attributes=attributes)
+
+
+def _checked_times(record: Record) -> tuple[int, ...]:
     """Raises ``DamagedError`` where a number from a text is larger than what it stands for can be."""
     ids: tuple[int, ...] = ()
     times: tuple[int, ...] = ()
@@ -214,11 +255,33 @@ def _check(record: Record) -> None:
         raise DamagedError(f"an id among {ids}")
     if not all(number in _TIMES for number in times):
         raise DamagedError(f"a time among {times}")
+    return times
+
+
+def _encodable_text(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def encodable(value: Any) -> Any:
+    """Valid UTF-8, numbers that fit 64 bits, lists of these: one bad value would cost its whole batch.
+
+    What a slot holds as it is always is; what comes as JSON may be anything.
+    """
+    if value is None:
+        return None
+    kind = type(value)
+    if kind is str:
+        return _encodable_text(value)
+    if kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
+        return value
+    if kind is list:
+        return [encodable(item if not isinstance(item, list) else str(item)) for item in value]
+    return _encodable_text(str(value))
 
 
 _TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type, ...]]] = {
     "R": (
-        lambda _, *fields: RequestBegin(*fields),
+        _request,
         (int, str, int, int, int, bool, str, bool, str, dict),
     ),
     "A": (lambda _, *fields: RequestSeen(*fields), (int, str, int)),

@@ -9,10 +9,10 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
+from sgl_aspects.tracing.records import Record
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.decoder import DamagedError, Decoder
 
@@ -100,7 +100,6 @@ class RingReader:
 
         ``alive``: the process may still finish a record that it has begun.
         """
-        records: list[Record] = []
         first = self.taken + 1
         count = min(_CHUNK, self.slots - (first & (self.slots - 1)))
         offset = layout.SLOTS_OFFSET + (first & (self.slots - 1)) * layout.SLOT_BYTES
@@ -109,17 +108,12 @@ class RingReader:
         if whole == glance:
             whole = _whole(self._read(offset, count * layout.SLOT_BYTES), first)
         if not whole:
-            if self._pass_over(first, alive):
-                return records, True
-            return records, False
+            return [], self._pass_over(first, alive)
         # The marks were there, so the records are: only now are they read.
         data = self._read(offset, whole * layout.SLOT_BYTES)
         self._stuck_since = None
         self.taken += whole
-        for position in range(0, len(data), layout.SLOT_BYTES):
-            record = self._decode(data, position)
-            if record is not None:
-                records.append(record)
+        records = [*self._records(data, range(0, len(data), layout.SLOT_BYTES))]
         # Of one that is dead, what follows an unfinished record is still to be looked for.
         return records, whole == count or not alive
 
@@ -132,18 +126,15 @@ class RingReader:
             count = min(_SNAPSHOT, self.slots - first, self.taken - number + 1)
             # Twice, and quickly: its process may be writing over it.
             data, again = (self._read(layout.SLOTS_OFFSET + first * size, count * size) for _ in range(2))
-            for index, mark in enumerate(_marks(data)):
-                position = index * size
-                if (
-                    mark != number + index
-                    or data[position : position + size] != again[position : position + size]
-                ):
-                    continue
-                damaged = self.damaged
-                record = self._decode(data, position)
-                self.damaged = damaged
-                if record is not None:
-                    yield record
+            positions = [
+                index * size
+                for index, mark in enumerate(_marks(data))
+                if mark == number + index
+                and data[index * size : index * size + size] == again[index * size : index * size + size]
+            ]
+            damaged = self.damaged
+            yield from self._records(data, positions)
+            self.damaged = damaged
             number += count
 
     def skip_to_newest(self) -> None:
@@ -199,16 +190,18 @@ class RingReader:
         self.taken = later - 1
         return True
 
-    def _decode(self, data: bytes, position: int) -> Record | None:
-        """The record in a slot; None for a part of one, and for what is damaged."""
-        try:
-            record = self._decoder.decode(data, position)
-        except DamagedError:
-            self.damaged += 1
-            return None
-        if record is not None:
-            self.last_ns = max(self.last_ns, _time_of(record))
-        return record
+    def _records(self, data: bytes, positions: Iterable[int]) -> Iterator[Record]:
+        """The records in the slots at these positions, without what is damaged or a part of one."""
+        decode = self._decoder.decode
+        for position in positions:
+            try:
+                record = decode(data, position)
+            except DamagedError:
+                self.damaged += 1
+                continue
+            if record is not None:
+                yield record
+        self.last_ns = max(self.last_ns, self._decoder.last_ns)
 
     def _read_definitions(self) -> bytes:
         end = min(self._header()[layout.WORD_DEFINITIONS_END], layout.DEFINITIONS_BYTES)
@@ -225,11 +218,3 @@ def _marks(data: bytes) -> list[int]:
     """The last word of every slot."""
     words = layout.SLOT_BYTES // 8
     return memoryview(data).cast("Q")[words - 1 :: words].tolist()
-
-
-def _time_of(record: Record) -> int:
-    if isinstance(record, SpanEnd):
-        return record.end_ns
-    if isinstance(record, (RequestBegin, SpanBegin)):
-        return record.start_ns
-    return record.time_ns if isinstance(record, RequestSeen) else 0
