@@ -7,8 +7,9 @@ request belongs to. What arrives is never trusted to come in order across proces
 from __future__ import annotations
 
 import collections
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -67,6 +68,11 @@ class _Root:
     #: 0 while it is under way.
     end_ns: int = 0
     has_ended: bool = False
+
+    @functools.cached_property
+    def link(self) -> Link | None:
+        """What leads to it from the steps that served it: the same one from each of them."""
+        return Link(self.context) if self.context.trace_flags.sampled else None
 
     def was_under_way(self, time_ns: int) -> bool:
         """Whether the request had begun by then, and had not ended."""
@@ -204,7 +210,7 @@ class Joiner:
             record.trace_id,
             record.span_id,
             is_remote=False,
-            trace_flags=TraceFlags(TraceFlags.SAMPLED if record.sampled else TraceFlags.DEFAULT),
+            trace_flags=_SAMPLED if record.sampled else _NOT_SAMPLED,
             trace_state=TraceState.from_header([record.trace_state]) if record.trace_state else None,
         )
         root = _Root(context, record, self._group_of(record))
@@ -249,7 +255,7 @@ class Joiner:
             self._register(record.root_id, root)
         if root is None:
             return False
-        if not is_last_chance and any(link not in self._roots for link in record.links):
+        if record.links and not is_last_chance and any(link not in self._roots for link in record.links):
             return False
         if record.parent_id == 0:
             if root.begin is not None:
@@ -259,20 +265,15 @@ class Joiner:
                 self._finish_root(root)
                 self._emit_span(writer, record, root, None, SpanKind.INTERNAL, record.type.name, {})
             return True
-        root.last_child_ns = max(root.last_child_ns, record.end_ns)
-        if record.type.name == "decode" and not root.decode_ns:  # one that was retracted has several
-            root.decode_ns = record.start_ns
-        latency = _LATENCIES.get(record.type.name)
-        if latency and root.begin is not None:
-            root.latencies[latency] = (
-                root.latencies.get(latency, 0.0) + (record.end_ns - record.start_ns) / 1e9
-            )
+        if root.begin is not None:
+            _add_child(root, record)
         # In another process the request goes by a key: what has the key as parent has the request as parent.
-        parent = root.context.span_id if record.parent_id == record.root_id else record.parent_id
-        parent_context = SpanContext(
-            root.context.trace_id, parent, False, root.context.trace_flags, root.context.trace_state
-        )
-        self._emit_span(writer, record, root, parent_context, SpanKind.INTERNAL, record.type.name, {})
+        parent, trace = root.context, root.context
+        if record.parent_id != record.root_id:
+            parent = SpanContext(
+                trace.trace_id, record.parent_id, False, trace.trace_flags, trace.trace_state
+            )
+        self._emit_span(writer, record, root, parent, SpanKind.INTERNAL, record.type.name, {})
         return True
 
     def _end_request(self, writer: Writer, record: SpanEnd) -> None:
@@ -318,6 +319,7 @@ class Joiner:
             self.not_sampled += len(held)
             return
         root.context = _sampled(root.context)
+        root.link = Link(root.context)
         for writer, record, owner, parent, kind, name, attributes in held:
             self._emit_span(writer, record, owner, parent, kind, name, attributes)
 
@@ -346,17 +348,14 @@ class Joiner:
         if record.error == UNFINISHED:
             self.unfinished += 1
         self.recorded += 1
-        named = zip(record.type.attributes, record.values)
-        attributes = {**attributes, **{name: value for name, value in named if value is not None}}
+        attributes = dict(attributes)
+        for key, value in zip(record.type.attributes, record.values):
+            if value is not None:
+                attributes[key] = value
         context = SpanContext(root.context.trace_id, record.span_id, False, flags, root.context.trace_state)
-        links = list(self._links(record))
+        linked = [self._roots[link].link for link in record.links if link in self._roots]
+        links = [link for link in linked if link is not None]
         self._emit(self._builder.build(writer, record, context, parent, kind, name, attributes, links))
-
-    def _links(self, record: SpanEnd) -> Iterator[Link]:
-        for link in record.links:
-            root = self._roots.get(link)
-            if root is not None and root.context.trace_flags.sampled:
-                yield Link(root.context)
 
     def _register(self, span_id: int, root: _Root) -> None:
         root.ids.append(span_id)
@@ -400,16 +399,30 @@ class Joiner:
 _NO_TYPE = SpanType("")
 
 
+_SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+
+
+def _add_child(request: _Root, record: SpanEnd) -> None:
+    """What the request's own span will say of it."""
+    request.last_child_ns = max(request.last_child_ns, record.end_ns)
+    if record.type.name == "decode" and not request.decode_ns:  # one that was retracted has several
+        request.decode_ns = record.start_ns
+    latency = _LATENCIES.get(record.type.name)
+    if latency:
+        seconds = (record.end_ns - record.start_ns) / 1e9
+        request.latencies[latency] = request.latencies.get(latency, 0.0) + seconds
+
+
 def _sampled(context: SpanContext) -> SpanContext:
     return SpanContext(
         context.trace_id,
         context.span_id,
         context.is_remote,
-        TraceFlags(TraceFlags.SAMPLED),
+        _SAMPLED,
         context.trace_state,
     )
 
 
 def _context_of_step(span_id: int) -> SpanContext:
     """A root that no request brought along has a trace of its own, whose id follows from the span's."""
-    return SpanContext(trace_id_of_root(span_id), span_id, False, TraceFlags(TraceFlags.SAMPLED))
+    return SpanContext(trace_id_of_root(span_id), span_id, False, _SAMPLED)
