@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +161,8 @@ def http_receiver() -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers["Content-Encoding"] == "gzip":
+                body = gzip.decompress(body)
             if self.path == "/v1/metrics":
                 receiver.metric_requests.append(ExportMetricsServiceRequest.FromString(body))
                 self.send_response(200)

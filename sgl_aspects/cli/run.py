@@ -61,6 +61,7 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
     chosen = []
     if arguments.endpoint:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint
+        environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would go first
         chosen.append("otlp")
     if arguments.file:
         environment["SGL_ASPECTS_TRACE_FILE"] = os.path.abspath(arguments.file)
@@ -76,6 +77,7 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
     from sgl_aspects.tracing.settings import TraceSettings
 
     before = dict(os.environ)
+    os.environ.clear()
     os.environ.update(environment)
     try:
         settings = TraceSettings.from_environment()

@@ -44,7 +44,8 @@ def remove_run_folder(folder: str) -> None:
 
 # Starts the collector as nobody's child: an engine may kill whatever descends from it when it ends.
 _LAUNCH = """
-import os, sys
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be asked to end
 process_id = os.fork()
 if process_id:
     os.write(int(sys.argv[1]), b"%d\\n" % process_id)
@@ -61,6 +62,7 @@ class CollectorProcess:
 
     def __init__(self, folder: str, settings: TraceSettings, environment: Mapping[str, str]) -> None:
         self._folder = folder
+        prints = "console" in (*settings.exporters, *settings.metric_exporters)
         self._report, report_writer = os.pipe()
         try:
             collector = ["-m", "sgl_aspects.tracing.collector", folder, str(report_writer)]
@@ -69,7 +71,7 @@ class CollectorProcess:
                 env=_collector_environment(settings, environment),
                 pass_fds=(report_writer,),
                 stdin=subprocess.DEVNULL,
-                stdout=None if "console" in settings.exporters else subprocess.DEVNULL,
+                stdout=None if prints else subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the engine
                 check=True,
             )

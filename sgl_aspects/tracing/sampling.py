@@ -27,6 +27,11 @@ class Sampler(NamedTuple):
         """The ratio as so many in 2**32."""
         return round(self.ratio * ALL)
 
+    def variables(self) -> dict[str, str]:
+        """What makes :func:`sampler_from_environment` give it."""
+        name = "parentbased_traceidratio" if self.asks_parent else "traceidratio"
+        return {"OTEL_TRACES_SAMPLER": name, "OTEL_TRACES_SAMPLER_ARG": repr(self.ratio)}
+
 
 PARENT_DECIDES = Sampler()
 

@@ -24,7 +24,9 @@
                                         parentbased_ before each (parentbased_always_on)
 ``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` and
                                         ``..._METRICS_PROTOCOL`` go first)
-``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters
+``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters, and
+                                        checked before (:mod:`~sgl_aspects.tracing.export.variables`), as are
+                                        ``OTEL_BSP_…``, ``OTEL_METRIC_EXPORT_…`` and the limits of spans
 ``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
 ``OTEL_SDK_DISABLED``                   true turns everything off
 ======================================  ==============================================================
@@ -40,6 +42,7 @@ from dataclasses import dataclass, replace
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.content import ContentCapture
+from sgl_aspects.tracing.export.variables import check_exported, check_otlp
 from sgl_aspects.tracing.sampling import PARENT_DECIDES, Sampler, sampler_from_environment
 
 EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
@@ -48,6 +51,7 @@ RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
+_METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _INSTALL = "pip install 'sgl-aspects[{}]'"
 _PACKAGES = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
@@ -75,6 +79,7 @@ class TraceSettings:
     keep_slower_than: float | None = None
     content: ContentCapture | None = None
     endpoint: str | None = None
+    metrics_endpoint: str | None = None
     file: str | None = None
     perfetto_file: str = "trace.json"
     service_name: str | None = None
@@ -91,8 +96,9 @@ class TraceSettings:
         recorder = env.choice("SGL_ASPECTS_RECORDER", RECORDERS, "ring")
         disabled = recorder == "off" or env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
         file = env.text("SGL_ASPECTS_TRACE_FILE")
-        endpoint = env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.text("OTEL_EXPORTER_OTLP_ENDPOINT")
-        exporters = env.names("OTEL_TRACES_EXPORTER") or _chosen_by(endpoint, file)
+        base = env.text("OTEL_EXPORTER_OTLP_ENDPOINT")
+        endpoint = env.text("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or base
+        exporters = _named_exporters("OTEL_TRACES_EXPORTER") or _chosen_by(endpoint, file)
         protocol = env.choice("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOLS, "http/protobuf")
         settings = cls(
             level=0 if disabled else level,
@@ -109,6 +115,7 @@ class TraceSettings:
             keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
             content=ContentCapture.from_environment(),
             endpoint=endpoint,
+            metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,
             perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
             service_name=env.text("OTEL_SERVICE_NAME"),
@@ -137,7 +144,7 @@ class TraceSettings:
             exporters = [part.strip() for part in exporters.split(",")]
         if exporters is None and (file or endpoint):
             exporters = _chosen_by(endpoint, file)
-        chosen = self.exporters if exporters is None else tuple(exporters)
+        chosen = self.exporters if exporters is None else tuple(dict.fromkeys(exporters))
         metric_exporters = _metric_exporters(chosen)
         if prometheus is not None and not 1 <= prometheus <= 65535:
             raise ConfigError(f"prometheus={prometheus}: name a port from 1 to 65535")
@@ -150,6 +157,9 @@ class TraceSettings:
             metric_exporters=metric_exporters,
             prometheus_port=prometheus or self.prometheus_port,
             endpoint=endpoint or self.endpoint,
+            metrics_endpoint=env.text("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+            or endpoint
+            or self.metrics_endpoint,
             file=file or self.file,
             service_name=service_name or self.service_name,
             run_folder=None,
@@ -157,8 +167,8 @@ class TraceSettings:
 
     def checked(self) -> TraceSettings:
         """Self, without ``none``; raises ``ConfigError`` for a choice that cannot work."""
-        if self.recorder == "sdk":
-            return self  # the application's provider exports
+        if self.disabled or self.recorder == "sdk":
+            return self  # nothing is exported, or by the application's provider
         exporters = tuple(name for name in self.exporters if name != "none")
         for name in exporters:
             if name not in EXPORTERS:
@@ -172,8 +182,10 @@ class TraceSettings:
                 raise ConfigError(f"OTEL_METRICS_EXPORTER names {name!r}: choose from {choices}, or none")
         if "prometheus" in metric_exporters:
             _require("prometheus", "the metrics exporter prometheus", "prometheus")
+        check_exported(exports_metrics=bool(metric_exporters))
         if "otlp" in metric_exporters:
             _require(self.metrics_protocol, f"OTLP over {self.metrics_protocol}")
+            check_otlp("METRICS", self.metrics_protocol, self.metrics_endpoint)
         if "otlp-json-file" in exporters:
             if not self.file:
                 raise ConfigError(
@@ -185,15 +197,7 @@ class TraceSettings:
                 raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={self.file!r}: name a file in a writable folder")
         if "otlp" in exporters:
             _require(self.protocol, f"OTLP over {self.protocol}")
-            if (
-                self.endpoint
-                and self.protocol != "grpc"
-                and not self.endpoint.startswith(("http://", "https://"))
-            ):
-                raise ConfigError(
-                    f"OTLP endpoint {self.endpoint!r}: write a URL such as http://localhost:4318, "
-                    "or set OTEL_EXPORTER_OTLP_PROTOCOL=grpc"
-                )
+            check_otlp("TRACES", self.protocol, self.endpoint)
         return replace(self, exporters=exporters, metric_exporters=metric_exporters)
 
     def overrides(self) -> dict[str, str]:
@@ -204,6 +208,7 @@ class TraceSettings:
             "OTEL_TRACES_EXPORTER": ",".join(self.exporters) or "none",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.protocol,
             "OTEL_METRICS_EXPORTER": ",".join(self.metric_exporters) or "none",
+            **self.sampler.variables(),
             "OTEL_EXPORTER_PROMETHEUS_PORT": str(self.prometheus_port),
         }
         if self.file:
@@ -222,10 +227,12 @@ def _chosen_by(endpoint: str | None, file: str | None) -> tuple[str, ...]:
 
 def _metric_exporters(trace_exporters: Sequence[str]) -> tuple[str, ...]:
     """What ``OTEL_METRICS_EXPORTER`` names; unset, metrics go to OTLP where the traces go there."""
-    named = env.names("OTEL_METRICS_EXPORTER")
-    if named is None:
-        return ("otlp",) if "otlp" in trace_exporters else ()
-    return named
+    return _named_exporters("OTEL_METRICS_EXPORTER") or (("otlp",) if "otlp" in trace_exporters else ())
+
+
+def _named_exporters(variable: str) -> tuple[str, ...]:
+    """Each once, whatever the case; () where the variable is unset or, which is the same, empty."""
+    return tuple(dict.fromkeys(name.lower() for name in env.names(variable) or ()))
 
 
 def _require(package: str, what: str, extra: str = "otlp") -> None:

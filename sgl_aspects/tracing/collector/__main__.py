@@ -1,12 +1,14 @@
 """``python -m sgl_aspects.tracing.collector RUN_FOLDER``: the collector of a run."""
 
+import contextlib
 import os
 import sys
 
 from sgl_aspects.tracing.collector.process import main
 
 code = main(sys.argv[1:])
-sys.stdout.flush()
-sys.stderr.flush()
+with contextlib.suppress(OSError):  # whoever read the console's spans may be gone
+    sys.stdout.flush()
+    sys.stderr.flush()
 # An exporter may still hang in a call that nothing can interrupt; its time is over.
 os._exit(code)

@@ -20,6 +20,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceSt
 from sgl_aspects.tracing.collector.span_builder import UNFINISHED, SpanBuilder
 from sgl_aspects.tracing.collector.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.context import trace_id_of_root
+from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import (
     AttributeValue,
     Record,
@@ -104,8 +105,9 @@ class Joiner:
         joins_partial: bool = False,
         tail: TailChoice | None = None,
         on_request: Callable[[RequestBegin, SpanEnd, int], None] | None = None,
+        limits: SpanLimits | None = None,
     ) -> None:
-        self._builder = SpanBuilder(resource)
+        self._builder = SpanBuilder(resource, limits or SpanLimits())
         self._emit = emit
         self._tail = tail
         self._on_request = on_request

@@ -19,16 +19,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
 from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collector.span_builder import engine_resource
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.export.metric_readers import make_reader
-from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all, make_exporter, quiet_exporters
+from sgl_aspects.tracing.export.span_exporters import close_all, make_pipeline, quiet_exporters
+from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets, without_secrets
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import remove_run_folder
@@ -52,12 +53,8 @@ class Collector:
         self._settings = settings
         self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
         self._end_by: float | None = None
-        self._pipelines = [
-            Pipeline(name, make_exporter(name, settings, append=is_restarted)) for name in settings.exporters
-        ]
-        resource = Resource.create()
-        if resource.attributes.get("service.name", "").startswith("unknown_service"):  # type: ignore[union-attr]
-            resource = resource.merge(Resource({"service.name": "sgl-aspects"}))
+        self._pipelines = [make_pipeline(name, settings, append=is_restarted) for name in settings.exporters]
+        resource = engine_resource()
         readers = [make_reader(name, settings) for name in settings.metric_exporters]
         self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
         self._joiner = Joiner(
@@ -65,6 +62,7 @@ class Collector:
             self._offer,
             tail=_tail_choice(settings),
             on_request=None if self._metrics is None else self._metrics.engine.request_ended,
+            limits=SpanLimits.from_environment(),
         )
         if is_restarted:
             self._joiner.replay(self._history())
@@ -192,15 +190,29 @@ def _allow_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _start(folder: str, settings: TraceSettings, is_restarted: bool) -> Collector:
+    """Raises ``ConfigError`` for whatever an exporter or the SDK finds wrong with its settings."""
+    try:
+        return Collector(folder, settings, is_restarted=is_restarted)
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = without_secrets(f"{type(error).__name__}: {error}", secrets())
+        raise ConfigError(f"OpenTelemetry refuses its settings ({text})") from error
+
+
 def main(arguments: Sequence[str]) -> int:
     if not 1 <= len(arguments) <= 2:
         print(__doc__, file=sys.stderr)
         return 2
     folder = arguments[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
+    normalise(os.environ)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # of every attempt; the errors say it, too
     quiet_exporters()
-    settings = TraceSettings.from_environment().checked()
     try:
+        settings = TraceSettings.from_environment().checked()
         is_restarted = take_run(folder)
     except ConfigError as error:
         print(f"sgl-aspects collector: {error}", file=sys.stderr)
@@ -208,8 +220,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _let_the_engine_go_first()
         _allow_many_open_files()
-        collector = Collector(folder, settings, is_restarted=is_restarted)
+        collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         collector.follow()
         _lower_session(0)  # nobody to let go first; whoever has ended the run waits
         summary = collector.finish()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
+from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import SpanEnd
 from sgl_aspects.tracing.ring.decoder import encodable
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
+_NO_LIMITS = SpanLimits()
 #: The error of a span whose process ended first.
 UNFINISHED = "unfinished"
 _UNSET = Status(StatusCode.UNSET)
@@ -32,11 +36,33 @@ class _ProcessResource(Resource):
         return self._hash
 
 
-class SpanBuilder:
-    """Spans of one run: the resource of each says which process it is from."""
+def engine_resource() -> Resource:
+    """What the SDK says of this run, in valid UTF-8, and without what it says of this process.
 
-    def __init__(self, resource: Resource) -> None:
+    ``OTEL_EXPERIMENTAL_RESOURCE_DETECTORS`` may describe the process that asks: it is the collector, and the
+    spans are those of an engine.
+    """
+    found = Resource.create()
+    named = OTELResourceDetector().detect().attributes
+    attributes = {
+        encodable(key): encodable(value)
+        for key, value in found.attributes.items()
+        if key in named or not key.startswith("process.") or key.startswith("process.runtime.")
+    }
+    if "service.name" not in named:
+        attributes["service.name"] = "sgl-aspects"
+    return Resource(attributes, found.schema_url)
+
+
+class SpanBuilder:
+    """Spans of one run: the resource of each says which process it is from.
+
+    Beyond the ``limits`` attributes and links are let go, the earliest first, and counted in the span.
+    """
+
+    def __init__(self, resource: Resource, limits: SpanLimits = _NO_LIMITS) -> None:
         self._resource = resource
+        self._limits = limits
         self._resources: dict[str, Resource] = {}
         self._scope = InstrumentationScope("sgl_aspects", __version__)
 
@@ -59,12 +85,16 @@ class SpanBuilder:
         if record.error == UNFINISHED:
             attributes["sgl_aspects.unfinished"] = True
             status = Status(StatusCode.ERROR, "the process ended before the span did")
+        held: Mapping[str, Any] = attributes
+        if self._limits != _NO_LIMITS:
+            held = BoundedAttributes(self._limits.attributes, attributes, max_value_len=self._limits.length)
+            links = BoundedList.from_seq(self._limits.links, links)
         return ReadableSpan(
             name=name,
             context=context,
             parent=parent,
             resource=self._resource_of(writer),
-            attributes=attributes,
+            attributes=held,
             links=links,
             kind=kind,
             status=status,

@@ -50,14 +50,10 @@ def make_reader(name: str, settings: TraceSettings) -> MetricReader:
     exporter: MetricExporter
     if name == "console":
         exporter = ConsoleMetricExporter(out=sys.stdout)
-    elif settings.metrics_protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc
-
-        exporter = Grpc()
     else:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Http
+        from sgl_aspects.tracing.export.otlp import Rejections, metric_exporter
 
-        exporter = Http()
+        exporter = metric_exporter(settings.metrics_protocol, Rejections("METRICS"))
     return PeriodicExportingMetricReader(exporter)
 
 

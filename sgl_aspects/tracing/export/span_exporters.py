@@ -6,10 +6,11 @@ Each exporter has a pipeline of its own, so one that is down costs the others no
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import (
@@ -19,19 +20,30 @@ from opentelemetry.sdk.trace.export import (
     SpanExportResult,
 )
 
-from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.export.variables import BatchSettings, secrets, without_secrets
 from sgl_aspects.tracing.settings import TraceSettings
 
-_QUEUE = 8192
 _PATIENCE_SECONDS = 2.0
+_LONGEST_LINE = 300
+# Of one exporter; the text of a failure may be another each time.
+_MOST_KINDS = 5
 
 
-def make_exporter(name: str, settings: TraceSettings, *, append: bool = False) -> SpanExporter:
-    """OpenTelemetry's exporter of that name; endpoint, headers and the rest it reads from the environment.
+def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
+    """The exporter of that name in its pipeline; endpoint, headers and the rest come from the environment.
 
     ``append``: a file goes on where an earlier collector of the run left it.
     """
+    if name == "otlp":
+        from sgl_aspects.tracing.export.otlp import Rejections, span_exporter
+
+        rejections = Rejections("TRACES")
+        return Pipeline(name, span_exporter(settings.protocol, rejections), rejections.take)
+    return Pipeline(name, _make_exporter(name, settings, append=append))
+
+
+def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanExporter:
     if name == "console":
         return ConsoleSpanExporter(out=sys.stdout)
     if name == "otlp-json-file":
@@ -50,20 +62,18 @@ def make_exporter(name: str, settings: TraceSettings, *, append: bool = False) -
             raise ConfigError(
                 f"SGL_ASPECTS_TRACE_PERFETTO_FILE={settings.perfetto_file!r}: {error.strerror}"
             ) from error
-    if settings.protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        return GrpcExporter()
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-    return HttpExporter()
+    raise ConfigError(f"there is no exporter {name!r}")
 
 
 class CountingExporter(SpanExporter):
-    """Passes spans on and counts what became of them."""
+    """Passes spans on and counts what became of them.
 
-    def __init__(self, inner: SpanExporter) -> None:
+    ``take_rejected``: how many of a message that a backend accepted it then rejected.
+    """
+
+    def __init__(self, inner: SpanExporter, take_rejected: Callable[[], int] = lambda: 0) -> None:
         self.inner = inner
+        self._take_rejected = take_rejected
         self.exported = 0
         self.failed = 0
         self.last_failed = False
@@ -78,7 +88,9 @@ class CountingExporter(SpanExporter):
             if self.last_failed:
                 self.failed += len(spans)
             else:
-                self.exported += len(spans)
+                rejected = min(self._take_rejected(), len(spans))
+                self.failed += rejected
+                self.exported += len(spans) - rejected
         return result
 
     def shutdown(self) -> None:
@@ -93,17 +105,18 @@ class CountingExporter(SpanExporter):
 class Pipeline:
     """One exporter behind its batch processor. ``offered`` = exported + not delivered, always."""
 
-    def __init__(self, name: str, exporter: SpanExporter) -> None:
+    def __init__(
+        self, name: str, exporter: SpanExporter, take_rejected: Callable[[], int] = lambda: 0
+    ) -> None:
         self.name = name
-        self.counting = CountingExporter(exporter)
-        self.capacity = env.integer("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE, minimum=1, maximum=1 << 24)
-        batch = min(512, self.capacity)
+        self.counting = CountingExporter(exporter, take_rejected)
+        settings = BatchSettings.from_environment()
+        self.capacity = settings.queue
         self.processor = BatchSpanProcessor(
             self.counting,
-            max_queue_size=self.capacity,
-            max_export_batch_size=env.integer(
-                "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", batch, minimum=1, maximum=self.capacity
-            ),
+            max_queue_size=settings.queue,
+            schedule_delay_millis=settings.delay,
+            max_export_batch_size=settings.batch,
         )
         self.offered = 0
         self._submitted = 0
@@ -169,21 +182,28 @@ def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
 
 
 class FirstFailure(logging.Handler):
-    """Says once per exporter, in one line, why it fails; OpenTelemetry would log each attempt."""
+    """Says each kind of failure once, in one line; OpenTelemetry would log each attempt."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: set[str] = set()
+        self._said: dict[str, set[str]] = {}
+        self._secrets = secrets()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name not in self._said:
-            self._said.add(record.name)
-            text = " ".join(record.getMessage().split())
-            print(f"sgl-aspects collector: {text[:300]} (said once)", file=sys.stderr, flush=True)
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        text = without_secrets(" ".join(text.split()), self._secrets)[:_LONGEST_LINE]
+        kind, said = re.sub(r"[\d.]+", "#", text), self._said.setdefault(record.name, set())
+        if kind not in said and len(said) < _MOST_KINDS:
+            said.add(kind)
+            print(f"sgl-aspects collector: {text} (said once)", file=sys.stderr, flush=True)
 
 
 def quiet_exporters() -> None:
-    """Puts :class:`FirstFailure` in the place of OpenTelemetry's own logging."""
-    logger = logging.getLogger("opentelemetry")
-    logger.addHandler(FirstFailure())
-    logger.propagate = False
+    """Puts :class:`FirstFailure` in the place of the exporters' own logging."""
+    handler = FirstFailure()
+    for name in ("opentelemetry", "sgl_aspects", "urllib3"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False

@@ -1,0 +1,235 @@
+"""OpenTelemetry's own variables, read before anything starts: in the collector their errors come too late.
+
+The exporters read them, too, each in its way: one ends at a value that another ignores. Here a value that
+cannot work is a ``ConfigError`` that names the variable and never shows a header, which may be a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import MutableMapping
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+
+_MOST = 1 << 31
+_LIMITS = (
+    "OTEL_ATTRIBUTE_COUNT_LIMIT",
+    "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT",
+    "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT",
+    "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT",
+    "OTEL_SPAN_EVENT_COUNT_LIMIT",
+    "OTEL_SPAN_LINK_COUNT_LIMIT",
+    "OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT",
+    "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT",
+)
+_EXEMPLARS = "OTEL_METRICS_EXEMPLAR_FILTER"
+_CHOICES = {
+    _EXEMPLARS: ("trace_based", "always_on", "always_off"),
+    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": ("cumulative", "delta", "lowmemory"),
+    "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION": (
+        "explicit_bucket_histogram",
+        "base2_exponential_bucket_histogram",
+    ),
+}
+_COMPRESSIONS = {"grpc": ("none", "gzip"), "http/protobuf": ("none", "gzip", "deflate")}
+_QUEUE = 8192
+_BATCH = 512
+# What is shorter is no secret, and may be a part of any word.
+_SHORTEST_SECRET = 6
+_SIGNALS = ("TRACES", "METRICS")
+
+
+def normalise(variables: MutableMapping[str, str]) -> None:
+    """As the specification has it: an empty variable is an unset one. Blanks around a value go."""
+    for name in [name for name in variables if name.startswith("OTEL_")]:
+        variables[name] = variables[name].strip()
+        if not variables[name]:
+            del variables[name]
+    if _EXEMPLARS in variables:  # the SDK knows it in small letters only
+        variables[_EXEMPLARS] = variables[_EXEMPLARS].lower()
+
+
+class BatchSettings(NamedTuple):
+    """Of a batch processor: spans that wait, spans of one message, and the longest wait in milliseconds."""
+
+    queue: int
+    batch: int
+    delay: int
+
+    @classmethod
+    def from_environment(cls) -> BatchSettings:
+        env.integer("OTEL_BSP_EXPORT_TIMEOUT", 30000, minimum=0, maximum=_MOST)  # the SDK uses it for nothing
+        queue = env.integer("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE, minimum=1, maximum=1 << 24)
+        return cls(
+            queue,
+            env.integer("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", min(_BATCH, queue), minimum=1, maximum=queue),
+            env.integer("OTEL_BSP_SCHEDULE_DELAY", 5000, minimum=1, maximum=_MOST),
+        )
+
+
+class SpanLimits(NamedTuple):
+    """How much a span may hold; None: as much as was recorded."""
+
+    attributes: int | None = None
+    length: int | None = None
+    links: int | None = None
+
+    @classmethod
+    def from_environment(cls) -> SpanLimits:
+        found = {name: _limit(name) for name in _LIMITS}
+        attributes = found["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"]
+        length = found["OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT"]
+        return cls(
+            found["OTEL_ATTRIBUTE_COUNT_LIMIT"] if attributes is None else attributes,
+            found["OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT"] if length is None else length,
+            found["OTEL_SPAN_LINK_COUNT_LIMIT"],
+        )
+
+
+def _limit(name: str) -> int | None:
+    return None if env.text(name) is None else env.integer(name, 0, minimum=0, maximum=_MOST)
+
+
+class TlsFiles(NamedTuple):
+    """Of one signal, each None where it is not given: trusted certificates, our own one and its key."""
+
+    certificate: str | None
+    client_certificate: str | None
+    client_key: str | None
+
+
+def tls_files(signal: str) -> TlsFiles:
+    """``signal``: TRACES or METRICS, whose own variables go first."""
+    return TlsFiles(
+        *(_named(signal, kind)[1] for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))
+    )
+
+
+def compression(signal: str, protocol: str) -> str:
+    """``none``, ``gzip``, or what else the protocol has."""
+    name, _ = _named(signal, "COMPRESSION")
+    return env.choice(name, _COMPRESSIONS[protocol], "none")
+
+
+def check_exported(exports_metrics: bool) -> None:
+    """Of every exporter. Raises ``ConfigError`` for a value that is not allowed."""
+    BatchSettings.from_environment()
+    SpanLimits.from_environment()
+    for name, choices in _CHOICES.items():
+        env.choice(name, choices, choices[0])
+    if exports_metrics:
+        env.integer("OTEL_METRIC_EXPORT_INTERVAL", 60000, minimum=1, maximum=_MOST)
+        env.integer("OTEL_METRIC_EXPORT_TIMEOUT", 30000, minimum=1, maximum=_MOST)
+
+
+def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
+    """Of OTLP, for ``signal`` (TRACES or METRICS). Raises ``ConfigError`` for what cannot work."""
+    if endpoint:
+        _check_endpoint(endpoint, protocol)
+    _check_headers(_named(signal, "HEADERS")[0])
+    name, _ = _named(signal, "TIMEOUT")
+    if env.number(name) == 0:
+        raise ConfigError(f"{name}='0': write the seconds that a backend has for a batch, such as 10")
+    compression(signal, protocol)
+    for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
+        name, path = _named(signal, kind)
+        if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            raise ConfigError(f"{name}={path!r}: there is no such file, or it cannot be read")
+    _check_certificates(signal)
+
+
+def secrets() -> list[str]:
+    """What must not be printed: the values of all headers, as they are written and as they are sent."""
+    found: set[str] = set()
+    for name in ("OTEL_EXPORTER_OTLP_HEADERS", *(f"OTEL_EXPORTER_OTLP_{s}_HEADERS" for s in _SIGNALS)):
+        for pair in (env.text(name) or "").split(","):
+            value = pair.partition("=")[2].strip() or pair.strip()
+            sent = unquote(value).strip()
+            found.update((value, sent, repr(sent)[1:-1], sent.partition(" ")[2]))
+    return sorted((secret for secret in found if len(secret) >= _SHORTEST_SECRET), key=len, reverse=True)
+
+
+def without_secrets(text: str, hidden: list[str]) -> str:
+    """``text`` with stars for what is ``hidden`` and for what URLs carry of users, passwords and queries."""
+    for secret in hidden:
+        text = text.replace(secret, "***")
+    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+    return re.sub(r"(/[^\s?'\"]*)\?[^\s'\")]+", r"\1?***", text)
+
+
+def _named(signal: str, kind: str) -> tuple[str, str | None]:
+    """The variable that counts, the signal's own or that of all, and its value."""
+    own, of_all = f"OTEL_EXPORTER_OTLP_{signal}_{kind}", f"OTEL_EXPORTER_OTLP_{kind}"
+    value = env.text(own)
+    return (of_all, env.text(of_all)) if value is None else (own, value)
+
+
+def _check_endpoint(endpoint: str, protocol: str) -> None:
+    shown = without_secrets(endpoint, [])
+    scheme = endpoint.partition("://")[0].lower()
+    if protocol != "grpc" and scheme not in ("http", "https"):
+        raise ConfigError(
+            f"OTLP endpoint {shown!r}: write a URL such as http://localhost:4318, "
+            "or set OTEL_EXPORTER_OTLP_PROTOCOL=grpc"
+        )
+    if scheme in ("http", "https"):
+        try:
+            parts = urlsplit(endpoint)
+            is_right = bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", endpoint)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ConfigError(f"OTLP endpoint {shown!r}: write host and port, as in http://localhost:4318")
+        if protocol == "grpc" and parts.username is not None:
+            raise ConfigError(
+                f"OTLP endpoint {shown!r}: gRPC sends no user; write OTEL_EXPORTER_OTLP_HEADERS instead"
+            )
+
+
+def _check_certificates(signal: str) -> None:
+    """That they are what they are named, with no password, which nobody could be asked for."""
+    files = tls_files(signal)
+    if not any(files):
+        return
+    import ssl
+
+    if files.client_key and not files.client_certificate:
+        name, _ = _named(signal, "CLIENT_KEY")
+        raise ConfigError(f"{name} needs its certificate: set {name.replace('KEY', 'CERTIFICATE')}, too")
+    kind, context = "CERTIFICATE", ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if files.certificate:
+            context.load_verify_locations(files.certificate)
+        kind = "CLIENT_CERTIFICATE"
+        if files.client_certificate:
+            context.load_cert_chain(files.client_certificate, files.client_key, password="")
+    except OSError as error:  # of which SSLError is one
+        name, path = _named(signal, kind)
+        raise ConfigError(
+            f"{name}={path!r}: no certificate can be read there, in PEM form and with its key ({error})"
+        ) from error
+
+
+def _check_headers(name: str) -> None:
+    """The form ``name=value,name=value``, values percent-encoded. What is wrong is told by its place."""
+    pairs = (env.text(name) or "").split(",")
+    for number, pair in enumerate(pairs, start=1):
+        header, is_pair, value = (part.strip() for part in pair.partition("="))
+        if not pair.strip():
+            continue
+        if not (is_pair and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", header)):
+            raise ConfigError(
+                f"{name}: part {number} of {len(pairs)} is no header: write name=value,name=value, "
+                "and a comma within a value as %2C"
+            )
+        if re.search(r'[";\\]', value):
+            raise ConfigError(f'{name}: in the value of {header!r} write " as %22, ; as %3B and \\ as %5C')
+        if not re.fullmatch(r"[\t -~]*", unquote(value)):
+            raise ConfigError(
+                f"{name}: the value of {header!r} has characters that no header can carry: "
+                "write it in ASCII, on one line"
+            )
