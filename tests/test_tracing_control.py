@@ -13,9 +13,10 @@ import pytest
 from sgl_aspects.cli.main import main
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.tracing import attach
+from sgl_aspects.tracing import attach, control
 from sgl_aspects.tracing.context import new
 from sgl_aspects.tracing.control import Control
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests import workers
 from tests.otlp_receiver import spans_of
 from tests.test_tracing_collector import begin, is_running, read_file, wait_until
@@ -134,6 +135,35 @@ def test_no_run_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     done = command("ctl", "--run", str(tmp_path), "--off")
     assert done.returncode == 2
     assert "SGL_ASPECTS_TRACE" in done.stderr
+
+
+def test_a_run_is_its_user_s_own_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        with attach(file=str(tmp_path / "traces.jsonl")) as session:
+            begin(session, "r")()
+            assert main(["ctl", "--run", session.run_folder, "--sample", "0.5"]) == 0
+            run = Path(session.run_folder)
+            wait_until(lambda: (run / "collector.lock").exists())
+            assert run.stat().st_mode & 0o777 == 0o700
+            assert {path.stat().st_mode & 0o777 for path in run.iterdir()} == {0o600}
+            assert (run / "control").exists()
+    finally:
+        os.umask(before)
+
+
+def test_a_run_that_ends_while_it_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RingRecorder(str(tmp_path)).open()
+    first = next(control.rings(str(tmp_path)))
+    first.path.unlink()
+    monkeypatch.setattr("sgl_aspects.cli.ctl.rings", lambda *_: [first])
+    assert main(["ctl", "--run", str(tmp_path), "--off"]) == 0
+    assert not (tmp_path / "control").exists()
+
+
+@pytest.mark.parametrize("share", ["much", "nan", "1.5", "-0.1"])
+def test_a_share_that_is_none(share: str) -> None:
+    assert f"{share}: write a number from 0 to 1" in command("ctl", f"--sample={share}").stderr
 
 
 def test_a_look_from_within_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,33 @@ def _newest(path: Path) -> int:
     return ring.taken
 
 
+@pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
+def test_no_number_of_seconds(killed: Path, seconds: str) -> None:
+    done = command("dump", "--run", str(killed), "--last", seconds)
+    assert done.returncode == 2
+    assert f"{seconds}: write a number of seconds" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300"])
+def test_everything(killed: Path, seconds: str) -> None:
+    assert len(command("dump", "--run", str(killed), "--last", seconds).stdout.splitlines()) == 6
+
+
+def test_a_terminal_that_knows_ascii_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with attach(exporters=["console"]) as session:
+        begin(session, "Käse")()
+        assert "id=K\\xe4se" in command("dump", "--run", session.run_folder).stdout
+
+
+def test_where_nothing_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "1-00000000.ring").touch()
+    for words in (["dump"], ["ctl", "--off"]):
+        done = command(*words, "--run", str(tmp_path))
+        assert done.returncode == 2
+        assert "none of its rings can be read" in done.stderr
+
+
 def test_a_damaged_ring_beside_a_good_one(killed: Path, tmp_path: Path) -> None:
     for path in killed.glob("*.ring"):
         shutil.copy(path, tmp_path)

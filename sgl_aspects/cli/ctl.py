@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
 
 
 def _share(text: str) -> float:
-    share = float(text)
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text}: write a number from 0 to 1")
     return share
@@ -17,7 +22,7 @@ def _share(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--level", type=int, choices=range(5), help="1 request, 2 scheduler, 3 forward; 0 off"
+        "--level", type=int, choices=range(5), help="1 request, 2 + scheduler, 3 + forward, 4 + layers; 0 off"
     )
     parser.add_argument(
         "--sample", type=_share, metavar="SHARE", help="record so many of the requests, 0 to 1"
@@ -41,16 +46,23 @@ def run(arguments: argparse.Namespace) -> int:
     changes = any(value is not None for value in asked.values())
     changed: dict[Path, Control] = {}
     for ring in rings(arguments.folder, arguments.pid):
-        control = read_control(ring.path)
-        if changes:
-            control = control.changed(**asked)
-            write_control(ring.path, control)
-            changed[ring.path.parent] = control
+        try:
+            control = read_control(ring.path)
+            if changes:
+                control = control.changed(**asked)
+                write_control(ring.path, control)
+                changed[ring.path.parent] = control
+        except FileNotFoundError:  # the run has ended meanwhile
+            ring.close()
+            continue
+        except OSError as error:
+            raise ConfigError(f"{ring.path}: {error.strerror}; only its own user can change a run") from error
         alive = "" if ring.is_alive() else "  (ended)"
         level = f"level {control.level}" if control.level else f"off (level {control.wanted} when on)"
         print(f"process {ring.process_id}: {level}, sample {control.sample:g}{alive}")
         ring.close()
     if arguments.pid is None:
         for folder, control in changed.items():
-            write_run_control(folder, control)
+            with contextlib.suppress(FileNotFoundError):
+                write_run_control(folder, control)
     return 0

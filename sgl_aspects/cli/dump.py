@@ -13,8 +13,18 @@ from sgl_aspects.tracing.control import rings
 _FORMATS = ("text", "otlp-json", "perfetto")
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: write a number of seconds, such as 10")
+    return seconds
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--last", type=float, default=10.0, metavar="SECONDS", help="how far back (10)")
+    parser.add_argument("--last", type=_seconds, default=10.0, metavar="SECONDS", help="how far back (10)")
     parser.add_argument("--format", choices=_FORMATS, default="text", help="perfetto: for ui.perfetto.dev")
     parser.add_argument("--output", type=Path, metavar="FILE", help="left out: standard output")
     add_run_choice(parser)
@@ -28,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     for ring in found:
         ring.close()
     if arguments.output is None:
-        sys.stdout.write(text)
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
     else:
         try:
             arguments.output.write_text(text, encoding="utf-8")

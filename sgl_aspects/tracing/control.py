@@ -7,6 +7,7 @@ what processes that start later begin with.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import struct
@@ -20,6 +21,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.run_folder import write_private
 
 FOLDER_PREFIX = "sgl-aspects-"
 _FILE = "control"
@@ -62,7 +64,10 @@ class Control:
 def runs() -> list[Path]:
     """The folders of this user's runs on this machine, oldest first."""
     found = []
-    for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+    parents = ["/dev/shm", env.text("XDG_RUNTIME_DIR")]
+    with contextlib.suppress(FileNotFoundError):  # no folder of temporary files: none of ours there
+        parents.append(tempfile.gettempdir())
+    for parent in parents:
         for path in Path(parent).glob(FOLDER_PREFIX + "*") if parent else ():
             try:
                 status = path.lstat()
@@ -94,11 +99,19 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
     if len(processes) > 1:
         names = "; ".join(f"{run} (process {', '.join(of_run)})" for run, of_run in processes.items())
         raise ConfigError(f"several runs are traced: choose one with --run FOLDER or --pid PID: {names}")
+    readable = 0
     for path in found:
         try:
-            yield RingReader(path, read_only=True)
+            ring = RingReader(path, read_only=True)
         except (DamagedError, OSError):
             continue
+        readable += 1
+        yield ring
+    if not readable:
+        raise ConfigError(
+            f"{found[0].parent}: none of its rings can be read: they are damaged, of another version of "
+            "sgl-aspects, or another user's"
+        )
 
 
 def read_control(ring: Path) -> Control:
@@ -117,9 +130,7 @@ def write_control(ring: Path, control: Control) -> None:
 
 def write_run_control(folder: Path, control: Control) -> None:
     """What processes of the run that start from now on begin with."""
-    temporary = folder / f".{_FILE}-{os.getpid()}"
-    temporary.write_bytes(control.pack())
-    temporary.replace(folder / _FILE)
+    write_private(folder / _FILE, control.pack())
 
 
 def run_control(folder: str) -> Control | None:

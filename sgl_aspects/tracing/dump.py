@@ -14,6 +14,8 @@ from opentelemetry.trace import StatusCode
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.ring.reader import RingReader
 
+# In seconds: whatever a ring can hold is younger.
+_LONGEST = 1e12
 FORMATS = ("text", "otlp-json", "perfetto")
 
 
@@ -37,7 +39,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
             ring.last_ns = time.time_ns()  # what is open is open until now
         joiner.writer_gone(ring)
     joiner.finish()
-    since = newest - int(seconds * 1e9)
+    since = newest - int(min(seconds, _LONGEST) * 1e9)
     return sorted(
         (span for span in found if (span.end_time or 0) >= since), key=lambda span: span.start_time or 0
     )

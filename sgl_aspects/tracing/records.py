@@ -52,7 +52,7 @@ class RequestSeen(NamedTuple):
     """Another process got the request with this id; from here on its records call it ``key``.
 
     Requests with the same id, one after the other, are told apart by time: it is the one that was under way
-    then. Where none was (its caller went away first), it is the first that nobody has seen.
+    then. Where none was (its caller went away first), it is one that ended just before and that nobody saw.
     """
 
     key: int

@@ -26,7 +26,7 @@ def make_run_folder() -> str:
     Raises ``ConfigError`` where there is no place for it.
     """
     for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR")):
-        if parent and os.access(parent, os.W_OK | os.X_OK):
+        if parent and os.path.isabs(parent) and os.access(parent, os.W_OK | os.X_OK):
             with contextlib.suppress(OSError):
                 return tempfile.mkdtemp(prefix="sgl-aspects-", dir=parent)
     try:
@@ -40,6 +40,15 @@ def make_run_folder() -> str:
 
 def remove_run_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """A file of a run, as whole as it was before or as it is to be; of this user only, whatever the umask."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(temporary, flags, 0o600), "wb") as file:
+        file.write(data)
+    temporary.replace(path)
 
 
 # Starts the collector as nobody's child: an engine may kill whatever descends from it when it ends.

@@ -52,8 +52,6 @@ def _of_rings(folder: str | None) -> Run:
     from sgl_aspects.tracing.dump import spans_of
 
     found = list(rings(folder))
-    if not found:
-        raise ConfigError(f"{folder}: none of its rings can be read")
     try:
         spans = sorted(
             (span_of(span) for span in spans_of(found, _EVERYTHING)),

@@ -35,8 +35,8 @@ from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 _WAITING_RECORDS = 20_000
 _WAITING_SECONDS = 5.0
-# A scheduler's first word of a request that had ended for its caller by then: a moment, in which a later
-# request with the same id would have been read.
+# A caller may go away just before the scheduler hears of its request. Such a word of the scheduler's waits so
+# long, in which a later request with the same id would have been read.
 _SEEN_LATE_SECONDS = 1.0
 _ENDED_ROOTS = 4096
 
@@ -75,10 +75,10 @@ class _Root:
         """What leads to it from the steps that served it: the same one from each of them."""
         return Link(self.context) if self.context.trace_flags.sampled else None
 
-    def was_under_way(self, time_ns: int) -> bool:
-        """Whether the request had begun by then, and had not ended."""
+    def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
+        """Whether the request had begun by then, and had not ended so many seconds before."""
         began = self.begin is not None and self.begin.start_ns <= time_ns
-        return began and (not self.end_ns or time_ns <= self.end_ns)
+        return began and (not self.end_ns or time_ns <= self.end_ns + grace * 1e9)
 
 
 # Of Joiner._emit_span.
@@ -232,7 +232,7 @@ class Joiner:
         return group if is_answer and _OPERATION not in record.attributes else None
 
     def _see_request(self, writer: Writer, record: RequestSeen, is_late: bool) -> bool:
-        """Of the requests with this id it is the one that was under way; else the first that nobody saw.
+        """Of the requests with this id it is the one that was under way; else one that ended just before.
 
         Two engines of one process may each have one under way: each scheduler hears of its own at once.
         """
@@ -240,7 +240,8 @@ class Joiner:
         unseen = [root for root in requests if root.is_sent and writer.name not in root.seen_by]
         found = [root for root in reversed(unseen) if root.was_under_way(record.time_ns)]
         if not found and is_late:
-            found = [root for root in unseen if not root.seen_by]
+            grace = _SEEN_LATE_SECONDS
+            found = [r for r in unseen if not r.seen_by and r.was_under_way(record.time_ns, grace)]
         if found:
             found[0].seen_by.add(writer.name)
             self._register(record.key, found[0])

@@ -14,6 +14,7 @@ from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.export.span_exporters import Pipeline
+from sgl_aspects.tracing.run_folder import write_private
 
 __all__ = ["STEP", "CollectorMetrics"]
 
@@ -47,7 +48,7 @@ class CollectorMetrics:
             if total != self._last:
                 self._last = total
                 with contextlib.suppress(OSError):  # the folder goes when the run ends
-                    self._reported.write_text(json.dumps({"dropped": total}))
+                    write_private(self._reported, json.dumps({"dropped": total}).encode())
             return {"": max(0, total - self._before)}
 
         count = self.engine.count
