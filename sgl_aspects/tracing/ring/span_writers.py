@@ -27,8 +27,11 @@ MISFITS = (struct.error, TypeError, ValueError, OverflowError)
 _SOURCE = """
 def make(slots, texts, layouts, learn, write_as_text):
     def write(span_id, root_id, parent_id, start_ns, end_ns, values=(), error="", links=(), opened=None):
-        if opened is not None and current() is opened:
-            make_current(opened[4])
+        try:
+            if opened is not None:
+                restore(opened)
+        except NOT_OPEN:
+            pass
         try:
             {take_apart}
             if error or links:
@@ -130,8 +133,8 @@ def make_writer(
     names_in_it: dict[str, Any] = {
         "MISFITS": MISFITS,
         "NONE": layout.NONE,
-        "current": context.current,
-        "make_current": context.make_current,
+        "NOT_OPEN": context.NOT_OPEN,
+        "restore": context.restore,
         "shape": shape,
     }
     exec(compile(source, f"<the writer of spans of {codes or 'no attributes'}>", "exec"), names_in_it)
