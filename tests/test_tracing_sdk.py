@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -87,6 +88,54 @@ def test_the_application_s_provider_gets_the_spans(tmp_path: Path, monkeypatch: 
     assert step["parent_id"] is None
     assert step["attributes"] == {"size": 1}
     assert step["links"][0]["context"]["span_id"] == request["context"]["span_id"]
+
+
+SAMPLED = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, ParentBased, Sampler, SamplingResult
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.records import RequestBegin, SpanType
+
+class OfOneModel(Sampler):
+    def should_sample(self, parent_context, trace_id, name, kind=None, attributes=None, *more, **named):
+        is_wanted = (attributes or {}).get("gen_ai.request.model") == "large"
+        decision = Decision.RECORD_AND_SAMPLE if is_wanted else Decision.DROP
+        return SamplingResult(decision, {"sampled.by": "model"})
+
+    def get_description(self):
+        return "of one model"
+
+memory, provider = InMemorySpanExporter(), TracerProvider(sampler=ParentBased(OfOneModel()))
+with attach(level=1) as session:
+    recorder = session.recorder
+    for number, model in enumerate(["small", "large", "small", "large"]):
+        if number == 1:  # the application is in no hurry
+            provider.add_span_processor(SimpleSpanProcessor(memory))
+            trace.set_tracer_provider(provider)
+        if number == 3:
+            provider.shutdown()
+        root = recorder.new_id()
+        asked = {"gen_ai.request.model": model}
+        recorder.write(RequestBegin(root, f"r{number}", 1, *context.new(), "chat", asked))
+        recorder.spans(SpanType("tokenize"))(recorder.new_id(), root, root, 2, 3)
+        recorder.spans(SpanType("request"))(root, root, 0, 1, 4)
+print([(span.name, dict(span.attributes)) for span in memory.get_finished_spans()])
+"""
+
+
+def test_the_application_s_sampler_sees_what_a_request_asks_for() -> None:
+    """It drops, a provider comes late, another is shut down early: none of that is an error."""
+    command = [sys.executable, "-W", "error", "-c", SAMPLED]
+    environment = {**os.environ, "SGL_ASPECTS_RECORDER": "sdk"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout.strip() == str(
+        [("tokenize", {}), ("chat", {"gen_ai.request.model": "large", "sampled.by": "model"})]
+    )
 
 
 def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
