@@ -160,7 +160,7 @@ def record(
     rid: str = "r",
 ) -> int:
     """A request that sampling left out unless ``origin`` says otherwise, with a child."""
-    recorder, start = session.recorder, time.time_ns() - 10 * SECOND
+    recorder, start = session.recorder, time.time_ns() - int(seconds * SECOND)
     span_id = recorder.new_id()
     if origin is None:
         origin = context.new(recorder.sample)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -352,13 +352,17 @@ class Joiner:
             self.unfinished += 1
         self.recorded += 1
         attributes = dict(attributes)
-        for key, value in zip(record.type.attributes, record.values):
-            if value is not None:
-                attributes[key] = value
+        if record.values:
+            for key, value in zip(record.type.attributes, record.values):
+                if value is not None:
+                    attributes[key] = value
         context = SpanContext(root.context.trace_id, record.span_id, False, flags, root.context.trace_state)
-        linked = [self._roots[link].link for link in record.links if link in self._roots]
-        links = [link for link in linked if link is not None]
+        links = self._links(record.links) if record.links else ()
         self._emit(self._builder.build(writer, record, context, parent, kind, name, attributes, links))
+
+    def _links(self, root_ids: Sequence[int]) -> list[Link]:
+        links = [self._roots[root_id].link for root_id in root_ids if root_id in self._roots]
+        return [link for link in links if link is not None]
 
     def _register(self, span_id: int, root: _Root) -> None:
         root.ids.append(span_id)

@@ -62,7 +62,7 @@ class SpanBuilder:
 
     def __init__(self, resource: Resource, limits: SpanLimits = _NO_LIMITS) -> None:
         self._resource = resource
-        self._limits = limits
+        self._limits = None if limits == _NO_LIMITS else limits
         self._resources: dict[str, Resource] = {}
         self._scope = InstrumentationScope("sgl_aspects", __version__)
 
@@ -86,14 +86,14 @@ class SpanBuilder:
             attributes["sgl_aspects.unfinished"] = True
             status = Status(StatusCode.ERROR, "the process ended before the span did")
         held: Mapping[str, Any] = attributes
-        if self._limits != _NO_LIMITS:
+        if self._limits is not None:
             held = BoundedAttributes(self._limits.attributes, attributes, max_value_len=self._limits.length)
             links = BoundedList.from_seq(self._limits.links, links)
         return ReadableSpan(
             name=name,
             context=context,
             parent=parent,
-            resource=self._resource_of(writer),
+            resource=self._resources.get(writer.name) or self._make_resource(writer),
             attributes=held,
             links=links,
             kind=kind,
@@ -103,9 +103,7 @@ class SpanBuilder:
             instrumentation_scope=self._scope,
         )
 
-    def _resource_of(self, writer: Writer) -> Resource:
-        resource = self._resources.get(writer.name)
-        if resource is None:
-            merged = self._resource.merge(Resource({"process.pid": encodable(writer.process_id)}))
-            resource = self._resources[writer.name] = _ProcessResource(merged.attributes, merged.schema_url)
+    def _make_resource(self, writer: Writer) -> Resource:
+        merged = self._resource.merge(Resource({"process.pid": encodable(writer.process_id)}))
+        resource = self._resources[writer.name] = _ProcessResource(merged.attributes, merged.schema_url)
         return resource

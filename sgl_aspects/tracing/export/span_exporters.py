@@ -120,15 +120,20 @@ class Pipeline:
         )
         self.offered = 0
         self._submitted = 0
+        self._room = (
+            0  # there was for so many more when it was last asked; by now there may be for others, too
+        )
         self._stuck_at = -1
 
     def offer(self, span: ReadableSpan) -> None:
         """Hands a span over. Waits a little for a busy exporter; one that fails or hangs loses the span."""
         self.offered += 1
-        if self._is_full():
+        if not self._room:
             self._wait_for_room()
-            if self._is_full():
+            self._room = max(0, self.capacity - self._submitted + self._done())
+            if not self._room:
                 return
+        self._room -= 1
         self._submitted += 1
         self.processor.on_end(span)
 
