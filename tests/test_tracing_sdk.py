@@ -134,7 +134,7 @@ def test_the_application_s_sampler_sees_what_a_request_asks_for() -> None:
     assert ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.stdout.strip() == str(
-        [("tokenize", {}), ("chat", {"gen_ai.request.model": "large", "sampled.by": "model"})]
+        [("tokenize", {}), ("chat", {"sampled.by": "model", "gen_ai.request.model": "large"})]
     )
 
 

@@ -92,8 +92,10 @@ class SdkRecorder:
             state = trace.TraceState.from_header([event.trace_state]) if event.trace_state else None
             caller = SpanContext(event.trace_id, event.parent_id, event.remote, flags, state)
             parent = trace.set_span_in_context(NonRecordingSpan(caller), parent)
-        asked = dict(event.attributes)  # at once: the provider's sampler may want to know
+        asked = dict(event.attributes)
+        # At once for the provider's sampler; and again, because it gives the span only what it hands back.
         span = self._tracer.start_span(event.name, parent, SpanKind.SERVER, asked, start_time=event.start_ns)
+        span.set_attributes(asked)
         self._keep(event.span_id, span)
         self._open[event.span_id] = self._requests[event.request_id] = span
         _bound(self._begun)
