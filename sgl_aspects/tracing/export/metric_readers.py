@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
@@ -71,9 +72,19 @@ def _prometheus_reader(host: str, port: int) -> MetricReader:
     for own in (GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR):
         with contextlib.suppress(KeyError):
             REGISTRY.unregister(own)
-    reader: MetricReader = PrometheusMetricReader()
     try:
-        start_http_server(port, host)
+        server, _ = start_http_server(port, host)
     except OSError as error:
         raise ConfigError(port_problem(host, port, error)) from error
-    return reader
+
+    class Page(PrometheusMetricReader):
+        """Gives its port back before the end of the run is told: the next run may want it at once."""
+
+        def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+            super().shutdown(timeout_millis, **kwargs)
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread up
+            server.shutdown()
+            server.server_close()
+
+    page: MetricReader = Page()
+    return page
