@@ -133,15 +133,16 @@ class RingRecorder:
 
     def write(self, event: Event) -> None:
         if isinstance(event, SpanBegin):
-            head = self._begins.get(event[0]) or self._declare_begin(event[0])
+            type, span_id, root_id, parent_id, start_ns = event
+            head = self._begins.get(type) or self._declare_begin(type)
             if head:
-                self._slots.fill(layout.BEGIN.pack_into, head, *event[1:])
+                self._slots.fill_begin(head, span_id, root_id, parent_id, start_ns)
         elif isinstance(event, RequestBegin):
             self._write_text(["R", *event])
         elif isinstance(event, RequestSeen):
             self._write_text(["A", *event])
         else:
-            self._slots.fill(layout.BEGIN.pack_into, layout.KIND_SENT, event.span_id, 0, 0, 0)
+            self._slots.fill_begin(layout.KIND_SENT, event.span_id, 0, 0, 0)
 
     #: A ring is told of a span when it ends.
     begin = staticmethod(begin_span)
