@@ -237,6 +237,12 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
+def test_the_next_run_may_have_the_port_at_once(tmp_path: Path, port: int) -> None:
+    for _ in range(4):
+        with attach(level=1, file=str(tmp_path / "traces.jsonl"), prometheus=port):
+            wait_until(lambda: shown(port, "target_info") == 1)
+
+
 def test_a_collector_started_again_counts_nothing_twice(
     receiver: Receiver, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
