@@ -49,6 +49,8 @@ class SchedulerState:
         self.requests: dict[str, ScheduledRequest] = {}
         self.level = self.step_id = self.run_id = 0
         self.details: list[tuple[SpanWriter, int, int, str]] = []
+        #: Those that gave way, and are in the queue again.
+        self.retracted: set[ScheduledRequest] = set()
         self._recorder = recorder
         self._begin: Callable[[SpanBegin], None] = recorder.write
         self._write_queue = recorder.spans(QUEUE)
@@ -82,6 +84,7 @@ class SchedulerState:
         """It is in a batch for the first time."""
         if not request.is_running:
             request.is_running = True
+            self.retracted.discard(request)
             self._write_queue(request.queue_id, request.key, request.key, request.queued_ns, now)
 
     def prefilled(
@@ -92,8 +95,16 @@ class SchedulerState:
         request.chunks += 1
         self._write_prefill(recorder.new_id(), key, key, start_ns, end_ns, values, problem)
         if is_last and not problem:
-            request.decode_id, request.decode_ns = recorder.new_id(), end_ns
-            self._begin(SpanBegin(DECODE, request.decode_id, key, key, end_ns))
+            self._begin_decode(request, end_ns)
+
+    def resume(self, request: ScheduledRequest, now: int) -> None:
+        """It gave way, and all that it had is still in the prefix cache: it decodes at once."""
+        self.leave_queue(request, now)
+        self._begin_decode(request, now)
+
+    def _begin_decode(self, request: ScheduledRequest, now: int) -> None:
+        request.decode_id, request.decode_ns = self._recorder.new_id(), now
+        self._begin(SpanBegin(DECODE, request.decode_id, request.key, request.key, now))
 
     def retract(self, rid: str, output_tokens: int | None) -> None:
         """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
@@ -106,6 +117,7 @@ class SchedulerState:
             self._write_decode(request.decode_id, key, key, request.decode_ns, now, values)
         request.is_running, request.decode_id = False, 0
         request.queue_id, request.queued_ns = recorder.new_id(), now
+        self.retracted.add(request)
         self._begin(SpanBegin(QUEUE, request.queue_id, key, key, now))
 
     def end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str, now: int) -> None:
@@ -113,6 +125,7 @@ class SchedulerState:
         request = self.requests.pop(rid, None)
         if request is None:
             return
+        self.retracted.discard(request)
         key = request.key
         if request.decode_id:
             start_ns = request.decode_ns
@@ -172,18 +185,23 @@ class ScheduledRequestAspect:
             self._state.end(token, None, None, error_type(error), time_ns())
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        requests = self._state.requests
+        state = self._state
+        requests = state.requests
         batch = self._ran(args, kwargs)
-        if not requests or self._mode(batch) == "decode":
+        if not requests or (self._mode(batch) == "decode" and not state.retracted):
             return None  # nearly every step: nothing begins in it
         now = time_ns()
         chunks = []
         for req, tokens in zip(self._reqs(batch), self._new_tokens(batch)):
             left = self._prefill_left(req)
             request = requests.get(self._rid(req))
-            if not left or request is None:
+            if request is None:
                 continue
-            self._state.leave_queue(request, now)
+            if not left:
+                if request in state.retracted:
+                    state.resume(request, now)
+                continue
+            state.leave_queue(request, now)
             chunks.append((request, tokens, left <= tokens))
         return now, chunks
 
