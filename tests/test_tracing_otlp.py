@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -351,3 +353,27 @@ def test_an_exporter_named_twice_exports_once(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         assert run_of_three().exported == {"otlp": 3}
         assert len(receiver.spans) == 3
+
+
+FULL = """
+from sgl_aspects.tracing import attach
+from tests.test_tracing_collector import begin
+
+with attach(level=1, endpoint="http://127.0.0.1:9") as session:
+    begin(session, "r")()
+print(session.summary)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+def test_an_engine_s_log_that_is_full_costs_no_spans() -> None:
+    with open("/dev/full", "w") as log:
+        ran = subprocess.run(
+            [sys.executable, "-c", FULL],
+            env={**os.environ, "SGL_ASPECTS_TRACE_FLUSH_SECONDS": "0"},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            timeout=60,
+        )
+    assert ran.stdout.strip() == "1 spans recorded; otlp: 0 delivered, 1 NOT delivered"

@@ -27,8 +27,9 @@ from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetric
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
 from sgl_aspects.tracing.collector.tail import TailChoice
+from sgl_aspects.tracing.export.failures import quiet_exporters, tell
 from sgl_aspects.tracing.export.metric_readers import make_reader
-from sgl_aspects.tracing.export.span_exporters import close_all, make_pipeline, quiet_exporters
+from sgl_aspects.tracing.export.span_exporters import close_all, make_pipeline
 from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets, without_secrets
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring.reader import RingReader
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
         settings = TraceSettings.from_environment().checked()
         is_restarted = take_run(folder)
     except ConfigError as error:
-        print(f"sgl-aspects collector: {error}", file=sys.stderr)
+        tell(str(error))
         return 1
     try:
         _let_the_engine_go_first()
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
         if not settings.keep_run_folder:
             remove_run_folder(folder)
     if summary.problem or any(summary.not_delivered.values()):
-        print(f"sgl-aspects collector: {summary}", file=sys.stderr)
+        tell(str(summary))
     report = int(arguments[1]) if len(arguments) == 2 else sys.stdout.fileno()
     with contextlib.suppress(BrokenPipeError):
         os.write(report, summary.to_json().encode())

@@ -5,8 +5,6 @@ Each exporter has a pipeline of its own, so one that is down costs the others no
 
 from __future__ import annotations
 
-import logging
-import re
 import sys
 import threading
 import time
@@ -21,13 +19,10 @@ from opentelemetry.sdk.trace.export import (
 )
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.export.variables import BatchSettings, secrets, without_secrets
+from sgl_aspects.tracing.export.variables import BatchSettings
 from sgl_aspects.tracing.settings import TraceSettings
 
 _PATIENCE_SECONDS = 2.0
-_LONGEST_LINE = 300
-# Of one exporter; the text of a failure may be another each time.
-_MOST_KINDS = 5
 
 
 def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
@@ -184,31 +179,3 @@ def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
             pipeline.counting.shutdown()  # ends waits between retries
     for thread in threads:
         thread.join(0.2)
-
-
-class FirstFailure(logging.Handler):
-    """Says each kind of failure once, in one line; OpenTelemetry would log each attempt."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._said: dict[str, set[str]] = {}
-        self._secrets = secrets()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info and record.exc_info[1] is not None:
-            text += f" {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-        text = without_secrets(" ".join(text.split()), self._secrets)[:_LONGEST_LINE]
-        kind, said = re.sub(r"[\d.]+", "#", text), self._said.setdefault(record.name, set())
-        if kind not in said and len(said) < _MOST_KINDS:
-            said.add(kind)
-            print(f"sgl-aspects collector: {text} (said once)", file=sys.stderr, flush=True)
-
-
-def quiet_exporters() -> None:
-    """Puts :class:`FirstFailure` in the place of the exporters' own logging."""
-    handler = FirstFailure()
-    for name in ("opentelemetry", "sgl_aspects", "urllib3"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.propagate = False
