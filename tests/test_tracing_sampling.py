@@ -122,33 +122,74 @@ def test_the_variable_reaches_processes_and_exporters(
     assert len(receiver.named("chat m")) == (3 if name == "always_on" else 1)
 
 
-def test_the_aspect_asks_the_sampler() -> None:
-    class Kept:
-        level, sample = 1, 0
+class Kept:
+    """A recorder that samples nothing and keeps what an aspect writes."""
 
-        def __init__(self) -> None:
-            self.events: list[RequestBegin] = []
+    level, sample = 1, 0
 
-        def new_id(self) -> int:
-            return 1
+    def __init__(self) -> None:
+        self.events: list[RequestBegin] = []
 
-        def spans(self, type: SpanType) -> None: ...
+    def new_id(self) -> int:
+        return 1
 
-        def write(self, event: RequestBegin) -> None:
-            self.events.append(event)
+    def spans(self, type: SpanType) -> None: ...
 
-        def begin(self, *_: object) -> context.Opened:
-            return context.open_span(1, 1)
+    def write(self, event: RequestBegin) -> None:
+        self.events.append(event)
 
+    def begin(self, *_: object) -> context.Opened:
+        return context.open_span(1, 1)
+
+
+def received(options: AspectOptions) -> RequestBegin:
+    """What the aspect writes of a request whose caller has a trace."""
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     request = SimpleNamespace(rid="r", is_chat=False, stream=False, headers=headers, group=None)
+    kept = Kept()
+    aspect = RequestAspect(kept, EMBEDDED, options)  # type: ignore[arg-type]
+    receive = next(seen for seen in aspect.observations() if seen.role == "receive_request")
+    receive.exit(receive.enter((object(), request), {}), object(), None)
+    (event,) = kept.events
+    return event
+
+
+def test_the_aspect_asks_the_sampler() -> None:
     for asks_parent in (True, False):
-        kept = Kept()
-        aspect = RequestAspect(kept, EMBEDDED, AspectOptions(asks_parent))  # type: ignore[arg-type]
-        receive = next(seen for seen in aspect.observations() if seen.role == "receive_request")
-        token = receive.enter((object(), request), {})
-        receive.exit(token, object(), None)
-        assert [event.sampled for event in kept.events] == [asks_parent]
+        assert received(AspectOptions(asks_parent)).sampled is asks_parent
+
+
+def test_a_caller_s_context_is_taken_unless_propagators_say_otherwise() -> None:
+    assert received(AspectOptions()).trace_id == int("a" * 32, 16)
+    alone = received(AspectOptions(takes_context=False))
+    assert alone.trace_id != int("a" * 32, 16)
+    assert alone.parent_id == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "takes", "warns"),
+    [
+        (None, True, False),
+        ("", True, False),
+        ("tracecontext", True, False),
+        ("Baggage, TraceContext", True, False),
+        ("none", False, False),
+        ("baggage", False, False),
+        ("b3,tracecontext", True, True),
+        ("b3multi", False, True),
+    ],
+)
+def test_propagators(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: str | None,
+    takes: bool,
+    warns: bool,
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("OTEL_PROPAGATORS", value)
+    assert TraceSettings.from_environment().takes_context is takes
+    assert ("OTEL_PROPAGATORS" in caplog.text) is warns
 
 
 def record(

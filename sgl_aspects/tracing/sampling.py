@@ -1,4 +1,4 @@
-"""Which requests are wanted: ``OTEL_TRACES_SAMPLER`` as OpenTelemetry defines it, decided once per request.
+"""Which requests are wanted, and who is asked: ``OTEL_TRACES_SAMPLER`` and ``OTEL_PROPAGATORS``.
 
 A value that OpenTelemetry does not know is ignored with a warning, as its specification asks.
 """
@@ -53,6 +53,18 @@ def sampler_from_environment() -> Sampler:
         name,
     )
     return PARENT_DECIDES
+
+
+def takes_callers_context() -> bool:
+    """``OTEL_PROPAGATORS``: whether a request's ``traceparent`` is read; ``none`` says that it is not.
+
+    Of the propagators only ``tracecontext`` says anything about a request's trace that we read.
+    """
+    named = [name.lower() for name in env.names("OTEL_PROPAGATORS") or ("tracecontext", "baggage")]
+    others = [name for name in named if name not in ("tracecontext", "baggage", "none")]
+    if others:
+        logger.warning("OTEL_PROPAGATORS=%r is not read here: of callers, tracecontext is", ",".join(others))
+    return "tracecontext" in named
 
 
 def _ratio() -> float:

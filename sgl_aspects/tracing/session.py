@@ -51,7 +51,7 @@ class TraceSession:
 
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
-            self._attach(AspectOptions(settings.sampler.asks_parent, True, settings.content))
+            self._attach(_options(settings, measures=True))
             return
         if settings.level == 0:
             self.recorder = RingRecorder(self.run_folder, level=0)
@@ -82,7 +82,7 @@ class TraceSession:
             self._set_environment(
                 {_LEVEL: str(settings.level), _RUN: self.run_folder, _METRICS: str(int(has_metrics))}
             )
-        self._attach(AspectOptions(settings.sampler.asks_parent, has_metrics, settings.content))
+        self._attach(_options(settings, has_metrics))
 
     @property
     def collector_process_id(self) -> int | None:
@@ -152,6 +152,10 @@ class TraceSession:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _options(settings: TraceSettings, measures: bool) -> AspectOptions:
+    return AspectOptions(settings.sampler.asks_parent, measures, settings.content, settings.takes_context)
 
 
 def attach(

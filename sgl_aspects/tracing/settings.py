@@ -22,6 +22,7 @@
 ``OTEL_EXPORTER_PROMETHEUS_PORT``       and its port (9464)
 ``OTEL_TRACES_SAMPLER``                 and ``..._ARG``: always_on, always_off, traceidratio, and
                                         parentbased_ before each (parentbased_always_on)
+``OTEL_PROPAGATORS``                    without tracecontext (none) a caller's ``traceparent`` is not read
 ``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` and
                                         ``..._METRICS_PROTOCOL`` go first)
 ``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters, and
@@ -43,7 +44,12 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.content import ContentCapture
 from sgl_aspects.tracing.export.variables import check_exported, check_otlp
-from sgl_aspects.tracing.sampling import PARENT_DECIDES, Sampler, sampler_from_environment
+from sgl_aspects.tracing.sampling import (
+    PARENT_DECIDES,
+    Sampler,
+    sampler_from_environment,
+    takes_callers_context,
+)
 
 EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
 METRIC_EXPORTERS = ("otlp", "prometheus", "console")
@@ -75,6 +81,7 @@ class TraceSettings:
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 9464
     sampler: Sampler = PARENT_DECIDES
+    takes_context: bool = True
     keep_failed: bool = True
     keep_slower_than: float | None = None
     content: ContentCapture | None = None
@@ -111,6 +118,7 @@ class TraceSettings:
             prometheus_host=env.text("OTEL_EXPORTER_PROMETHEUS_HOST") or "127.0.0.1",
             prometheus_port=env.integer("OTEL_EXPORTER_PROMETHEUS_PORT", 9464, minimum=1, maximum=65535),
             sampler=sampler_from_environment(),
+            takes_context=takes_callers_context(),
             keep_failed=env.flag("SGL_ASPECTS_TRACE_KEEP_FAILED", True),
             keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
             content=ContentCapture.from_environment(),

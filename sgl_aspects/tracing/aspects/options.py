@@ -11,12 +11,17 @@ class AspectOptions(NamedTuple):
     """``asks_parent``: the caller of a request decides whether its trace is wanted, not the sampling alone.
 
     ``measures``: steps that are not traced leave figures for the metrics. ``content``: None where prompts and
-    answers are not to be recorded.
+    answers are not to be recorded. ``takes_context``: a request's headers may name the trace of its caller.
     """
 
     asks_parent: bool = True
     measures: bool = False
     content: ContentCapture | None = None
+    takes_context: bool = True
 
 
 DEFAULTS = AspectOptions()
+
+
+def no_headers(_: object) -> None:
+    """What reads the headers of a request where its caller's context is not taken."""

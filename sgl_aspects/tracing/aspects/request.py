@@ -9,7 +9,7 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
-from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions, no_headers
 from sgl_aspects.tracing.content import INPUT, OUTPUT
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
@@ -85,7 +85,7 @@ class RequestAspect:
         self._finished = finish.argument("state")
         self._finish_reason = finish.argument("finish_reason")
         self._finish_error = finish.argument("error")
-        self._headers = reader("request.headers")
+        self._headers = reader("request.headers") if options.takes_context else no_headers
         self._operation = reader("request.operation")
         self._request_rid = reader("request.rid")
         self._attributes = [

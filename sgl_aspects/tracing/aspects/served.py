@@ -18,7 +18,7 @@ from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
-from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
+from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions, no_headers
 from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
 from sgl_aspects.tracing.content import INPUT, LONGEST
 from sgl_aspects.tracing.context import TraceContext
@@ -111,8 +111,8 @@ class ServedRequestAspect:
         self._received_ns = reader("request.received_ns")
         self._answer_count = reader("request.answer_count")
         self._streams = reader("request.stream")
-        self._headers = reader("request.headers")
-        self._http_headers = reader("http.headers")
+        self._headers = reader("request.headers") if options.takes_context else no_headers
+        self._http_headers = reader("http.headers") if options.takes_context else no_headers
         self._operation = reader("http.operation")
         self._model = reader("manager.model")
         self._choice_count = reader("request.choice_count")
