@@ -17,14 +17,13 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.span_readers import SpanReader, make_reader
 
 # Parts of records whose end has not come; beyond so many the oldest are given up.
 _PENDING_PIECES = 1 << 17
 _PENDING_LINKS = 1 << 16
 # What OTLP has room for.
 _IDS, _TRACE_IDS, _TIMES = range(1 << 64), range(1, 1 << 128), range(1 << 63)
-# In an unpacked span: before it are the head, the ids and the times.
-_FIRST_VALUE = 6
 _new = tuple.__new__
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 
@@ -34,15 +33,8 @@ class DamagedError(Exception):
 
 
 class _Layout(NamedTuple):
-    """``texts`` and ``flags``: which of its values are texts, and which are booleans."""
-
     type: SpanType
-    texts: list[int]
-    flags: list[int]
-    values_end: int
-    has_error: bool
-    links_begin: int
-    unpack_from: Callable[[bytes, int], tuple[Any, ...]]
+    read: SpanReader
 
 
 class Decoder:
@@ -74,25 +66,15 @@ class Decoder:
 
     def _span(self, data: bytes, position: int) -> SpanEnd:
         (head,) = layout.MARK.unpack_from(data, position)
-        type, texts, flags, values_end, has_error, links_begin, unpack_from = self._layout(
-            head >> layout.HEAD_SHIFT
+        type, read = self._layout(head >> layout.HEAD_SHIFT)
+        span_id, root_id, parent_id, start, end, values, error, links = read(
+            data, position, self._defined_text
         )
-        words = unpack_from(data, position)
-        _, span_id, root_id, parent_id, start, end = words[:_FIRST_VALUE]
         start, end = start + self._clock_offset, end + self._clock_offset
         if start not in _TIMES or end not in _TIMES:
             raise DamagedError(f"a time among {start, end}")
         if end > self.last_ns:
             self.last_ns = end
-        values = [*words[_FIRST_VALUE:values_end]]
-        for index in texts:
-            values[index] = self._defined_text(values[index]) if values[index] else None
-        if layout.NONE in values:
-            values = [None if value == layout.NONE else value for value in values]
-        for index in flags:
-            values[index] = None if values[index] is None else bool(values[index])
-        error = self._defined_text(words[values_end]) if has_error else ""
-        links = [*words[links_begin:-1]]
         if self._links:
             links = [*self._take_links(span_id), *links]
         # The same as SpanEnd(…), in a third of the time.
@@ -208,16 +190,7 @@ def _parse_definition(data: bytes) -> _Layout | str | None:
             return None
         kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
         type = _type_of(name, dict(zip(names, kinds)))
-        values_end = _FIRST_VALUE + len(codes)
-        return _Layout(
-            type,
-            [index for index, code in enumerate(codes) if code == "t"],
-            [index for index, code in enumerate(codes) if code == "b"],
-            values_end,
-            has_error,
-            values_end + has_error,
-            layout.span_struct(codes, has_error, links).unpack_from,
-        )
+        return _Layout(type, make_reader(str(codes), has_error, links))
     except (ValueError, TypeError, LookupError, struct.error, RecursionError):
         return None
 
