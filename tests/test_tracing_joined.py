@@ -10,10 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
 
 from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.collector import join
+from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
 from tests.otlp_receiver import Receiver, Span, http_receiver, spans_of
@@ -146,29 +151,51 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     assert summary["not_sampled"] == 3
 
 
+class Writer:
+    """As much of a ring's reader as the joiner asks for."""
+
+    process_id, last_ns = 1, 9
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the caller's records wait to be read: the scheduler's wait for them."""
-    from opentelemetry.sdk.resources import Resource
-
-    from sgl_aspects.tracing.collector import join
-
-    class Writer:
-        name, process_id, last_ns = "1", 1, 9
-
     found: list[str] = []
-    joiner = join.Joiner(Resource({}), lambda span: found.append(span.name))
-    caller, scheduler = Writer(), Writer()
-    scheduler.name = "2"
-    joiner.add(scheduler, RequestSeen(8, "r", 6))  # type: ignore[arg-type]
-    queue = SpanType("queue")
+    joiner: Any = Joiner(Resource({}), lambda span: found.append(span.name))
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
     monkeypatch.setattr(join, "_WAITING_SECONDS", 0.0)
     monkeypatch.setattr(join, "_SEEN_LATE_SECONDS", 0.0)
-    recorded = SpanEnd(queue, 9, 8, 8, 6, 7)
-    joiner.add(scheduler, recorded)  # type: ignore[arg-type]
+    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 6, 7))
     time.sleep(0.001)
     joiner.settle(is_behind=True)
-    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))  # type: ignore[arg-type]
-    joiner.add(caller, RequestSent(7))  # type: ignore[arg-type]
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
     joiner.settle()
     assert found == ["queue"]
+    assert joiner.unjoined == 0
+
+
+def test_a_clock_that_is_set_back_meanwhile() -> None:
+    """What was measured over the change is nothing, and everything has its place."""
+    found: list[ReadableSpan] = []
+    ended: list[int] = []
+    joiner: Any = Joiner(Resource({}), found.append, on_request=lambda *request: ended.append(request[2]))
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(caller, RequestBegin(7, "r", 5000, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5000, 900))
+    joiner.add(scheduler, RequestSeen(8, "r", 5001))
+    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 5001, 600))
+    joiner.add(scheduler, SpanEnd(SpanType("decode"), 10, 8, 8, 600, 800))
+    joiner.finish()
+    assert [span.name for span in found] == ["queue", "decode", "chat m"]
+    for span in found:
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert span.start_time <= span.end_time
+        times = [value for value in (span.attributes or {}).values() if isinstance(value, float)]
+        assert not any(value < 0 for value in times)
     assert joiner.unjoined == 0

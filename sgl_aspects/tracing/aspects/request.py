@@ -223,7 +223,8 @@ class RequestAspect:
             problem = reason
         end_ns = time_ns()
         first_ns = self._first_token_ns(state)
-        to_first = (first_ns - live.start_ns) / 1e9 if first_ns else None
+        # Nothing is negative where the clock was set back meanwhile.
+        to_first = (first_ns - live.start_ns) / 1e9 if first_ns and first_ns >= live.start_ns else None
         values: list[AttributeValue] = [
             self._rid(state),
             live.model,
@@ -233,7 +234,7 @@ class RequestAspect:
             self._output_tokens(state),
             self._cached_tokens(state),
             to_first,
-            (end_ns - live.start_ns) / 1e9,
+            max(0, end_ns - live.start_ns) / 1e9,
             None if self._content is None else self._content.output(self._text(state), reason),
         ]
         self._write_request(root, root, 0, live.start_ns, end_ns, values, problem)

@@ -272,7 +272,7 @@ class ServedRequestAspect:
         first_ns = min((one.first_ns for one in latest if one.first_ns), default=0) if serving.streams else 0
         if first_ns and answer is serving.root and serving.exchange is not None:
             first_ns = serving.exchange.first_ns or first_ns
-        to_first = (first_ns - answer.start_ns) / 1e9 if first_ns else None
+        to_first = (first_ns - answer.start_ns) / 1e9 if first_ns and first_ns >= answer.start_ns else None
         if not problem and "abort" in reasons:
             problem = "abort"
         values: list[AttributeValue] = [
@@ -284,7 +284,7 @@ class ServedRequestAspect:
             output,
             cached,
             to_first,
-            (end_ns - answer.start_ns) / 1e9,
+            max(0, end_ns - answer.start_ns) / 1e9,
             None if self._content is None else self._content.output(answer.text, answer.reason or problem),
         ]
         span_id = answer.span_id

@@ -77,8 +77,10 @@ class _Root:
 
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
         """Whether the request had begun by then, and had not ended so many seconds before."""
-        began = self.begin is not None and self.begin.start_ns <= time_ns
-        return began and (not self.end_ns or time_ns <= self.end_ns + grace * 1e9)
+        if self.begin is None or self.begin.start_ns > time_ns:
+            return False
+        # An end before the beginning (the clock was set back meanwhile) says nothing.
+        return self.end_ns < self.begin.start_ns or time_ns <= self.end_ns + grace * 1e9
 
 
 # Of Joiner._emit_span.
@@ -291,7 +293,7 @@ class Joiner:
                 seconds for name, seconds in root.latencies.items() if "time_in_model" in name
             )
         first_ns = root.decode_ns
-        if first_ns:
+        if first_ns >= begin.start_ns:
             attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9
         if root.group is not None and first_ns:
             root.group.decode_ns = min(root.group.decode_ns or first_ns, first_ns)
@@ -416,7 +418,7 @@ def _add_child(request: _Root, record: SpanEnd) -> None:
         request.decode_ns = record.start_ns
     latency = _LATENCIES.get(record.type.name)
     if latency:
-        seconds = (record.end_ns - record.start_ns) / 1e9
+        seconds = max(0, record.end_ns - record.start_ns) / 1e9
         request.latencies[latency] = request.latencies.get(latency, 0.0) + seconds
 
 
