@@ -22,7 +22,7 @@ from sgl_aspects.tracing import dump
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.reader import RingReader
@@ -43,7 +43,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     recorder.write(RequestBegin(900, "r", 5, *TraceContext(7), "chat m", {"a": 1}))
     recorder.write(RequestSent(900))
     recorder.write(RequestSeen(901, "r", 6))
-    recorder.write(SpanBegin(PLAIN, 902, 901, 901, 7))
+    recorder.announce(PLAIN, 902, 901, 901, 7)
     recorder.spans(PLAIN)(900, 900, 0, 5, 9, [1])
     for number in range(GOOD):
         recorder.spans(PLAIN)(1000 + number, 1000 + number, 0, 1, 2, [number])

@@ -20,7 +20,7 @@ from sgl_aspects.tracing import attach, context
 from sgl_aspects.tracing.collector import join
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
 from tests.otlp_receiver import Receiver, Span, http_receiver, spans_of
 from tests.test_tracing_collector import REQUEST, begin, is_running, read_file, run_scheduler, wait_until
 from tests.test_tracing_sampling import unsampled
@@ -106,7 +106,7 @@ def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> Non
     with attach(endpoint=receiver.endpoint) as session:
         recorder, now = session.recorder, time.time_ns()
         outer, kind = recorder.new_id(), SpanType("handle")
-        recorder.write(SpanBegin(kind, outer, outer, 0, now))
+        recorder.announce(kind, outer, outer, 0, now)
         attributes = {"gen_ai.operation.name": "chat"}
         trace_id, requests, parent = context.trace_id_of_root(outer), [], outer
         for rid in ("in a function", "in a request"):

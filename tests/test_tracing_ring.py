@@ -58,7 +58,7 @@ def record_everything(recorder: RingRecorder) -> None:
     )
     recorder.write(RequestSent(11))
     recorder.write(RequestSeen(12, "rid-1", 6))
-    recorder.write(SpanBegin(PLAIN, 13, 12, 12, 7))
+    recorder.announce(PLAIN, 13, 12, 12, 7)
     for _ in range(3):  # a text is defined when it comes again
         recorder.spans(STEP)(14, 14, 0, 8, 9, ["decode", -5, 0.125, True, None], links=[11, 12])
     recorder.spans(STEP)(15, 14, 14, 10, 11, ["extend", 1 << 62, -1e300, False, None], "ValueError")

@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
+from sgl_aspects.tracing.records import RequestSeen, SpanType
 
 if __name__ == "__main__":
     memory, provider = InMemorySpanExporter(), TracerProvider()
@@ -42,7 +42,7 @@ if __name__ == "__main__":
         # As a scheduler in the same process records: children before parents, the request known by a key.
         recorder, step = session.recorder, SpanType("scheduler.step", {"size": int})
         recorder.write(RequestSeen(50, "r1", 1))
-        recorder.write(SpanBegin(step, 60, 60, 0, 10))
+        recorder.announce(step, 60, 60, 0, 10)
         recorder.spans(SpanType("forward"))(62, 60, 61, 12, 13)
         recorder.spans(SpanType("run_batch"))(61, 60, 60, 11, 14, (), "ValueError")
         recorder.spans(step)(60, 60, 0, 10, 15, (1,), "", [50])

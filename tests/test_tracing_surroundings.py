@@ -20,7 +20,7 @@ import pytest
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import attach, run_folder
 from sgl_aspects.tracing.collector.run_reader import RunReader
-from sgl_aspects.tracing.records import SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.session import current
 from tests import workers
@@ -106,7 +106,7 @@ def test_a_run_folder_that_vanishes_ends_the_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = RingRecorder(str(tmp_path / "no" / "such"))
-    recorder.write(SpanBegin(PLAIN, 1, 1, 0, 1))
+    recorder.announce(PLAIN, 1, 1, 0, 1)
     recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
     assert not recorder.open()
     assert caplog.records == []  # the run has ended: nothing to be told
@@ -200,7 +200,7 @@ def test_forks_in_the_middle_of_spans_and_of_other_threads_work(tmp_path: Path) 
         thread.start()
     children = []
     for child in range(100, 110):
-        recorder.write(SpanBegin(PLAIN, child, child, 0, 1))
+        recorder.announce(PLAIN, child, child, 0, 1)
         process_id = os.fork()
         if process_id == 0:
             code = 1

@@ -31,7 +31,7 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     import signal
     import time
 
-    from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
+    from sgl_aspects.tracing.records import RequestSeen, SpanType
     from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
@@ -39,7 +39,7 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     decode = SpanType("decode", {"gen_ai.usage.output_tokens": int})
     begin = time.time_ns()
     step_id, keys = recorder.new_id(), []
-    recorder.write(SpanBegin(step, step_id, step_id, 0, begin))
+    recorder.announce(step, step_id, step_id, 0, begin)
     for rid in rids:
         key = recorder.new_id()
         keys.append(key)
@@ -48,7 +48,7 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
         recorder.spans(decode)(recorder.new_id(), key, key, begin + 1000, time.time_ns(), [len(rid)])
     recorder.spans(step)(step_id, step_id, 0, begin, time.time_ns(), [len(rids)], links=keys)
     open_step = recorder.new_id()
-    recorder.write(SpanBegin(step, open_step, open_step, 0, time.time_ns()))
+    recorder.announce(step, open_step, open_step, 0, time.time_ns())
     if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     while ending == "hang":
@@ -153,7 +153,7 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
     """
     import time
 
-    from sgl_aspects.tracing.records import SpanBegin, SpanType
+    from sgl_aspects.tracing.records import SpanType
     from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
@@ -169,7 +169,7 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
         type = small if number % 3 else large
         span_id = number + roots * SPANS_OF_ONE
         root_id, parent_id = (span_id, 0) if roots else (1, 1)
-        recorder.write(SpanBegin(type, span_id, root_id, parent_id, 5))
+        recorder.announce(type, span_id, root_id, parent_id, 5)
         values = values if number % 3 else [*values, [number]]
         writers[type](span_id, root_id, parent_id, 5, 5 + number, values)
         if number <= 4000:  # what a pipe holds
@@ -231,7 +231,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
     from sgl_aspects.tracing.aspects.request import REQUEST
     from sgl_aspects.tracing.aspects.scheduled import DECODE, PREFILL, QUEUE
     from sgl_aspects.tracing.aspects.step import STEP
-    from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanBegin, SpanType
+    from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
     from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder, level=3)
@@ -245,7 +245,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
         recorder.write(RequestSeen(key, rid, start))
         span(QUEUE)(new_id(), key, key, start, start + second)
         span(PREFILL)(new_id(), key, key, start + second, start + second + second // 2, [100, 0])
-        recorder.write(SpanBegin(DECODE, new_id(), key, key, start + second + second // 2))
+        recorder.announce(DECODE, new_id(), key, key, start + second + second // 2)
         if rid == "open":
             continue
         span(DECODE)(new_id(), key, key, start + second + second // 2, now, [11, "stop"])

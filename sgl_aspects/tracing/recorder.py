@@ -52,7 +52,10 @@ class Recorder(Protocol):
         """What records the spans of this type; to be asked for once."""
 
     def write(self, event: Event) -> None:
-        """Records anything but a whole span."""
+        """Records what is told of a request."""
+
+    def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
+        """Records that a span has begun: of roots and long spans, so that unfinished ones can be shown."""
 
     def begin(
         self,

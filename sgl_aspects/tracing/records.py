@@ -90,5 +90,5 @@ class SpanEnd(NamedTuple):
 
 
 #: The rarer records; spans have a way of their own (:mod:`.recorder`).
-Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | SpanBegin"
-Record: TypeAlias = "Event | SpanEnd"
+Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen"
+Record: TypeAlias = "Event | SpanBegin | SpanEnd"

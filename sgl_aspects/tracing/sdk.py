@@ -51,13 +51,11 @@ class SdkRecorder:
             elif isinstance(event, RequestSeen):
                 self._keep(event.key, self._requests.get(event.request_id))
                 self._request_ids[event.key] = event.request_id
-            elif (
-                isinstance(event, SpanBegin)
-                and event.span_id not in self._open
-                and (not event.parent_id or event.parent_id in self._known)
-            ):  # Else its end will do.
-                self._open[event.span_id] = self._start(event)
-                self._keep(event.span_id, self._open[event.span_id])
+
+    def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
+        with self._lock:
+            if not parent_id or parent_id in self._known:  # Else its end will do.
+                self._begin(SpanBegin(type, span_id, root_id, parent_id, start_ns))
 
     def spans(self, type: SpanType) -> SpanWriter:
         return span_writer(type, self._take)
@@ -72,18 +70,20 @@ class SdkRecorder:
         trace: TraceContext | None = None,
     ) -> Opened:
         with self._lock:
-            span = self._open.get(span_id)
-            if span is None:
-                span = self._open[span_id] = self._start(
-                    SpanBegin(type, span_id, root_id, parent_id, start_ns)
-                )
-                self._keep(span_id, span)
+            span = self._begin(SpanBegin(type, span_id, root_id, parent_id, start_ns))
         return open_span(root_id, span_id, trace, span)
 
     def close(self) -> None:
         """What is open stays so; flushing is the application's, whose provider it is."""
         with self._lock:
             self.level = 0
+
+    def _begin(self, record: SpanBegin) -> Span:
+        span = self._open.get(record.span_id)
+        if span is None:
+            span = self._open[record.span_id] = self._start(record)
+            self._keep(record.span_id, span)
+        return span
 
     def _begin_request(self, event: RequestBegin) -> None:
         parent = Context()

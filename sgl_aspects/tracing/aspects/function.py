@@ -13,7 +13,7 @@ from sgl_aspects.tracing.aspects.observer import error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import close_span, innermost
 from sgl_aspects.tracing.recorder import Recorder, in_sample
-from sgl_aspects.tracing.records import AttributeValue, SpanBegin, SpanType
+from sgl_aspects.tracing.records import AttributeValue, SpanType
 from sgl_aspects.weaving.arguments import argument_reader
 
 _LONGEST_TEXT = 1024
@@ -81,7 +81,7 @@ class TracedFunction:
             if not in_sample(span_id, recorder.sample):
                 return None
             root_id = span_id
-            recorder.write(SpanBegin(self._type, span_id, root_id, 0, start_ns))
+            recorder.announce(self._type, span_id, root_id, 0, start_ns)
         opened = None
         if not self._is_generator:
             trace = None if outer is None else outer.trace

@@ -19,7 +19,7 @@ from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, SchedulerState
 from sgl_aspects.tracing.aspects.step import PROCESS_RESULT, RUN_BATCH, SAMPLE, STEP, StepSpans
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
-from sgl_aspects.tracing.records import SpanBegin, SpanType
+from sgl_aspects.tracing.records import SpanType
 
 _T = TypeVar("_T")
 
@@ -289,7 +289,7 @@ class OverlappedStepAspect:
             return _Step(0, start_ns) if self._measures and self._recorder.level else None
         step = _Step(step_id, start_ns)
         # The step's own record has to come first: its children name it.
-        self._recorder.write(SpanBegin(STEP, step.id, step.id, 0, start_ns))
+        self._recorder.announce(STEP, step.id, step.id, 0, start_ns)
         return step
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,7 +313,7 @@ class OverlappedStepAspect:
         run_id = self._recorder.new_id()
         self._state.step_id, self._state.run_id = step.id, run_id
         # Where the process is killed in it, what was below it has a parent.
-        self._recorder.write(SpanBegin(RUN_BATCH, run_id, step.id, step.id, now))
+        self._recorder.announce(RUN_BATCH, run_id, step.id, step.id, now)
         return now, step, self._recorder.begin(RUN_BATCH, run_id, step.id, step.id, now)
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:

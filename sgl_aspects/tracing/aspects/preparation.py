@@ -8,7 +8,7 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import SpanBegin, SpanType
+from sgl_aspects.tracing.records import SpanType
 
 #: Roles that an engine may have, each with the name of its spans.
 _SPANS = {
@@ -48,7 +48,7 @@ class _Preparation:
             return None
         span_id, start_ns = self._recorder.new_id(), time_ns()
         # It may take minutes, and may be what a process dies of.
-        self._recorder.write(SpanBegin(self._type, span_id, span_id, 0, start_ns))
+        self._recorder.announce(self._type, span_id, span_id, 0, start_ns)
         return span_id, start_ns, self._recorder.begin(self._type, span_id, span_id, 0, start_ns)
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from sgl_aspects.engines.catalog import Catalog
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter, in_sample
-from sgl_aspects.tracing.records import RequestSeen, SpanBegin, SpanType
+from sgl_aspects.tracing.records import RequestSeen, SpanType
 
 # A finish reason in the queue: the request ended there. The request's own span says whether that is an error.
 QUEUE = SpanType("queue", {"sgl_aspects.finish_reason": str})
@@ -52,14 +52,14 @@ class SchedulerState:
         #: Those that gave way, and are in the queue again.
         self.retracted: set[ScheduledRequest] = set()
         self._recorder = recorder
-        self._begin: Callable[[SpanBegin], None] = recorder.write
+        self._announce: Callable[[SpanType, int, int, int, int], None] = recorder.announce
         self._write_queue = recorder.spans(QUEUE)
         self._write_prefill = recorder.spans(PREFILL)
         self._write_decode = recorder.spans(DECODE)
 
     def follow(self) -> None:
         """Another rank, which runs the same requests, tells of them; the steps here are linked to them."""
-        self._begin = self._write_queue = self._write_prefill = self._write_decode = _untold
+        self._announce = self._write_queue = self._write_prefill = self._write_decode = _untold
 
     def begin_step(self) -> int:
         """The id of a new step; 0 where it is not to be recorded."""
@@ -77,7 +77,7 @@ class SchedulerState:
         recorder, now = self._recorder, time_ns()
         key, queue_id = recorder.new_id(), recorder.new_id()
         recorder.write(RequestSeen(key, rid, now))
-        self._begin(SpanBegin(QUEUE, queue_id, key, key, now))
+        self._announce(QUEUE, queue_id, key, key, now)
         self.requests[rid] = ScheduledRequest(key, queue_id, now)
 
     def leave_queue(self, request: ScheduledRequest, now: int) -> None:
@@ -104,7 +104,7 @@ class SchedulerState:
 
     def _begin_decode(self, request: ScheduledRequest, now: int) -> None:
         request.decode_id, request.decode_ns = self._recorder.new_id(), now
-        self._begin(SpanBegin(DECODE, request.decode_id, request.key, request.key, now))
+        self._announce(DECODE, request.decode_id, request.key, request.key, now)
 
     def retract(self, rid: str, output_tokens: int | None) -> None:
         """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
@@ -118,7 +118,7 @@ class SchedulerState:
         request.is_running, request.decode_id = False, 0
         request.queue_id, request.queued_ns = recorder.new_id(), now
         self.retracted.add(request)
-        self._begin(SpanBegin(QUEUE, request.queue_id, key, key, now))
+        self._announce(QUEUE, request.queue_id, key, key, now)
 
     def end(self, rid: str, output_tokens: int | None, reason: str | None, problem: str, now: int) -> None:
         """It leaves the scheduler, wherever it was; nothing where it is not known."""

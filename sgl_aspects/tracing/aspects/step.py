@@ -12,7 +12,7 @@ from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import close_span
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter
-from sgl_aspects.tracing.records import SpanBegin, SpanType
+from sgl_aspects.tracing.records import SpanType
 
 STEP = SpanType(
     "scheduler.step",
@@ -134,7 +134,7 @@ class StepAspect:
             return
         # The step's own record has to come first, and whether there is a step is known only now.
         step_id = self._state.step_id
-        self._recorder.write(SpanBegin(STEP, step_id, step_id, 0, token[1]))
+        self._recorder.announce(STEP, step_id, step_id, 0, token[1])
         self._end(self._spans.schedule, token, step_id, error)
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,7 +152,7 @@ class StepAspect:
         token = self._begin(RUN_BATCH, state.step_id)
         state.run_id, start_ns, _ = token
         # Where the process is killed in it, what was below it has a parent.
-        self._recorder.write(SpanBegin(RUN_BATCH, state.run_id, state.step_id, state.step_id, start_ns))
+        self._recorder.announce(RUN_BATCH, state.run_id, state.step_id, state.step_id, start_ns)
         return token
 
     def _run_exit(self, token: Any, result: Any, error: BaseException | None) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from sgl_aspects.tracing.context import begin_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
-from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
 from sgl_aspects.tracing.ring.slots import Slots
@@ -132,17 +132,17 @@ class RingRecorder:
         )
 
     def write(self, event: Event) -> None:
-        if isinstance(event, SpanBegin):
-            type, span_id, root_id, parent_id, start_ns = event
-            head = self._begins.get(type) or self._declare_begin(type)
-            if head:
-                self._slots.fill_begin(head, span_id, root_id, parent_id, start_ns)
-        elif isinstance(event, RequestBegin):
+        if isinstance(event, RequestBegin):
             self._write_text(["R", *event])
         elif isinstance(event, RequestSeen):
             self._write_text(["A", *event])
         else:
             self._slots.fill_begin(layout.KIND_SENT, event.span_id, 0, 0, 0)
+
+    def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
+        head = self._begins.get(type) or self._declare_begin(type)
+        if head:
+            self._slots.fill_begin(head, span_id, root_id, parent_id, start_ns)
 
     #: A ring is told of a span when it ends.
     begin = staticmethod(begin_span)

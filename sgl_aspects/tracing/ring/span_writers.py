@@ -35,7 +35,7 @@ def make(slots, texts, layouts, learn, write_as_text):
         try:
             {take_apart}
             if error or links:
-                pack_into, head = layouts[shape(len(links), error != "")]
+                pack_into, head = layouts[len(links) << 1 | (error != "")]  # see shape()
                 more = [texts[error], *links] if error else links
             else:
                 pack_into, head = layouts[0]
@@ -135,7 +135,6 @@ def make_writer(
         "NONE": layout.NONE,
         "NOT_OPEN": context.NOT_OPEN,
         "restore": context.restore,
-        "shape": shape,
     }
     exec(compile(source, f"<the writer of spans of {codes or 'no attributes'}>", "exec"), names_in_it)
     return cast(SpanWriter, names_in_it["make"](slots, texts, layouts, learn, write_as_text))
