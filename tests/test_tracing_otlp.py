@@ -28,6 +28,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.export import otlp
 from tests.otlp_receiver import Receiver, Span, http_receiver, spans_of
@@ -377,3 +378,48 @@ def test_an_engine_s_log_that_is_full_costs_no_spans() -> None:
             timeout=60,
         )
     assert ran.stdout.strip() == "1 spans recorded; otlp: 0 delivered, 1 NOT delivered"
+
+
+REGISTERED = """
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, InMemoryMetricReader
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+class Spans(SpanExporter):
+    def export(self, spans):
+        print("exported", [span.name for span in spans], flush=True)
+        return SpanExportResult.SUCCESS
+
+class Reader(InMemoryMetricReader):
+    def shutdown(self, timeout_millis=30000, **kwargs):
+        print("reader down", flush=True)
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no account")
+"""
+
+
+def test_an_exporter_that_a_package_registers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.joinpath("vendor_exporter.py").write_text(REGISTERED)
+    information = tmp_path / "vendor_exporter-1.dist-info"
+    information.mkdir()
+    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vendor-exporter\nVersion: 1\n")
+    information.joinpath("entry_points.txt").write_text(
+        "[opentelemetry_traces_exporter]\nVendor=vendor_exporter:Spans\nbroken=vendor_exporter:Broken\n"
+        "[opentelemetry_metrics_exporter]\nreader=vendor_exporter:Reader\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "Vendor")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "reader")
+    assert run_of_three().exported == {"Vendor": 3}
+    said = capfd.readouterr().out
+    assert "exported ['chat m', 'chat m', 'chat m']" in said
+    assert "reader down" in said
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "broken")
+    assert "no account" in run_of_three().problem
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "missing")
+    with pytest.raises(ConfigError, match="opentelemetry_traces_exporter"):
+        attach()

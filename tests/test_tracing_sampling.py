@@ -190,6 +190,10 @@ def test_propagators(
         monkeypatch.setenv("OTEL_PROPAGATORS", value)
     assert TraceSettings.from_environment().takes_context is takes
     assert ("OTEL_PROPAGATORS" in caplog.text) is warns
+    caplog.clear()
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_RUN", "/somewhere")
+    assert TraceSettings.from_environment().takes_context is takes
+    assert not caplog.text  # the run's first process has said it
 
 
 def record(

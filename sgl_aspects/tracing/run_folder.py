@@ -71,7 +71,6 @@ class CollectorProcess:
 
     def __init__(self, folder: str, settings: TraceSettings, environment: Mapping[str, str]) -> None:
         self._folder = folder
-        prints = "console" in (*settings.exporters, *settings.metric_exporters)
         self._report, report_writer = os.pipe()
         try:
             collector = ["-m", "sgl_aspects.tracing.collector", folder, str(report_writer)]
@@ -80,7 +79,7 @@ class CollectorProcess:
                 env=_collector_environment(settings, environment),
                 pass_fds=(report_writer,),
                 stdin=subprocess.DEVNULL,
-                stdout=None if prints else subprocess.DEVNULL,
+                stdout=None if settings.prints() else subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the engine
                 check=True,
             )

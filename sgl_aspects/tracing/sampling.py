@@ -47,7 +47,7 @@ def sampler_from_environment() -> Sampler:
         return Sampler(0.0, asks_parent)
     if kind == "traceidratio":
         return Sampler(_ratio(), asks_parent)
-    logger.warning(
+    _warn(
         "OTEL_TRACES_SAMPLER=%r is ignored: choose always_on, always_off or traceidratio, "
         "or one of these after parentbased_",
         name,
@@ -63,8 +63,14 @@ def takes_callers_context() -> bool:
     named = [name.lower() for name in env.names("OTEL_PROPAGATORS") or ("tracecontext", "baggage")]
     others = [name for name in named if name not in ("tracecontext", "baggage", "none")]
     if others:
-        logger.warning("OTEL_PROPAGATORS=%r is not read here: of callers, tracecontext is", ",".join(others))
+        _warn("OTEL_PROPAGATORS=%r is not read here: of callers, tracecontext is", ",".join(others))
     return "tracecontext" in named
+
+
+def _warn(text: str, value: str) -> None:
+    """In the first process of a run; the others have the same environment."""
+    if env.text("SGL_ASPECTS_TRACE_RUN") is None:
+        logger.warning(text, value)
 
 
 def _ratio() -> float:
@@ -77,5 +83,5 @@ def _ratio() -> float:
         ratio = -1.0
     if 0.0 <= ratio <= 1.0:
         return ratio
-    logger.warning("OTEL_TRACES_SAMPLER_ARG=%r is ignored: write a number from 0 to 1", text)
+    _warn("OTEL_TRACES_SAMPLER_ARG=%r is ignored: write a number from 0 to 1", text)
     return 1.0

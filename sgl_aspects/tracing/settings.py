@@ -14,7 +14,8 @@
 ``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    so many characters of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
-``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto; or none
+``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto, and what
+                                        installed packages have registered for OpenTelemetry; or none
                                         (unset: otlp, or what a file or an endpoint is given for)
 ``OTEL_METRICS_EXPORTER``               comma list of otlp, prometheus, console; or none
                                         (unset: otlp where the traces go there, and else none)
@@ -39,6 +40,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
@@ -51,8 +53,12 @@ from sgl_aspects.tracing.sampling import (
     takes_callers_context,
 )
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
 METRIC_EXPORTERS = ("otlp", "prometheus", "console")
+_SILENT = {"otlp", "otlp-json-file", "perfetto", "prometheus"}
 RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
@@ -179,15 +185,18 @@ class TraceSettings:
             return self  # nothing is exported, or by the application's provider
         exporters = tuple(name for name in self.exporters if name != "none")
         for name in exporters:
-            if name not in EXPORTERS:
+            if name not in EXPORTERS and installed_exporter("traces", name) is None:
                 raise ConfigError(
-                    f"OTEL_TRACES_EXPORTER names {name!r}: choose from {', '.join(EXPORTERS)}, or none"
+                    f"OTEL_TRACES_EXPORTER names {name!r}: choose from {', '.join(EXPORTERS)}, one that an "
+                    "installed package brings along (opentelemetry_traces_exporter), or none"
                 )
         metric_exporters = tuple(name for name in self.metric_exporters if name != "none")
         for name in metric_exporters:
-            if name not in METRIC_EXPORTERS:
-                choices = ", ".join(METRIC_EXPORTERS)
-                raise ConfigError(f"OTEL_METRICS_EXPORTER names {name!r}: choose from {choices}, or none")
+            if name not in METRIC_EXPORTERS and installed_exporter("metrics", name) is None:
+                raise ConfigError(
+                    f"OTEL_METRICS_EXPORTER names {name!r}: choose from {', '.join(METRIC_EXPORTERS)}, one "
+                    "that an installed package brings along (opentelemetry_metrics_exporter), or none"
+                )
         if "prometheus" in metric_exporters:
             _require("prometheus", "the metrics exporter prometheus", "prometheus")
         check_exported(exports_metrics=bool(metric_exporters))
@@ -208,6 +217,10 @@ class TraceSettings:
             check_otlp("TRACES", self.protocol, self.endpoint)
         return replace(self, exporters=exporters, metric_exporters=metric_exporters)
 
+    def prints(self) -> bool:
+        """Whether an exporter may write to standard output: the console's, and those that are not ours."""
+        return not {*self.exporters, *self.metric_exporters} <= _SILENT
+
     def overrides(self) -> dict[str, str]:
         """The variables that make ``from_environment`` in the collector give these settings."""
         values = {
@@ -216,6 +229,7 @@ class TraceSettings:
             "OTEL_TRACES_EXPORTER": ",".join(self.exporters) or "none",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.protocol,
             "OTEL_METRICS_EXPORTER": ",".join(self.metric_exporters) or "none",
+            "OTEL_PROPAGATORS": "tracecontext" if self.takes_context else "none",
             **self.sampler.variables(),
             "OTEL_EXPORTER_PROMETHEUS_PORT": str(self.prometheus_port),
         }
@@ -239,8 +253,18 @@ def _metric_exporters(trace_exporters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _named_exporters(variable: str) -> tuple[str, ...]:
-    """Each once, whatever the case; () where the variable is unset or, which is the same, empty."""
-    return tuple(dict.fromkeys(name.lower() for name in env.names(variable) or ()))
+    """Each once, ours whatever the case; () where the variable is unset or, which is the same, empty."""
+    ours = {*EXPORTERS, *METRIC_EXPORTERS, "none"}
+    named = env.names(variable) or ()
+    return tuple(dict.fromkeys(name.lower() if name.lower() in ours else name for name in named))
+
+
+def installed_exporter(signal: str, name: str) -> EntryPoint | None:
+    """What a package has registered for OpenTelemetry under this name; ``signal``: traces or metrics."""
+    import importlib.metadata  # a name that is none of ours is rare
+
+    group = f"opentelemetry_{signal}_exporter"
+    return next(iter(importlib.metadata.entry_points(group=group, name=name)), None)
 
 
 def _require(package: str, what: str, extra: str = "otlp") -> None:

@@ -22,6 +22,7 @@ from sgl_aspects import __version__
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.metrics import EngineMetrics
 from sgl_aspects.tracing.export.prometheus_port import port_problem
+from sgl_aspects.tracing.settings import installed_exporter
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.settings import TraceSettings
@@ -51,6 +52,14 @@ def make_reader(name: str, settings: TraceSettings) -> MetricReader:
     exporter: MetricExporter
     if name == "console":
         exporter = ConsoleMetricExporter(out=sys.stdout)
+    elif name != "otlp":
+        registered = installed_exporter("metrics", name)
+        if registered is None:
+            raise ConfigError(f"OTEL_METRICS_EXPORTER names {name!r}, which is not installed any more")
+        made = registered.load()()
+        if isinstance(made, MetricReader):
+            return made
+        exporter = made
     else:
         from sgl_aspects.tracing.export.otlp import Rejections, metric_exporter
 

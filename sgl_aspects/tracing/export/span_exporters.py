@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import (
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.variables import BatchSettings
-from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.settings import TraceSettings, installed_exporter
 
 _PATIENCE_SECONDS = 2.0
 
@@ -57,7 +57,11 @@ def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
             raise ConfigError(
                 f"SGL_ASPECTS_TRACE_PERFETTO_FILE={settings.perfetto_file!r}: {error.strerror}"
             ) from error
-    raise ConfigError(f"there is no exporter {name!r}")
+    registered = installed_exporter("traces", name)
+    if registered is None:
+        raise ConfigError(f"OTEL_TRACES_EXPORTER names {name!r}, which is not installed any more")
+    exporter: SpanExporter = registered.load()()
+    return exporter
 
 
 class CountingExporter(SpanExporter):
