@@ -46,7 +46,7 @@ def engine_resource() -> Resource:
     named = OTELResourceDetector().detect().attributes
     attributes = {
         encodable(key): encodable(value)
-        for key, value in found.attributes.items()
+        for key, value in {**found.attributes, **named}.items()
         if key in named or not key.startswith("process.") or key.startswith("process.runtime.")
     }
     if "service.name" not in named:

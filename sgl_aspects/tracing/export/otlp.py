@@ -155,11 +155,9 @@ def _grpc_arguments(signal: str) -> dict[str, Any]:
 
 
 def _listen(exporter: Any, rejections: Rejections) -> None:
-    """Shows the answers to ``rejections``, also on a channel that the exporter opens later."""
-    make_stub = exporter._stub
+    """Shows the answers to ``rejections``, also those that come over a channel opened later."""
 
-    def listening(channel: Any) -> Any:
-        stub = make_stub(channel)
+    def listening(stub: Any) -> Any:
         export = stub.Export
 
         def answered(*args: Any, **kwargs: Any) -> Any:
@@ -170,5 +168,6 @@ def _listen(exporter: Any, rejections: Rejections) -> None:
         stub.Export = answered
         return stub
 
-    exporter._stub = listening
-    exporter._client = listening(exporter._channel)
+    listening(exporter._client)
+    make_stub = exporter._stub
+    exporter._stub = lambda channel: listening(make_stub(channel))
