@@ -236,6 +236,34 @@ def test_records_in_text_that_say_anything(tmp_path: Path, records: list[Any]) -
     assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
 
 
+_LAYOUTS = st.tuples(
+    _TEXTS | _JSON,
+    st.lists(_TEXTS, max_size=4) | _JSON,
+    st.text("ifbt", max_size=30) | st.sampled_from(["i)\nimport os", "i;", "{0}"]) | _JSON,
+    st.booleans() | _JSON,
+    st.integers(-1, 30) | _JSON,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layouts=st.lists(_LAYOUTS, min_size=1, max_size=12))
+def test_layouts_that_say_anything(tmp_path: Path, layouts: list[Any]) -> None:
+    """Functions are made of them: of none that is no layout, and spans of the others are read."""
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    (tmp_path / "run").mkdir()
+    recorder = RingRecorder(str(tmp_path / "run"))
+    recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
+    for layout in layouts:
+        index = recorder._define("L", json.dumps(layout))
+        assert index is not None
+        head = ring_format.KIND_SPAN | index << ring_format.HEAD_SHIFT
+        recorder._slots.fill(ring_format.BEGIN.pack_into, head, 5, 5, 0, 1)
+    recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
+    recorder.close()
+    spans = export_all(tmp_path / "run")
+    assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
+
+
 def test_a_part_without_end_is_given_up(tmp_path: Path) -> None:
     """A writer that never ends its records takes no more of the reader's memory than a limit."""
     recorder = RingRecorder(str(tmp_path))
