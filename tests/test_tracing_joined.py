@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import signal
@@ -154,10 +155,10 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
 class Writer:
     """As much of a ring's reader as the joiner asks for."""
 
-    process_id, last_ns = 1, 9
+    process_id = 1
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.last_ns = name, 9
 
 
 def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,3 +200,54 @@ def test_a_clock_that_is_set_back_meanwhile() -> None:
         times = [value for value in (span.attributes or {}).values() if isinstance(value, float)]
         assert not any(value < 0 for value in times)
     assert joiner.unjoined == 0
+
+
+def test_ends_that_were_lost_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that is full drops ends, too: of a process that lives on, what lost its end is given up."""
+    found: list[ReadableSpan] = []
+    monkeypatch.setattr(join, "_OPEN", 10)
+    joiner: Any = Joiner(Resource({}), found.append)
+    caller, scheduler = Writer("1"), Writer("2")
+    for number in range(100, 3100, 100):
+        joiner.add(caller, RequestBegin(number, f"r{number}", 5, *TraceContext(number), "chat m", {}))
+        joiner.add(caller, RequestSent(number))
+        joiner.add(scheduler, RequestSeen(number + 1, f"r{number}", 6))
+        joiner.add(scheduler, SpanBegin(SpanType("decode"), number + 2, number + 1, number + 1, 7))
+        joiner.settle()
+        assert len(joiner._open) <= 10
+    joiner.writer_gone(scheduler)
+    joiner.finish()
+    assert collections.Counter(span.name for span in found) == {"chat m": 30, "decode": 30}
+    assert all((span.attributes or {})["sgl_aspects.unfinished"] for span in found)
+
+
+def test_a_lost_end_is_not_after_the_request_s() -> None:
+    found: list[ReadableSpan] = []
+    joiner: Any = Joiner(Resource({}), found.append)
+    caller, scheduler = Writer("1"), Writer("2")
+    scheduler.last_ns = 1000
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner.add(scheduler, SpanBegin(SpanType("decode"), 9, 8, 8, 6))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
+    joiner.writer_gone(scheduler)
+    joiner.finish()
+    assert {span.name: span.end_time for span in found} == {"chat m": 50, "decode": 50}
+
+
+def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
+    found: list[ReadableSpan] = []
+    joiner: Any = Joiner(Resource({}), found.append)
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
+    for _ in range(5):
+        joiner.settle(is_behind=True)
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 10, 20))
+    for _ in range(2):
+        joiner.settle()
+    (request,) = [span for span in found if span.name == "chat m"]
+    assert (request.attributes or {})["gen_ai.latency.time_in_queue"] == 10e-9

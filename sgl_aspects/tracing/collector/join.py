@@ -33,12 +33,16 @@ from sgl_aspects.tracing.records import (
 )
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
-_WAITING_RECORDS = 20_000
+_WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
 # A caller may go away just before the scheduler hears of its request. Such a word of the scheduler's waits so
 # long, in which a later request with the same id would have been read.
 _SEEN_LATE_SECONDS = 1.0
 _ENDED_ROOTS = 4096
+# Ends of requests that wait until everything written so far is read.
+_HELD_ENDS = 10_000
+# Spans that have begun. Whose end a full ring had no room for would stay for ever.
+_OPEN = 100_000
 
 # Time that a request spent in these children is an attribute of the request span, in seconds.
 _LATENCIES = {
@@ -161,9 +165,12 @@ class Joiner:
             self._has_news = False
             self._retry(now, is_behind)
         # A request's end waits for one more reading, so that its children's times are known.
-        ends, self._held_before, self._held = self._held_before, self._held, []
-        for writer, record in ends:
-            self._end_request(writer, record)
+        if not is_behind or len(self._held) > _HELD_ENDS:
+            ends, self._held_before, self._held = self._held_before, self._held, []
+            for writer, record in ends:
+                self._end_request(writer, record)
+        while len(self._open) > _OPEN:
+            self._lose(next(iter(self._open)))
         while len(self._ended) > _ENDED_ROOTS:
             self._forget(self._ended.popleft())
 
@@ -171,9 +178,7 @@ class Joiner:
         """Everything of this writer is read and nothing more comes: its open spans end as unfinished."""
         for key, (owner, begin) in list(self._open.items()):
             if owner is writer and isinstance(begin, SpanBegin):
-                del self._open[key]
-                end = max(writer.last_ns, begin.start_ns)
-                self.add(writer, SpanEnd(*begin, end, error=UNFINISHED))
+                self._lose(key)
 
     def finish(self) -> None:
         """The run has ended: nothing waits any longer, requests without an end get one."""
@@ -182,14 +187,25 @@ class Joiner:
         while self._waiting:
             _, writer, record = self._waiting.popleft()
             self._give_up(writer, record)
-        for writer, begin in list(self._open.values()):
+        for key, (_, begin) in list(self._open.items()):
             if isinstance(begin, RequestBegin):
-                root = self._roots[begin.span_id]
-                end = max(writer.last_ns, begin.start_ns, root.last_child_ns)
-                span_id, start = begin.span_id, begin.start_ns
-                record = SpanEnd(_NO_TYPE, span_id, span_id, 0, start, end, error=UNFINISHED)
-                self._end_request(writer, record)
+                self._lose(key)
         self._open.clear()
+
+    def _lose(self, key: tuple[str, int]) -> None:
+        """The end of an open span will not come: its process is gone, or had no room to tell."""
+        writer, begin = self._open.pop(key)
+        if isinstance(begin, SpanBegin):
+            root = self._roots.get(begin.root_id)
+            end = writer.last_ns
+            if root is not None and root.end_ns:  # what it belongs to has ended
+                end = min(end, root.end_ns)
+            self.add(writer, SpanEnd(*begin, max(end, begin.start_ns), error=UNFINISHED))
+        elif begin.span_id in self._roots:
+            end = max(writer.last_ns, begin.start_ns, self._roots[begin.span_id].last_child_ns)
+            span_id, start = begin.span_id, begin.start_ns
+            record = SpanEnd(_NO_TYPE, span_id, span_id, 0, start, end, error=UNFINISHED)
+            self._end_request(writer, record)
 
     def _take(self, writer: Writer, record: Record, is_last_chance: bool) -> bool:
         """Uses the record; False where it has to wait for another."""
@@ -283,7 +299,7 @@ class Joiner:
 
     def _end_request(self, writer: Writer, record: SpanEnd) -> None:
         root = self._roots.get(record.root_id)
-        if root is None or root.begin is None:
+        if root is None or root.begin is None or root.has_ended:
             return
         begin = root.begin
         attributes = dict(begin.attributes)
