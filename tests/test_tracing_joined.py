@@ -21,7 +21,7 @@ from sgl_aspects.tracing import attach, context
 from sgl_aspects.tracing.collector import join
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
 from tests.otlp_receiver import Receiver, Span, http_receiver, spans_of
 from tests.test_tracing_collector import REQUEST, begin, is_running, read_file, run_scheduler, wait_until
 from tests.test_tracing_sampling import unsampled
