@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,27 @@ def test_without_shared_memory_the_run_is_elsewhere(tmp_path: Path, monkeypatch:
     folder = run_folder.make_run_folder()
     assert Path(folder).parent == tmp_path
     assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("lacks", ["f_bavail", "f_favail"])
+def test_where_shared_memory_is_full_the_run_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """A ring that cannot be made would end tracing before it began."""
+
+    def statvfs(path: str) -> types.SimpleNamespace:
+        found = {"f_bavail": 1 << 20, "f_frsize": 4096, "f_files": 1 << 20, "f_favail": 1 << 20}
+        return types.SimpleNamespace(**found | ({lacks: 3} if path == "/dev/shm" else {}))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = run_folder.make_run_folder()
+    assert Path(folder).parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")  # to be ignored, says its standard
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    folder = run_folder.make_run_folder()
+    assert Path(folder).parent == tmp_path / "temporary"
 
 
 def test_a_run_folder_that_vanishes_ends_the_recording(

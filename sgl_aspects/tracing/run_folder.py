@@ -19,16 +19,20 @@ from sgl_aspects.tracing.settings import TraceSettings
 
 CLOSING = "closing"
 
+_LEAST_BYTES = 4 << 20
+_LEAST_FILES = 64
+
 
 def make_run_folder() -> str:
-    """A new folder that only this user may enter: in memory where the system has such a place.
+    """A new folder that only this user may enter: in memory where the system has such a place, with room.
 
     Raises ``ConfigError`` where there is no place for it.
     """
     for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR")):
         if parent and os.path.isabs(parent) and os.access(parent, os.W_OK | os.X_OK):
             with contextlib.suppress(OSError):
-                return tempfile.mkdtemp(prefix="sgl-aspects-", dir=parent)
+                if _has_room(parent):
+                    return tempfile.mkdtemp(prefix="sgl-aspects-", dir=parent)
     try:
         return tempfile.mkdtemp(prefix="sgl-aspects-")
     except OSError as error:
@@ -36,6 +40,13 @@ def make_run_folder() -> str:
             "tracing has no folder for its records: /dev/shm, XDG_RUNTIME_DIR and the temporary folder "
             f"cannot be written ({error}); set TMPDIR to a folder that can"
         ) from error
+
+
+def _has_room(folder: str) -> bool:
+    """Whether the rings of some processes go in; a file system that counts no files gives 0 for all."""
+    system = os.statvfs(folder)
+    has_files = not system.f_files or system.f_favail >= _LEAST_FILES
+    return has_files and system.f_bavail * system.f_frsize >= _LEAST_BYTES
 
 
 def remove_run_folder(folder: str) -> None:
