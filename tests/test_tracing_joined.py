@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from sgl_aspects.tracing import attach, context
 from sgl_aspects.tracing.collector import join
 from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
 from tests.otlp_receiver import Receiver, Span, http_receiver, spans_of
@@ -251,3 +252,23 @@ def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
         joiner.settle()
     (request,) = [span for span in found if span.name == "chat m"]
     assert (request.attributes or {})["gen_ai.latency.time_in_queue"] == 10e-9
+
+
+def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
+    """Until it fails it is left out, and what has served it names nobody."""
+    found: list[ReadableSpan] = []
+    joiner: Any = Joiner(Resource({}), found.append, tail=TailChoice())
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC, sampled=False), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner.add(scheduler, SpanEnd(SpanType("first"), 20, 20, 0, 10, 20, links=[8]))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50, error="abort"))
+    for _ in range(2):
+        joiner.settle()
+    joiner.add(scheduler, SpanEnd(SpanType("second"), 21, 21, 0, 20, 30, links=[8]))
+    links = {span.name: [link.context for link in span.links] for span in found}
+    assert links["first"] == []
+    assert [(link.trace_id, link.span_id, link.trace_flags.sampled) for link in links["second"]] == [
+        (0xABC, 7, True)
+    ]
