@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import attach, run_folder
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.records import SpanEnd, SpanType
+from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.session import current
 from tests import workers
@@ -252,6 +254,36 @@ def test_forks_in_the_middle_of_spans_and_of_other_threads_work(tmp_path: Path) 
         assert all(ids[child << 32 | number] for number in range(1, each + 1))
     assert all(record.values[0] for record in records)
     reader.close()
+
+
+def test_a_child_that_lives_on_does_not_keep_its_parent_s_ring_alive(tmp_path: Path) -> None:
+    """Whether it was forked or is another program: the lock is the parent's alone."""
+    script = f"""
+import os, subprocess, sys, time
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+recorder = RingRecorder({str(tmp_path)!r})
+recorder.open()
+program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+child = os.fork()
+if not child:
+    print(os.getpid(), program.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        children = [int(word) for word in parent.stdout.readline().split()]
+        try:
+            (path,) = tmp_path.glob("*.ring")
+            ring = RingReader(path, read_only=True)
+            assert ring.is_alive()
+            parent.kill()
+            parent.wait(60)
+            assert all(is_running(child) for child in children)
+            assert not ring.is_alive()
+            ring.close()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("keeps_all", [False, True])
