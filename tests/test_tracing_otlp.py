@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -336,6 +337,20 @@ def test_the_metrics_console_is_the_engine_s_output(
     with http_receiver() as receiver:
         run_of_three(receiver.endpoint)
     assert "gen_ai.server.request.duration" in capfd.readouterr().out
+
+
+def test_a_backend_that_hangs_costs_other_metric_exporters_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp,console")
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "0")
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        summary = run_of_three(f"http://127.0.0.1:{hanging.getsockname()[1]}")
+    assert summary.not_delivered == {"otlp": 3}
+    said = capfd.readouterr()
+    assert "gen_ai.server.request.duration" in said.out
+    assert "Traceback" not in said.err
+    assert "Callback failed" not in said.err
 
 
 def test_an_exporter_named_twice_exports_once(monkeypatch: pytest.MonkeyPatch) -> None:

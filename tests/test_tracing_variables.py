@@ -145,6 +145,19 @@ def test_a_key_needs_its_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         TraceSettings.from_environment()
 
 
+def test_milliseconds_are_taken_for_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "10000")
+    TraceSettings.from_environment()
+    (said,) = caplog.messages
+    assert (
+        said
+        == "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT=10000: OpenTelemetry for Python takes it for seconds, 2.8 hours"
+    )
+
+
 def test_gzip_is_all_that_grpc_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "deflate")
@@ -192,6 +205,7 @@ def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(f"OTEL_{name}", "")
     assert TraceSettings.from_environment() == TraceSettings(level=3, metric_exporters=("otlp",))
     variables = {"OTEL_A": " ", "OTEL_B": " b ", "OTHER": "", "OTEL_METRICS_EXEMPLAR_FILTER": "ALWAYS_OFF"}
+    variables |= {"OTEL_PYTHON_METER_PROVIDER": "the application's"}
     normalise(variables)
     assert variables == {"OTEL_B": "b", "OTHER": "", "OTEL_METRICS_EXEMPLAR_FILTER": "always_off"}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import sgl_aspects
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.export.variables import normalise
 from sgl_aspects.tracing.settings import TraceSettings
 
 CLOSING = "closing"
@@ -136,6 +137,7 @@ class CollectorProcess:
 
 def _collector_environment(settings: TraceSettings, environment: Mapping[str, str]) -> dict[str, str]:
     values = {**environment, **settings.overrides()}
+    normalise(values)
     values.pop("SGL_ASPECTS_TRACE_RUN", None)
     # The collector is not traced itself, and finds this package even where it is not installed.
     values["SGL_ASPECTS_TRACE"] = "off"

@@ -92,8 +92,9 @@ class Collector:
         self._joiner.finish()
         deadline = time.monotonic() + self._settings.flush_seconds
         close_all(self._pipelines, self._settings.flush_seconds)
+        reads_on = False
         if self._metrics is not None:
-            self._metrics.close(max(_METRICS_SECONDS, deadline - time.monotonic()))
+            reads_on = not self._metrics.close(max(_METRICS_SECONDS, deadline - time.monotonic()))
         joiner = self._joiner
         summary = TraceSummary(
             spans_recorded=joiner.recorded,
@@ -105,7 +106,8 @@ class Collector:
             unjoined=joiner.unjoined,
             damaged=self._reader.damaged,
         )
-        self._reader.close()
+        if not reads_on:
+            self._reader.close()
         return summary
 
     def _offer(self, span: ReadableSpan) -> None:

@@ -66,6 +66,6 @@ class CollectorMetrics:
             lambda: {pipeline.name: pipeline.lost for pipeline in pipelines},
         )
 
-    def close(self, seconds: float) -> None:
-        """Sends the last figures, within ``seconds``."""
-        self._pipeline.close(seconds)
+    def close(self, seconds: float) -> bool:
+        """Sends the last figures, within ``seconds``; False where that was too short."""
+        return self._pipeline.close(seconds)

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +33,23 @@ class MetricsPipeline:
     """The engine's metrics and their readers; ``OTEL_METRIC_EXPORT_INTERVAL`` says how often they export."""
 
     def __init__(self, readers: Sequence[MetricReader], resource: Resource) -> None:
+        self._readers = readers
         self._provider = MeterProvider(readers, resource, shutdown_on_exit=False)
         self.engine = EngineMetrics(self._provider.get_meter("sgl_aspects", __version__))
 
-    def close(self, seconds: float) -> None:
-        """Sends the last figures, within ``seconds``."""
-        thread = threading.Thread(target=self._shutdown, args=(seconds,), name="metrics", daemon=True)
-        thread.start()
-        thread.join(seconds)
-
-    def _shutdown(self, seconds: float) -> None:
-        self._provider.shutdown(timeout_millis=max(1.0, seconds * 1000))
+    def close(self, seconds: float) -> bool:
+        """Sends the last figures, by all readers at once; False where one needs more than ``seconds``."""
+        deadline = time.monotonic() + seconds
+        most = max(1.0, seconds * 1000)
+        threads = [
+            threading.Thread(target=reader.shutdown, args=(most,), name="metrics", daemon=True)
+            for reader in self._readers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
 
 def make_reader(name: str, settings: TraceSettings) -> MetricReader:

@@ -6,6 +6,7 @@ cannot work is a ``ConfigError`` that names the variable and never shows a heade
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import MutableMapping
@@ -14,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _MOST = 1 << 31
 _LIMITS = (
@@ -40,14 +43,20 @@ _QUEUE = 8192
 _BATCH = 512
 # What is shorter is no secret, and may be a part of any word.
 _SHORTEST_SECRET = 6
+# Elsewhere the same variable is in milliseconds.
+_UNLIKELY_SECONDS = 1000
 _SIGNALS = ("TRACES", "METRICS")
 
 
 def normalise(variables: MutableMapping[str, str]) -> None:
-    """As the specification has it: an empty variable is an unset one. Blanks around a value go."""
+    """For a collector: an empty variable is an unset one, as the specification has it.
+
+    Blanks around a value go, and so do the parts of OpenTelemetry that the application names for itself.
+    """
     for name in [name for name in variables if name.startswith("OTEL_")]:
         variables[name] = variables[name].strip()
-        if not variables[name]:
+        is_applications = name.startswith("OTEL_PYTHON_") and not name.startswith("OTEL_PYTHON_EXPORTER_")
+        if is_applications or not variables[name]:
             del variables[name]
     if _EXEMPLARS in variables:  # the SDK knows it in small letters only
         variables[_EXEMPLARS] = variables[_EXEMPLARS].lower()
@@ -132,8 +141,14 @@ def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
         _check_endpoint(endpoint, protocol)
     _check_headers(_named(signal, "HEADERS")[0])
     name, _ = _named(signal, "TIMEOUT")
-    if env.number(name) == 0:
+    seconds = env.number(name)
+    if seconds == 0:
         raise ConfigError(f"{name}='0': write the seconds that a backend has for a batch, such as 10")
+    if seconds is not None and seconds >= _UNLIKELY_SECONDS:
+        hours = seconds / 3600
+        logger.warning(
+            "%s=%g: OpenTelemetry for Python takes it for seconds, %.1f hours", name, seconds, hours
+        )
     compression(signal, protocol)
     for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
         name, path = _named(signal, kind)
