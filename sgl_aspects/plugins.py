@@ -11,7 +11,7 @@ import threading
 from importlib.metadata import EntryPoint, entry_points
 
 from sgl_aspects import adoption, env
-from sgl_aspects.errors import AspectsError, MissingTargetError, Stop
+from sgl_aspects.errors import AspectsError, ConfigError, MissingTargetError, Stop
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookSource, current_source
 
@@ -127,6 +127,9 @@ def _run(plugin: EntryPoint) -> None:
         plugin.load()()
     except (MissingTargetError, Stop):
         raise  # a hook that it marked as required has no target
+    except ConfigError as error:
+        # Whoever wrote the setting wants its name, not the place that read it.
+        logger.error("plugin %s failed; the others go on: %s", source, error)
     except (Exception, SystemExit):
         logger.exception("plugin %s failed; the others go on", source)
     finally:

@@ -247,6 +247,20 @@ def test_the_command_line_says_it_in_one_line(name: str) -> None:
     assert name in ran.stderr
 
 
+def test_an_engine_with_a_wrong_setting_runs_untraced_and_says_why() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import sgl_aspects; sgl_aspects.load_plugins(); print('serving')"],
+        env={**os.environ, "SGL_ASPECTS_TRACE": "on", "OTEL_BSP_SCHEDULE_DELAY": "soon"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0
+    assert ran.stdout.strip() == "serving"
+    (line,) = ran.stderr.splitlines()
+    assert "OTEL_BSP_SCHEDULE_DELAY='soon'" in line
+
+
 def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Bearer%20{SECRET},x=1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_HEADERS", "api-key=another%2Fsecret")
