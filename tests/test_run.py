@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sgl_aspects.tracing import attach
+
 PROGRAM = """
 import multiprocessing, os, subprocess, sys
 import victim
@@ -191,3 +193,25 @@ def test_a_fault_in_the_file_stops_the_program_with_one_line(site: Path, text: s
     assert done.returncode != 0
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_within_a_run_is_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a traced program that starts another under `run`, to have its spans in a file."""
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_")):
+            monkeypatch.delenv(name)
+    (tmp_path / "program.py").write_text(
+        "import time\n"
+        "from sgl_aspects.tracing.records import SpanType\n"
+        "from sgl_aspects.tracing.session import current\n"
+        "session = current()\n"
+        "root = session.recorder.new_id()\n"
+        "session.recorder.spans(SpanType('inner'))(root, root, 0, time.time_ns(), time.time_ns())\n"
+    )
+    inner, outer = tmp_path / "inner.jsonl", tmp_path / "outer.jsonl"
+    run = [sys.executable, "-m", "sgl_aspects", "run", "--file", str(inner), "--"]
+    with attach(file=str(outer)):
+        done = subprocess.run([*run, sys.executable, str(tmp_path / "program.py")], timeout=60)
+        assert done.returncode == 0
+    assert '"inner"' in inner.read_text()
+    assert "inner" not in outer.read_text()

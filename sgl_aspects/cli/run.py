@@ -9,7 +9,7 @@ import shutil
 from sgl_aspects import bootstrap, config, process_reports
 from sgl_aspects.errors import ConfigError
 
-_TRACE = "SGL_ASPECTS_TRACE"
+_TRACE, _RUN = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if program is None:
         raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
     environment = bootstrap.prepared(os.environ)
+    environment.pop(_RUN, None)  # a run of its own, even where a traced program asks for it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or "on"
     if arguments.config:
         config.read(arguments.config)  # its faults are told here, in one line
