@@ -161,6 +161,12 @@ def test_a_run_that_ends_while_it_is_changed(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "control").exists()
 
 
+def test_on_and_off_at_once(tmp_path: Path) -> None:
+    done = command("ctl", "--run", str(tmp_path), "--on", "--level", "0")
+    assert done.returncode == 2
+    assert "leave one of them out" in done.stderr
+
+
 @pytest.mark.parametrize("share", ["much", "nan", "1.5", "-0.1"])
 def test_a_share_that_is_none(share: str) -> None:
     assert f"{share}: write a number from 0 to 1" in command("ctl", f"--sample={share}").stderr

@@ -42,6 +42,8 @@ def add_run_choice(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows what each process records, after changing it where that was asked for."""
+    if arguments.on and arguments.level == 0:
+        raise ConfigError("--on and --level 0, which is off, say the opposite: leave one of them out")
     asked = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}
     changes = any(value is not None for value in asked.values())
     changed: dict[Path, Control] = {}
