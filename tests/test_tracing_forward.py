@@ -26,13 +26,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.recorded = 0
 
     def is_capturing(self) -> bool:
         return False
 
     def create_event(self) -> Any:
         event = SimpleNamespace(at=-1.0)
-        event.record = lambda: setattr(event, "at", self.now)
+
+        def record() -> None:
+            event.at = self.now
+            self.recorded += 1
+
+        event.record = record
         event.query = lambda: event.at >= 0
         event.elapsed_ms = lambda end: (end.at - event.at) * 1e3
         return event
@@ -61,22 +67,32 @@ def test_what_the_host_prepares_for_a_replay_is_no_device_time(tmp_path: Path) -
         aspects.HookType.OBSERVE,
         found["graph_launch"],
     )
-    runner = SimpleNamespace(platform=clock)
+    runner = SimpleNamespace(platform=clock, graph_runner=object())
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1, num_tokens=1)
+    recorded: list[int] = []
     with aspects.woven(launch):
-        for is_replayed in (False, True):
+        for is_replayed in (False, True, True, None, False, "off"):
+            if is_replayed == "off":
+                runner.graph_runner, is_replayed = None, None
             token = found["forward"].enter((runner, batch), {})
+            if is_replayed is not None:  # None: another kind of graph runner, which does not ask so
+                decide = found["graph_decision"]
+                decide.exit(decide.enter((None, batch), {}), is_replayed, None)
             clock.now += 1.0  # launching one by one, or preparing a replay
             if is_replayed:
                 found["graph_replay"].enter((None, batch), {})
                 Graph(clock).replay()
             found["forward"].exit(token, None, None)
+            recorded.append(clock.recorded)
         Graph(clock).replay()  # somebody's, outside any pass
     reader = RunReader(str(tmp_path))
     spans = [record for _, record in reader.poll() if isinstance(record, SpanEnd)]
     values = [dict(zip(span.type.attributes, span.values)) for span in spans]
-    assert [each["sgl_aspects.forward.graph"] for each in values] == ["eager", "replayed"]
-    assert [each["sgl_aspects.forward.device_time"] for each in values] == [1.0, 2.0]
+    labels = [each["sgl_aspects.forward.graph"] for each in values]
+    assert labels == ["eager", "replayed", "replayed", "eager", "eager", "eager"]
+    assert [each["sgl_aspects.forward.device_time"] for each in values] == [1.0, 2.0, 2.0, None, 1.0, 1.0]
+    # The first pass enters before it is known that it asks for a graph.
+    assert [after - before for before, after in zip([0, *recorded], recorded)] == [3, 2, 2, 0, 3, 2]
     recorder.close()
     reader.close()
 

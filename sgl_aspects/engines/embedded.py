@@ -67,6 +67,7 @@ EMBEDDED = Catalog(
         "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch")),
         "graph_capture": Role((f"{_GRAPHS}.capture",), ("graph_runner:self",)),
+        "graph_decision": Role((f"{_GRAPHS}.can_run",), ("graph_runner:self", "batch")),
         "graph_replay": Role((f"{_GRAPHS}.replay",), ("graph_runner:self", "batch")),
         "graph_launch": Role(("sgl_aspects.platforms.graphs:DeviceGraph+.replay",), ("graph:self",)),
         "sample": Role((f"{_RUNNER}.sample",), ("model_runner:self", "logits", "batch")),
@@ -113,5 +114,6 @@ EMBEDDED = Catalog(
         "scheduler.kv_usage": _kv_usage,
         "scheduler.is_follower": lambda scheduler: scheduler.ranks.rank > 0,
         "model_runner.platform": "platform",
+        "model_runner.graph_runner": "graph_runner",
     },
 )

@@ -40,6 +40,10 @@ class ForwardAspect:
         self._pending: collections.deque[tuple[tuple[Any, ...], tuple[Any, ...]]] = collections.deque()
         self._spare: list[tuple[Any, ...]] = []
         self._at_hand: tuple[Any, ...] | None = None  # the events of the pass that runs
+        self._has_begun = False  # on the device
+        #: Whether the last pass asked for a graph. An event costs the device as much as a small kernel: where
+        #: the answer or the launch says when its work begins, entering does not.
+        self._asks_for_graph = False
         self._has_events = True
         self._device_name: str | None = None
         # How the forward pass at hand runs; None where the engine's catalog knows no graphs.
@@ -49,12 +53,14 @@ class ForwardAspect:
         self._runner = role.argument("model_runner")
         self._batch = role.argument("batch")
         self._platform = reader("model_runner.platform")
+        self._graph_runner = reader("model_runner.graph_runner")
         self._batch_values = catalog.values_reader("batch", ("mode", "batch_size", "num_tokens"))
 
     def observations(self) -> list[Observation]:
         return [
             Observation("forward", self._enter, self._exit),
             Observation("process_batch_result", _nothing_enter, self._process_exit),
+            Observation("graph_decision", _nothing_enter, self._decision_exit),
             Observation("graph_replay", self._replay_enter, nothing),
             Observation("graph_launch", self._launch_enter, nothing),
         ]
@@ -72,13 +78,16 @@ class ForwardAspect:
             return None  # not asked for, or a warm-up outside any step
         self._graph = self._eager
         batch = self._batch(args, kwargs)
-        platform = self._platform(self._runner(args, kwargs))
+        runner = self._runner(args, kwargs)
+        platform = self._platform(runner)
         if self._device_name is None and platform is not None:
             self._device_name = getattr(platform, "device_name", None)
         events = self._at_hand = self._events(platform)
         start_ns = time_ns()
-        if events is not None:
-            events[0].record()
+        self._has_begun = False
+        if not self._asks_for_graph or self._graph_runner(runner) is None:
+            self._begin_on_device()
+        self._asks_for_graph = False
         span_id, parent_id = self._recorder.new_id(), state.run_id or state.step_id
         opened = self._recorder.begin(FORWARD, span_id, state.step_id, parent_id, start_ns)
         return start_ns, batch, events, span_id, parent_id, opened
@@ -89,8 +98,12 @@ class ForwardAspect:
         start_ns, batch, events, span_id, parent_id, opened = token
         state = self._state
         if events is not None:
-            events[1].record()
             self._at_hand = None
+            if self._has_begun:
+                events[1].record()
+            else:  # it did not ask for a graph, unlike the last one
+                self._spare.append(events)
+                events = None
         end_ns = time_ns()
         close_span(opened)
         values = [*self._batch_values(batch), self._device_name, None, self._graph]
@@ -105,10 +118,20 @@ class ForwardAspect:
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._graph = "replayed"
 
+    def _decision_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if self._at_hand is not None:
+            self._asks_for_graph = True
+            if not result:
+                self._begin_on_device()
+
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # While the host prepared the replay the device had nothing to do.
+        self._begin_on_device()
+
+    def _begin_on_device(self) -> None:
         if self._at_hand is not None:
             self._at_hand[0].record()
+            self._has_begun = True
 
     def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if self._pending:  # of a batch whose result is here the device has done all
