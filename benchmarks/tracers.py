@@ -39,6 +39,7 @@ def ours(url: str, current: bool = False) -> Tracer:
 
     if current:
         import opentelemetry.trace  # noqa: F401  (a process that uses OpenTelemetry)
+    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"
     session = attach(endpoint=url)
     recorder, clock = session.recorder, time.time_ns
     new_id, begin, write = recorder.new_id, recorder.begin, recorder.spans(FORWARD)
@@ -54,9 +55,8 @@ def ours(url: str, current: bool = False) -> Tracer:
 
     return Tracer(
         current_span if current else span,
-        lambda: time.sleep(0.3),  # the collector looks every 50 ms
-        session.collector_process_id or 0,
-        lambda: session.close(30),
+        collector=session.collector_process_id or 0,
+        close=lambda: session.close(30),
     )
 
 

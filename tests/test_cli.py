@@ -124,6 +124,16 @@ def test_output_into_a_pipe_that_nobody_reads_is_no_traceback() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_output_onto_a_full_disk_is_an_error_without_a_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "sgl_aspects", "version"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "No space left on device: what was to be written is not whole" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_platforms_shows_what_was_chosen_and_why() -> None:
     done = command_line("platforms", SGLANG_PLATFORM="cpu")
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ Exit statuses: 0 all well; 2 an error that the user can do something about, told
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from sgl_aspects.errors import AspectsError
 
 PROGRAM = "sgl-aspects"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (as in "| head"). What is still buffered has nowhere to go, and
-        # the interpreter's last flush must not raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()  # the reader of our output is gone, as in "| head"
         return 141
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _write_no_more()
+        return _complain(f"{error.strerror}: what was to be written is not whole")
+
+
+def _write_no_more() -> None:
+    """What is still buffered has nowhere to go, and the interpreter's last flush must not raise again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> int:
