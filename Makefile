@@ -37,7 +37,7 @@ test-slow: $(VENV)/.dev browser
 
 # The core needs no torch: each Python gets a small environment of its own.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-CORE_TESTS := tests/test_weaving*.py tests/test_config.py
+CORE_TESTS := tests/weaving tests/test_config.py
 
 coverage: $(PYTHONS:%=$(VENV)-core-%/.covered)
 
@@ -91,8 +91,8 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --quiet --disable-pip-version-che
 sglang-env: $(SGLANG_VENV)/.ready
 
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang.py tests/test_sglang_adoption.py \
-		tests/test_sglang_faults.py tests/test_sglang_example.py tests/test_sglang_operators.py
+	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/test_server.py tests/engines/sglang/test_adoption.py \
+		tests/engines/sglang/test_faults.py tests/engines/sglang/test_example.py tests/engines/sglang/test_operators.py
 
 # Other versions: their wheels to read, and folders to serve from, beside the packages of the environment above.
 SGLANG_WHEELS := .sglang-wheels
@@ -101,7 +101,7 @@ VERSION ?= 0.5.20
 sglang-wheels: $(SGLANG_VENV)/.ready
 	for version in 0.5.10 0.5.12 0.5.16 0.5.20 0.5.23; do \
 		$(SGLANG_PIP) download --no-deps --dest $(SGLANG_WHEELS) sglang==$$version || exit 1; done
-	SGLANG_WHEELS=$(CURDIR)/$(SGLANG_WHEELS) $(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang_versions.py
+	SGLANG_WHEELS=$(CURDIR)/$(SGLANG_WHEELS) $(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/test_versions.py
 
 sglang-version: $(SGLANG_VENV)/.ready
 	test -d $(SGLANG_WHEELS)/$(VERSION) || { \
@@ -109,13 +109,13 @@ sglang-version: $(SGLANG_VENV)/.ready
 		$(SGLANG_PIP) install --no-deps --target $(SGLANG_WHEELS)/$(VERSION) --upgrade \
 			transformers==5.12.1 tokenizers==0.22.2 huggingface_hub==1.5.0; }
 	SGLANG_VERSIONS=$(CURDIR)/$(SGLANG_WHEELS)/$(VERSION) \
-		$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/test_sglang_versions.py
+		$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/test_versions.py
 
-$(SGLANG_VENV)/.ready: pyproject.toml tests/sglang-requirements.txt tests/sglang-requirements-alone.txt
+$(SGLANG_VENV)/.ready: pyproject.toml tests/requirements/sglang.txt tests/requirements/sglang-alone.txt
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 2.6 GB, two minutes) ..."
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PIP) install -r tests/sglang-requirements.txt
-	$(SGLANG_PIP) install --no-deps -r tests/sglang-requirements-alone.txt
+	$(SGLANG_PIP) install -r tests/requirements/sglang.txt
+	$(SGLANG_PIP) install --no-deps -r tests/requirements/sglang-alone.txt
 	$(SGLANG_PIP) install --no-deps -e .
 	@touch $@
 
@@ -126,10 +126,10 @@ BACKENDS := .integration-venv
 test-integration: $(VENV)/.dev $(BACKENDS)/.ready
 	PATH="$(CURDIR)/$(BACKENDS)/bin:$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_integration_backends.py
 
-$(BACKENDS)/.ready: tests/backend-requirements.txt
+$(BACKENDS)/.ready: tests/requirements/backends.txt
 	@echo "installing Phoenix and Prometheus into $(BACKENDS) (about 0.9 GB, two minutes) ..."
 	$(PYTHON) -m venv $(BACKENDS)
-	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/backend-requirements.txt
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/requirements/backends.txt
 	@command -v prometheus >/dev/null || { cd $(BACKENDS) && $(APT) download prometheus \
 		&& dpkg -x prometheus_*.deb debian && ln -sf ../debian/usr/bin/prometheus bin/prometheus; } \
 		|| echo "no prometheus on PATH, and no Debian package to be had: its test is skipped"

@@ -27,7 +27,7 @@ from sgl_aspects.runtime.dispatch import ImplKind, OpImpl
 from sgl_aspects.runtime.dispatch.process import new_registry
 from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops import SiluAndMul
-from tests.dispatch_peers import CallOp
+from tests.support.dispatch_peers import CallOp
 
 ROUNDS, NUMBER = 41, 2_000
 

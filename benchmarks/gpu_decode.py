@@ -26,8 +26,8 @@ import torch
 
 from sgl_aspects.platforms import SRTPlatform, current_platform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.messages import TokenizedRequest
-from sgl_aspects.runtime.scheduler import Scheduler
+from sgl_aspects.runtime.processes.messages import TokenizedRequest
+from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu.md"
 BATCH_SIZES = (1, 16)

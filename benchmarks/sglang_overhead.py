@@ -36,9 +36,9 @@ from benchmarks.switch import Switch
 from benchmarks.turns import Pair, alternate, more, step_aside
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.tracing.control import Control, runs, write_control
-from tests import sglang_server
-from tests.sglang_models import hugging_face_folder
-from tests.sglang_server import Server, serve
+from tests.support import sglang_server
+from tests.support.sglang_models import hugging_face_folder
+from tests.support.sglang_server import Server, serve
 
 NOTHING, ATTACHED, SGLANGS = "nothing", "attached", "enable-trace"
 SUBJECTS = (NOTHING, ATTACHED, "2", "3", SGLANGS)

@@ -30,8 +30,8 @@ import psutil
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from benchmarks.memory_growth import Watched, watch
-from tests.http_server import LOCAL, Server, serving, wait_for
-from tests.tiny_models import make_llama
+from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.tiny_models import make_llama
 
 CLIENTS = 16
 #: Prompt tokens that are computed in one step.
@@ -48,9 +48,9 @@ import os, threading, time
 import sgl_aspects as aspects
 
 TARGETS = (
-    "sgl_aspects.runtime.scheduler:Scheduler.step",
-    "sgl_aspects.runtime.model_runner:ModelRunner.forward",
-    "sgl_aspects.runtime.request_manager:RequestManager.handle_output",
+    "sgl_aspects.runtime.scheduling.scheduler:Scheduler.step",
+    "sgl_aspects.runtime.execution.model_runner:ModelRunner.forward",
+    "sgl_aspects.runtime.frontend.manager:RequestManager.handle_output",
     "sgl_aspects.runtime.server.calls:Calls.end",
 )
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from sgl_aspects.engines import EMBEDDED
-from sgl_aspects.runtime.batch import ForwardMode
+from sgl_aspects.runtime.scheduling.batch import ForwardMode
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, ScheduledRequestAspect, SchedulerState
 from sgl_aspects.tracing.aspects.step import StepAspect

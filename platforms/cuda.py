@@ -46,13 +46,13 @@ class CudaPlatform(CudaDeviceMixin, SRTPlatform):
         return "cuda" if _has_triton() else "native"
 
     def get_graph_runner_cls(self) -> type | str:
-        return "sgl_aspects.runtime.graph_runner:GraphRunner"
+        return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "inductor"
 
     def get_piecewise_backend_cls(self) -> type | str:
-        return "sgl_aspects.runtime.piecewise:PiecewiseBackend"
+        return "sgl_aspects.runtime.execution.piecewise:PiecewiseBackend"
 
 
 def _has_triton() -> bool:

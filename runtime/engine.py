@@ -19,18 +19,18 @@ from typing import Any, overload
 
 from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
 from sgl_aspects.plugins import load_plugins
-from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
-from sgl_aspects.runtime.messages import StatsRequest, UpdateWeightsRequest
-from sgl_aspects.runtime.request_handle import (
+from sgl_aspects.runtime.frontend.manager import Counters, RequestManager
+from sgl_aspects.runtime.frontend.request import (
     GenerateRequest,
     GenerationResult,
     Prompt,
     RequestHandle,
     StreamChunk,
 )
-from sgl_aspects.runtime.request_manager import Counters, RequestManager
+from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.processes.link import SchedulerLink
+from sgl_aspects.runtime.processes.messages import StatsRequest, UpdateWeightsRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.runtime.scheduler_link import SchedulerLink
 from sgl_aspects.runtime.server_args import ServerArgs
 
 __all__ = ["Engine", "GenerationResult", "RequestHandle", "StreamChunk"]

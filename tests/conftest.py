@@ -12,7 +12,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects.weaving.faces import weaver
-from tests.stand_ins import Engine
+from tests.support.stand_ins import Engine
 
 
 def pytest_configure() -> None:
@@ -42,7 +42,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rebinding looks through the heap: in a run of all tests that holds all of torch, each time."""
-    if not request.module.__name__.rpartition(".")[2].startswith("test_weaving"):
+    if not request.module.__name__.startswith("tests.weaving."):
         yield
         return
     gc.collect()

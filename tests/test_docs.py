@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from sgl_aspects.cli.main import COMMANDS
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -163,7 +163,7 @@ def test_the_migration_guide_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RUN)
 def test_every_command_of_a_guide_runs(name: str, tmp_path: Path) -> None:
     """As printed, one after the other, on a machine that has the package, a model, and the port 8000 free."""
-    from tests.tiny_models import make_llama
+    from tests.support.tiny_models import make_llama
 
     make_llama(tmp_path / "model")
     page = ROOT / "docs" / name

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.view.spans import read_spans
-from tests.otlp_receiver import http_receiver
+from tests.support.otlp_receiver import http_receiver
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -57,7 +57,7 @@ def test_it_prints_what_it_says(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny_models import make_llama
+    from tests.support.tiny_models import make_llama
 
     folder = tmp_path_factory.mktemp("model")
     make_llama(folder)

@@ -26,7 +26,8 @@ ALLOWED = {
     "adoption": {"errors", "env", "weaving", "bootstrap"},
     "plugins": {"errors", "env", "weaving", "config", "process_reports", "adoption"},
     "platforms": {"errors", "env", "platforms"},
-    "runtime": {"errors", "env", "platforms", "runtime", "plugins", "__version__"},
+    "runtime": {"errors", "env", "platforms", "runtime", "plugins", "conformance", "__version__"},
+    "conformance": {"errors", "env", "platforms", "runtime", "plugins", "conformance"},
     "engines": {"errors", "engines", "platforms"},
     "bootstrap": {"plugins"},
     "attach": {"errors", "env", "weaving", "engines", "platforms", "runtime", "attach"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "view": {"errors", "env", "tracing", "view", "__version__"},
 }
 # And which big packages it may import: torch, OpenTelemetry.
-TORCH = {"platforms", "runtime"}
+TORCH = {"platforms", "runtime", "conformance"}
 OPENTELEMETRY = {"tracing", "view"}
 
 

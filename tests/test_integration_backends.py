@@ -14,9 +14,9 @@ import pytest
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import TraceSummary, attach
-from tests.processes import free_port
-from tests.real_backends import Phoenix, phoenix, prometheus
-from tests.tiny_models import make_llama
+from tests.support.processes import free_port
+from tests.support.real_backends import Phoenix, phoenix, prometheus
+from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.integration
 

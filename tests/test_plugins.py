@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.stand_ins import Engine
+from tests.support.stand_ins import Engine
 
 REGISTERING = """
 import sgl_aspects as aspects

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
     from sgl_aspects.runtime.kv_cache import PageTable
     from sgl_aspects.runtime.ops.attention import Attention
 

@@ -27,7 +27,7 @@ from sgl_aspects.runtime.attention.triton_decode import decode_splits, index_sco
 from sgl_aspects.runtime.ops.triton_kernels import overlapping
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
     from sgl_aspects.runtime.ops.attention import Attention
 
 #: So many programs, each with few tokens, keep a device of about 130 multiprocessors reading.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.batch import Req
     from sgl_aspects.runtime.kv_cache.pages import PagedAllocator, PageTable
+    from sgl_aspects.runtime.scheduling.batch import Req
 
 
 class KVCache:

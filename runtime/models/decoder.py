@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from sgl_aspects.runtime.communicator import Communicator
-from sgl_aspects.runtime.forward_batch import ForwardBatch
+from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.loader.weights import fill_weights, weight_targets
 from sgl_aspects.runtime.models.mlp import GatedMLP, MoEBlock

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sgl_aspects.runtime.attention.base import IndexerInputs
-from sgl_aspects.runtime.communicator import Communicator
-from sgl_aspects.runtime.forward_batch import ForwardBatch
+from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import IndexerConfig, MLAConfig, ModelConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.models.decoder import CausalLM

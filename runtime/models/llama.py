@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.communicator import Communicator
-from sgl_aspects.runtime.forward_batch import ForwardBatch
+from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.models.decoder import CausalLM
 from sgl_aspects.runtime.ops import (

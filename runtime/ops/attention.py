@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import IndexerInputs
-    from sgl_aspects.runtime.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 
 
 class Attention(nn.Module):

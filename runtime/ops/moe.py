@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
-from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.dispatch.reference.experts import fused_moe
 from sgl_aspects.runtime.dispatch.types import ImplKind
+from sgl_aspects.runtime.execution.communicator import Communicator
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.ops.base import Operator, parameter

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sgl_aspects.runtime.logprobs import TokenLogprobs
-from sgl_aspects.runtime.request_handle import Prompt, StreamChunk
+from sgl_aspects.runtime.frontend.request import Prompt, StreamChunk
+from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
 from sgl_aspects.runtime.server.gate import read_body

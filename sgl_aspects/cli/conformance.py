@@ -18,7 +18,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform, current_platform_choice
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.conformance import Result
+    from sgl_aspects.conformance import Result
 
 _MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "skip"}
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.platform is not None:
         # By the variable, so that the processes that checks start choose the same.
         os.environ["SGLANG_PLATFORM"] = arguments.platform
-    from sgl_aspects.runtime.conformance import run_checks, selected_checks
+    from sgl_aspects.conformance import run_checks, selected_checks
 
     checks = selected_checks(arguments.only.split(",") if arguments.only else ())
     choice = current_platform_choice()

@@ -6,11 +6,11 @@ from typing import Any
 
 from sgl_aspects.engines.catalog import Catalog, Role
 
-_MANAGER = "sgl_aspects.runtime.request_manager:RequestManager"
-_SCHEDULER = "sgl_aspects.runtime.scheduler:Scheduler"
+_MANAGER = "sgl_aspects.runtime.frontend.manager:RequestManager"
+_SCHEDULER = "sgl_aspects.runtime.scheduling.scheduler:Scheduler"
 _KV_CACHE = "sgl_aspects.runtime.kv_cache.manager:KVCache"
-_GRAPHS = "sgl_aspects.runtime.graph_runner:GraphRunner"
-_RUNNER = "sgl_aspects.runtime.model_runner:ModelRunner"
+_GRAPHS = "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
+_RUNNER = "sgl_aspects.runtime.execution.model_runner:ModelRunner"
 
 
 def _kv_usage(scheduler: Any) -> float | None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.runtime.attention.base import AttentionBackend
-from sgl_aspects.runtime.forward_batch import ForwardBatch
+from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.ops import Attention
 
 

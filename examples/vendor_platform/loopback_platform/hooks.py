@@ -10,7 +10,7 @@ import sgl_aspects as aspects
 logger = logging.getLogger("loopback_platform")
 
 
-@aspects.after("sgl_aspects.runtime.model_runner:ModelRunner.load_model")
+@aspects.after("sgl_aspects.runtime.execution.model_runner:ModelRunner.load_model")
 def log_memory(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     free, total = runner.platform.get_available_memory()
     name = runner.platform.get_device_name()

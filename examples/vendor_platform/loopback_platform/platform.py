@@ -25,14 +25,14 @@ class LoopbackPlatform(LoopbackDevice, SRTPlatform):
 
     def get_graph_runner_cls(self) -> type | str:
         # The engine's own captures with create_graph(); its attention backend must be capturable.
-        return "sgl_aspects.runtime.graph_runner:GraphRunner"
+        return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         # torch traces the pieces and runs them as they are. A real device names its own compiler.
         return "eager"
 
     def get_piecewise_backend_cls(self) -> type | str:
-        return "sgl_aspects.runtime.piecewise:PiecewiseBackend"
+        return "sgl_aspects.runtime.execution.piecewise:PiecewiseBackend"
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "loopback_platform.kv_pool:LoopbackTokenPool"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sgl_aspects.conformance import run_checks, selected_checks
 from sgl_aspects.platforms import current_platform_choice
-from sgl_aspects.runtime.conformance import run_checks, selected_checks
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,259 @@
+"""ModelRunner: the model, its cache and one step of work on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from typing import Any
+
+import torch
+
+from sgl_aspects.errors import ConfigError, ModelLoadError
+from sgl_aspects.platforms import current_platform, resolve_qualified_name
+from sgl_aspects.runtime.attention.base import AttentionBackend
+from sgl_aspects.runtime.attention.registry import choose_attention_backend
+from sgl_aspects.runtime.dispatch import follow_requests
+from sgl_aspects.runtime.execution.communicator import make_communicator
+from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
+from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
+from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.models.registry import model_class
+from sgl_aspects.runtime.ops import Operator
+from sgl_aspects.runtime.processes.rank_links import RankLinks
+from sgl_aspects.runtime.sampling.logit_adjuster import LogitAdjuster
+from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from sgl_aspects.runtime.sampling.sampled_tokens import SampledTokens
+from sgl_aspects.runtime.sampling.sampler import Sampler
+from sgl_aspects.runtime.scheduling.batch import Batch
+from sgl_aspects.runtime.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelRunner:
+    """Loads the model and makes the cache when it is made; then ``forward`` and ``sample`` once a step."""
+
+    def __init__(self, server_args: ServerArgs, ranks: RankLinks | None = None) -> None:
+        ranks = ranks or RankLinks()
+        self.server_args = server_args
+        self.platform = current_platform
+        self.platform.init_backend()
+        self.device = self.platform.get_device(ranks.rank)
+        self.platform.set_device(self.device)
+        if server_args.random_seed is not None:
+            self.platform.seed_everything(server_args.random_seed)
+        self.communicator = make_communicator(ranks.rank, ranks.world_size, ranks.init_method)
+        self.checkpoint = open_checkpoint(str(server_args.model_path))
+        self.config = self.checkpoint.config
+        self.dtype = _DTYPES[self.config.dtype if server_args.dtype == "auto" else server_args.dtype]
+        self.context_length = choose_context_length(server_args.context_length, self.config.context_length)
+        self.load_model()
+        self.sampler = Sampler()
+        self.logit_adjuster = LogitAdjuster(
+            server_args.max_running_requests, self.config.vocab_size, self.config.eos_token_ids, self.device
+        )
+        self.init_kv_cache()
+        self.compile_model()
+        self.init_graphs()
+
+    def load_model(self) -> None:
+        """The model with the checkpoint's weights, ready to run."""
+        self.model = self._build_model(self.checkpoint)
+
+    def update_weights(self, model_path: str) -> None:
+        """Put the weights of another checkpoint of the same model in the place of the present ones.
+
+        They are loaded beside those. ModelLoadError where any rank cannot load them: nothing has changed
+        then, on any rank.
+        """
+        failure, model = None, None
+        try:
+            checkpoint = open_checkpoint(model_path)
+            check_same_model(self.config, checkpoint.config, model_path)
+            model = self._build_model(checkpoint)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            failure = f"{type(error).__name__}: {error}"
+        failures = [other for other in self.communicator.gather_objects(failure) if other]
+        if not failures:
+            self.model, self.checkpoint = model, checkpoint
+        # One of both is of no use any more. Its memory is given back now: the next one may need it.
+        del model
+        gc.collect()  # its layers and the places where they call operators hold each other
+        self.platform.empty_cache()
+        if failures:
+            raise ModelLoadError(f"{model_path} was not loaded, the old weights stay: {failures[0]}")
+        self.weights_changed()
+
+    def _build_model(self, checkpoint: Checkpoint) -> Any:
+        start = time.perf_counter()
+        follow_requests()
+        with self.device, self.platform.inference_mode():
+            model = model_class(self.config.architecture)(
+                self.config, self.dtype, self.context_length, self.communicator
+            )
+            model.load_weights(checkpoint.weights())
+            model.eval()
+            for module in model.modules():
+                if isinstance(module, Operator):
+                    module.prepare_weights()
+            self.platform.post_load_model(model)
+        self.platform.empty_cache()
+        logger.info("loaded %s as %s in %.1f s", checkpoint.path, self.dtype, time.perf_counter() - start)
+        return model
+
+    def init_kv_cache(self) -> None:
+        """Pool, allocator and page table, of the size asked for or of what the free memory allows."""
+        args, config = self.server_args, self.config
+        kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
+        pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind=kind))
+        allocator_class = resolve_qualified_name(self.platform.get_paged_allocator_cls())
+        bytes_each = token_bytes(kind, self.dtype, config.num_layers, **row)
+        free, _ = self.platform.get_available_memory()
+        size = args.max_total_tokens
+        if size is None:
+            # More than every running request at full length could never be used.
+            useful = args.max_running_requests * (self.context_length + args.page_size)
+            size = min(int(free * args.mem_fraction) // bytes_each, useful)
+        size = min(self.communicator.gather_objects(size))  # all ranks have the same pages
+        if size < args.page_size or size * bytes_each > free:
+            raise ConfigError(
+                f"no room for a key-value cache of {max(size, args.page_size)} tokens: {bytes_each} bytes "
+                f"each, {free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction "
+                f"({args.mem_fraction})."
+            )
+        allocator = allocator_class(size, args.page_size)
+        self.kv_pool = pool_class(
+            size=allocator.total_size,
+            page_size=args.page_size,
+            dtype=self.dtype,
+            layer_num=config.num_layers,
+            device=self.device,
+            **row,
+        )
+        self.page_table = PageTable(
+            args.max_running_requests, self.context_length, args.page_size, self.device
+        )
+        self.attention_backend: AttentionBackend = choose_attention_backend(args.attention_backend, kind)(
+            self.kv_pool, self.page_table
+        )
+        self.kv_cache = KVCache(
+            allocator,
+            self.page_table,
+            self.kv_pool,
+            prefix_cache=args.prefix_cache,
+            clears_pages=self.attention_backend.reads_unwritten_slots,
+        )
+        logger.info(
+            "key-value cache: %d tokens of %d bytes, attention backend %s",
+            allocator.total_size,
+            bytes_each,
+            type(self.attention_backend).__name__,
+        )
+
+    def compile_model(self) -> None:
+        """Compile the model's layers in pieces, where that is asked for."""
+        if not self.server_args.compile:
+            return
+        if not self.platform.support_piecewise_cuda_graph():
+            raise ConfigError(
+                f"compile=True: platform {self.platform.device_name!r} does not declare piecewise_graph "
+                "(PlatformCapabilities). Leave it out here."
+            )
+        resolve_qualified_name(self.platform.get_piecewise_backend_cls())(self).compile()
+
+    def init_graphs(self) -> None:
+        """The platform's graph runner, and what it captures; None where there is nothing to capture with."""
+        self.graph_runner: Any = None
+        if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
+            return
+        for part in (self.attention_backend, self.model):
+            if not part.capturable:
+                label = self.platform.get_graph_label()
+                logger.warning("no %s: %s cannot be captured", label, type(part).__name__)
+                return
+        self.graph_runner = resolve_qualified_name(self.platform.get_graph_runner_cls())(self)
+        self.graph_runner.capture()
+
+    def weights_changed(self) -> None:
+        """Called once there are new weights: what was compiled and captured with the old ones is renewed."""
+        self.compile_model()
+        if self.graph_runner is not None and self.platform.needs_graph_recapture():
+            self.graph_runner.capture()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [batch_size, vocab_size] of the token after the last one that each request feeds."""
+        with self.platform.inference_mode():
+            if self.graph_runner is not None and self.graph_runner.can_run(batch):
+                logits: torch.Tensor = self.graph_runner.replay(batch)
+                return logits
+            return self.compute_logits(ForwardBatch.of(batch, self.attention_backend, self.device))
+
+    def compute_logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """One step's work on the device: what a graph runner captures."""
+        self.attention_backend.prepare(batch)
+        logits: torch.Tensor = self.model(batch)
+        return logits
+
+    def can_follow(self, batch: Batch) -> bool:
+        """Whether a step can begin before the tokens of ``batch``, the step before it, are known here."""
+        return (
+            self.platform.is_asynchronous()
+            and not self.server_args.disable_overlap
+            and self.graph_runner is not None
+            and self.graph_runner.can_run(batch)
+        )
+
+    def sample(self, logits: torch.Tensor, batch: Batch) -> SampledTokens:
+        """One token a request; what it says for requests that ``batch.samples`` denies means nothing.
+
+        Rank 0 chooses, and the others hear of it.
+        """
+        with self.platform.inference_mode():
+            if self.communicator.rank > 0:
+                tokens = torch.empty(len(batch.reqs), dtype=torch.int64, device=self.device)
+            else:
+                tokens = self._choose_tokens(logits, batch)
+            return SampledTokens(self.communicator.broadcast(tokens), self.platform)
+
+    def _choose_tokens(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        params = [req.sampling_params for req in batch.reqs]
+        # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
+        uniforms = [
+            req.random.random() if sampling and not req.sampling_params.is_greedy else 0.0
+            for req, sampling in zip(batch.reqs, batch.samples)
+        ]
+        adjusted = self.logit_adjuster(logits, batch.reqs, batch.samples)
+        return self.sampler(adjusted, params, uniforms)
+
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: list[int], batch: Batch
+    ) -> list[TokenLogprobs | None]:
+        """For each request that asked, of the distribution before penalties and temperature."""
+        with self.platform.inference_mode():
+            return token_logprobs(logits, token_ids, [req.sampling_params.logprobs for req in batch.reqs])
+
+
+def choose_context_length(wanted: int | None, of_model: int) -> int:
+    """What the user wants, up to what the model was made for."""
+    if wanted is None:
+        return of_model
+    if wanted > of_model:
+        raise ConfigError(f"context_length={wanted} is more than the {of_model} that the model was made for")
+    return wanted
+
+
+def check_same_model(present: ModelConfig, new: ModelConfig, path: str) -> None:
+    """ModelLoadError that names what differs. The type of the weights may: they are converted."""
+    differing = [
+        f"{field.name} ({getattr(new, field.name)!r} in the place of {getattr(present, field.name)!r})"
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in ("dtype", "eos_token_ids")
+        and getattr(new, field.name) != getattr(present, field.name)
+    ]
+    if differing:
+        raise ModelLoadError(f"{path} is another model: its config differs in {', '.join(differing)}")

@@ -1,0 +1,31 @@
+"""Piecewise compilation: each layer's work before and after attention becomes one compiled piece.
+
+Attention stays as it is: its backend has kernels of its own, and reads sizes that differ from step to step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_aspects.runtime.models.decoder import DecoderLayer
+
+if TYPE_CHECKING:
+    from sgl_aspects.runtime.execution.model_runner import ModelRunner
+
+
+class PiecewiseBackend:
+    """What ``SRTPlatform.get_piecewise_backend_cls`` names. A vendor's own has ``compile``."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._runner = model_runner
+
+    def compile(self) -> None:
+        """Each piece is compiled at its first call, by the platform's backend, for any number of tokens."""
+        attention: Any = self._runner.attention_backend
+        attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
+        backend = self._runner.platform.get_compile_backend()
+        for module in self._runner.model.modules():
+            if isinstance(module, DecoderLayer):
+                module.compile(backend=backend, dynamic=True)

@@ -1,0 +1,1 @@
+"""The side of the caller: requests, text to tokens, and tokens to text."""

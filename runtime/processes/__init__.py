@@ -1,0 +1,1 @@
+"""The processes of an engine, and the messages between them."""

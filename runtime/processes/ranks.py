@@ -1,0 +1,125 @@
+"""The scheduler processes of one engine, one a rank, as their owner sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.resource_tracker
+import signal
+import tempfile
+import time
+from typing import Any
+
+from sgl_aspects.runtime.processes.messages import FailureMessage
+from sgl_aspects.runtime.processes.rank_links import RankLinks
+from sgl_aspects.runtime.processes.worker import run_scheduler_process
+from sgl_aspects.runtime.server_args import ServerArgs
+
+
+class RankProcesses:
+    """Started when it is made. The first of ``connections`` is the pipe to rank 0, which answers for all."""
+
+    def __init__(self, server_args: ServerArgs) -> None:
+        context = multiprocessing.get_context("spawn")
+        count = server_args.tp_size
+        #: The ranks meet at a file in it; gone with this object.
+        self._folder = tempfile.TemporaryDirectory(prefix="sgl-aspects-") if count > 1 else None
+        init_method = f"file://{self._folder.name}/ranks" if self._folder else ""
+        to_owner = [context.Pipe(duplex=True) for _ in range(count)]
+        between = [context.Pipe(duplex=False) for _ in range(1, count)]
+        self.connections = [ours for ours, _ in to_owner]
+        self.processes = []
+        for rank in range(count):
+            peers = [writer for _, writer in between] if rank == 0 else [between[rank - 1][0]]
+            links = RankLinks(rank, count, init_method, peers)
+            self.processes.append(
+                context.Process(
+                    target=run_scheduler_process,
+                    args=(server_args, to_owner[rank][1], links),
+                    name="sgl-aspects-scheduler" + (f"-{rank}" if count > 1 else ""),
+                    daemon=True,
+                )
+            )
+        #: The last words of those that failed, by rank.
+        self.failures: dict[int, FailureMessage] = {}
+        try:
+            for process in self.processes:
+                _start_deaf_to_ctrl_c(process)
+        except BaseException:
+            self.kill()
+            self.connections[0].close()
+            raise
+        finally:
+            # Or the death of a process would not end its pipes.
+            for end in [theirs for _, theirs in to_owner] + [end for pair in between for end in pair]:
+                end.close()
+
+    def are_alive(self) -> bool:
+        """Whether all of them are."""
+        return all(process.is_alive() for process in self.processes)
+
+    def join(self, timeout: float) -> None:
+        """Wait until all have ended, so many seconds in all."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def cause(self) -> tuple[str, FailureMessage | None]:
+        """Who ended first, in words, with the error that it named. Ask before :meth:`kill`.
+
+        One that was killed says nothing, and those that waited for it fail because of that: it comes first.
+        """
+        for rank, connection in enumerate(self.connections[1:], 1):
+            with contextlib.suppress(EOFError, OSError):  # it said nothing
+                if connection.poll(0):
+                    self.failures[rank] = connection.recv()
+        exits = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        killed = [rank for rank, code in exits.items() if code is not None and code < 0]
+        failure = None
+        if self.failures and not killed:
+            rank = min(self.failures, key=lambda rank: self.failures[rank].time_ns)
+            failure = self.failures[rank]
+            what = f"failed with {failure.error_type}: {failure.message}"
+        else:
+            ended = [rank for rank, code in exits.items() if code is not None]
+            rank = (killed or ended or [0])[0]
+            what = exit_in_words(exits[rank])
+        who = f"the scheduler process of rank {rank}" if len(exits) > 1 else "the scheduler process"
+        return f"{who} {what}", failure
+
+
+def _start_deaf_to_ctrl_c(process: Any) -> None:
+    """Start with SIGINT blocked until the process ignores it by itself: Ctrl-C shows no traceback of it."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGINT again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def exit_in_words(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "closed its connection"
+    if exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = "unknown"
+        hint = (
+            " (if nobody did that by hand, the system may have run out of memory)"
+            if name == "SIGKILL"
+            else ""
+        )
+        return f"was killed by signal {-exit_code}, {name}{hint}"
+    return f"ended with exit code {exit_code}"

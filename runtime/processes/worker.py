@@ -1,0 +1,44 @@
+"""The entry point of the scheduler process.
+
+Plugins come first: they may hook anything in the scheduler, the model runner and the models, so that this
+module and all that it needs at import time (the pickled ServerArgs) must not load those.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+
+from sgl_aspects.plugins import load_plugins
+from sgl_aspects.runtime.processes.messages import FailureMessage
+from sgl_aspects.runtime.processes.rank_links import RankLinks
+from sgl_aspects.runtime.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks: RankLinks) -> None:
+    """Load the model and serve until told to stop. An error is sent to the owner, who raises it."""
+    # Ctrl-C reaches every process of the terminal; the owner decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # OpenMP's threads spin for their next work by default: beside one busy neighbour that costs tenfold.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        load_plugins()
+        from sgl_aspects.runtime.scheduling.scheduler import Scheduler
+
+        Scheduler(server_args, connection, ranks).event_loop()
+    except Exception as error:
+        logger.debug("the scheduler ends", exc_info=True)
+        failure = FailureMessage(type(error).__name__, str(error), traceback.format_exc())
+        try:
+            connection.send(failure)
+        except OSError:
+            logger.exception("the scheduler failed, and its owner is gone")
+        raise SystemExit(1) from None
+    finally:
+        connection.close()

@@ -1,0 +1,1 @@
+"""Continuous batching: which tokens the model sees in a step."""

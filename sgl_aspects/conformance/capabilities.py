@@ -1,0 +1,99 @@
+"""What a platform declares in ``capabilities``: each of them is tried. Graphs have checks of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.in_process import generating
+from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
+from sgl_aspects.conformance.operators import random_tensor
+from sgl_aspects.conformance.tiny_model import write_tiny_model
+
+
+def _declared(bench: Bench, name: str) -> None:
+    if not getattr(bench.platform.capabilities, name):
+        raise NotApplicableError("not declared")
+
+
+@check(write="capabilities", expects="supports_triton: a Triton kernel to run")
+def triton(bench: Bench) -> str:
+    _declared(bench, "supports_triton")
+    require(
+        importlib.util.find_spec("triton") is not None,
+        "triton to be installed where supports_triton is declared",
+        "it is not",
+    )
+    from sgl_aspects.conformance.triton_probe import add_one
+
+    x = torch.arange(1000, dtype=torch.float32)
+    found = add_one(x.to(bench.device)).cpu()
+    require(torch.equal(found, x + 1), "x + 1 of 1000 numbers", "others")
+    return "a kernel of 1000 elements"
+
+
+@check(
+    write="get_piecewise_backend_cls",
+    expects="piecewise_graph: compiled layers to give the tokens of plain ones",
+)
+def piecewise(bench: Bench) -> str:
+    if not bench.platform.support_piecewise_cuda_graph():
+        raise NotApplicableError("not declared")
+    folder = bench.folder / "tiny-llama-pieces"
+    write_tiny_model(folder)
+    with generating(folder, disable_graphs=True) as plain:
+        right = plain.tokens()
+    with generating(folder, disable_graphs=True, compile=True) as compiled:
+        found = compiled.tokens()
+    method = "get_compile_backend, get_piecewise_backend_cls"
+    require(found == right, str(right), str(found), method)
+    return f"compiled by {bench.platform.get_compile_backend()}"
+
+
+@check(write="supports_fp8", expects="float8 numbers to be kept and read")
+def fp8(bench: Bench) -> str:
+    if not bench.platform.supports_fp8():
+        raise NotApplicableError("not declared")
+    exact = torch.tensor([0.0, 1.0, -1.5, 0.25, 448.0, -0.0625])
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        right = exact.to(dtype).float()
+        found = exact.to(bench.device).to(dtype).float().cpu()
+        require(torch.equal(found, right), f"{right.tolist()} in {dtype}", found.tolist())
+    return "e4m3 and e5m2"
+
+
+@check(write="capabilities", expects="hicache_device_kernels: pages of a pool to go to the host and back")
+def hicache(bench: Bench) -> str:
+    _declared(bench, "hicache_device_kernels")
+    pool = make_pool(bench, torch.bfloat16)
+    buffer = pool.get_key_buffer(0)
+    buffer.copy_(random_tensor(*buffer.shape, dtype=torch.bfloat16, seed=5).to(bench.device))
+    before = buffer.cpu()
+    page = slice(2 * PAGE_SIZE, 3 * PAGE_SIZE)
+    kept = torch.empty(buffer[page].shape, dtype=torch.bfloat16)
+    if bench.platform.is_pin_memory_available():
+        kept = kept.pin_memory()
+    kept.copy_(buffer[page], non_blocking=True)
+    bench.platform.synchronize()
+    buffer[page] = 0
+    buffer[page].copy_(kept, non_blocking=True)
+    bench.platform.synchronize()
+    require(torch.equal(buffer.cpu(), before), "the page as it was", "another")
+    return "page 2 away and back"
+
+
+@check(write="capabilities", expects="supports_pynccl: the library to be there")
+def pynccl(bench: Bench) -> str:
+    _declared(bench, "supports_pynccl")
+    import torch.distributed as dist
+
+    backend = bench.platform.get_torch_distributed_backend_str()
+    require(
+        dist.is_available() and dist.is_backend_available(backend),
+        f"torch.distributed to have {backend!r}",
+        "it has not",
+        "get_torch_distributed_backend_str",
+    )
+    return backend

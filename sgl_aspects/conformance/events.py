@@ -1,0 +1,105 @@
+"""Events, against the host's clock."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from sgl_aspects.conformance.check import Bench, check, require
+from sgl_aspects.platforms import DeviceEvent
+
+#: Work for so long is measured; the device's time and the host's then differ by far less.
+_BUSY_SECONDS = 0.06
+
+
+def _events(bench: Bench) -> tuple[DeviceEvent, DeviceEvent]:
+    start, end = bench.platform.create_event(), bench.platform.create_event()
+    for event in (start, end):
+        require(isinstance(event, DeviceEvent), "a DeviceEvent", type(event).__qualname__, "create_event")
+    return start, end
+
+
+def _work(bench: Bench, seconds: float) -> float:
+    """Keep the device busy, waiting for each piece; the seconds that it took."""
+    square = torch.ones(256, 256, device=bench.device)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        square = square @ square / 256
+        bench.platform.synchronize()
+    return time.perf_counter() - begin
+
+
+@check(write="create_event", expects="an event that was not recorded to say so")
+def unrecorded(bench: Bench) -> str:
+    start, end = _events(bench)
+    require(not start.query(), "False before record()", True, "DeviceEvent.query")
+    try:
+        answer = f"{start.elapsed_ms(end)} ms"
+    except RuntimeError:
+        answer = "RuntimeError"
+    require(
+        answer == "RuntimeError",
+        "RuntimeError where one was never recorded",
+        answer,
+        "DeviceEvent.elapsed_ms",
+    )
+    return "query() is False, elapsed_ms() raises"
+
+
+@check(write="DeviceEvent.synchronize", expects="a waited-for event to be reached")
+def reached(bench: Bench) -> str:
+    rounds = 50
+    for number in range(rounds):
+        start, end = _events(bench)
+        start.record()
+        torch.ones(64, 64, device=bench.device).sum()
+        end.record()
+        end.synchronize()
+        require(end.query(), "query() to be True afterwards", f"False, round {number}")
+        require(
+            start.query(), "an earlier event to be reached too", f"False, round {number}", "DeviceEvent.query"
+        )
+    return f"{rounds} of {rounds}"
+
+
+@check(write="synchronize", expects="synchronize() to wait for all events before it")
+def synchronize(bench: Bench) -> str:
+    rounds = 50
+    for number in range(rounds):
+        event, _ = _events(bench)
+        event.record()
+        bench.platform.synchronize()
+        require(event.query(), "an event recorded before it to be reached", f"not, round {number}")
+    return f"{rounds} of {rounds}"
+
+
+@check(write="DeviceEvent.elapsed_ms", expects="milliseconds, as the host's clock has them")
+def elapsed(bench: Bench) -> str:
+    _work(bench, 0.01)
+    start, end = _events(bench)
+    bench.platform.synchronize()
+    start.record()
+    host_ms = _work(bench, _BUSY_SECONDS) * 1e3
+    end.record()
+    bench.platform.synchronize()
+    device_ms = start.elapsed_ms(end)
+    require(
+        0.5 * host_ms <= device_ms <= 1.5 * host_ms + 20,
+        f"about {host_ms:.1f} ms, the host's time",
+        f"{device_ms} ms",
+    )
+    return f"{device_ms:.1f} ms, the host's clock {host_ms:.1f}"
+
+
+@check(write="DeviceEvent.record", expects="recording again to move the mark")
+def again(bench: Bench) -> str:
+    start, end = _events(bench)
+    start.record()
+    _work(bench, _BUSY_SECONDS)
+    start.record()
+    end.record()
+    bench.platform.synchronize()
+    found = start.elapsed_ms(end)
+    require(0 <= found < 0.8 * _BUSY_SECONDS * 1e3, "the time since the second record()", found)
+    return f"{found:.3f} ms"

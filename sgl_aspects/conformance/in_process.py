@@ -1,0 +1,64 @@
+"""An engine's scheduler in this process, for checks that look at its parts while it generates."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects.runtime.processes.messages import TokenizedRequest
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.scheduling.scheduler import Scheduler
+from sgl_aspects.runtime.server_args import ServerArgs
+
+_TOKENS = 12
+
+
+class Generating:
+    def __init__(self, scheduler: Scheduler, replies: Any) -> None:
+        self.scheduler = scheduler
+        self._replies = replies
+
+    def tokens(self) -> list[list[int]]:
+        """Greedy tokens of three requests, the last of which comes while the others decode."""
+        draw = random.Random(9)
+        params = SamplingParams(max_new_tokens=_TOKENS, ignore_eos=True)
+        prompts = [[draw.randrange(256) for _ in range(length)] for length in (3, 11, 8)]
+        arriving = [TokenizedRequest(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        reqs = [self.scheduler.add_request(message) for message in arriving[:2]]
+        for number in range(3 * _TOKENS):
+            if number == 4:
+                reqs.append(self.scheduler.add_request(arriving[2]))
+            if self.scheduler.has_work:
+                self.scheduler.step()
+            while self._replies.poll(0):
+                self._replies.recv()
+        return [req.output_ids for req in reqs]
+
+    def count_replays(self) -> list[int]:
+        """The batch size of each replay from now on, as they come."""
+        runner: Any = self.scheduler.model_runner.graph_runner
+        found: list[int] = []
+        replay = runner.replay
+
+        def counted(batch: Any) -> Any:
+            found.append(batch.batch_size)
+            return replay(batch)
+
+        runner.replay = counted
+        return found
+
+
+@contextmanager
+def generating(folder: Path, **fields: Any) -> Iterator[Generating]:
+    """A scheduler on the current platform with the model in ``folder``; ``fields`` of ServerArgs."""
+    ours, theirs = multiprocessing.Pipe()
+    settings = {"dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4}
+    try:
+        yield Generating(Scheduler(ServerArgs(folder, **{**settings, **fields}), theirs), ours)
+    finally:
+        ours.close()
+        theirs.close()

@@ -1,0 +1,208 @@
+"""Key-value pools of each kind, and the page allocator: what is written is read, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.operators import random_tensor
+from sgl_aspects.platforms import resolve_qualified_name
+
+LAYERS, PAGE_SIZE, PAGES = 2, 4, 9
+SLOTS = (PAGES + 1) * PAGE_SIZE  # the size asked for, and page 0
+_DTYPES = (torch.float32, torch.bfloat16)
+#: What a pool of each kind is made with.
+ROWS: dict[str, dict[str, int]] = {
+    "mha": {"head_num": 3, "head_dim": 8},
+    "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4},
+    "dsa": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "index_head_dim": 6},
+}
+#: What a token has in a pool of each kind: the part, and the shape of it.
+_PARTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "mha": {"key": (3, 8), "value": (3, 8)},
+    "mla": {"key": (1, 16)},
+    "dsa": {"key": (1, 16), "index_key": (6,)},
+}
+#: [layer][part]: what a pool holds, on the host.
+Contents = list[dict[str, torch.Tensor]]
+
+
+def make_pool(
+    bench: Bench, dtype: torch.dtype, kind: str = "mha", pages: int = PAGES, layers: int = LAYERS, **rows: int
+) -> Any:
+    """A pool with ``pages`` that are handed out, and page 0 before them; ``rows`` as in ROWS."""
+    pool_class: Any = resolve_qualified_name(bench.platform.get_kv_pool_cls(kind=kind))
+    return pool_class(
+        size=pages * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        layer_num=layers,
+        device=bench.device,
+        **(rows or ROWS[kind]),
+    )
+
+
+def _buffer(pool: Any, part: str, layer: int) -> torch.Tensor:
+    """[slots, …] of one part, a view."""
+    buffer: torch.Tensor = getattr(pool, f"get_{part}_buffer")(layer)
+    return buffer
+
+
+# -- what every kind promises: checks of "mha", and called for the others ----------------------------------
+
+
+@check(write="get_kv_pool_cls", expects="buffers [slots, heads, head_dim] of the type asked for")
+def shape(bench: Bench, kind: str = "mha") -> str:
+    """Buffers of the type asked for, on the device, one row a slot."""
+    for dtype in _DTYPES:
+        pool = make_pool(bench, dtype, kind)
+        require(getattr(pool, "dtype", None) == dtype, f"pool.dtype {dtype}", pool.dtype, "get_kv_pool_cls")
+        for layer in range(LAYERS):
+            parts = dict(_PARTS[kind])
+            if kind != "mha":  # the value is the first part of the compressed row
+                parts["value"] = (1, ROWS[kind]["kv_lora_rank"])
+            for part, shape in parts.items():
+                buffer = _buffer(pool, part, layer)
+                name = f"get_{part}_buffer of the pool"
+                require(buffer.dtype == dtype, f"a buffer of {dtype}", buffer.dtype, name)
+                right = (SLOTS, *shape)
+                found = tuple(buffer.shape)
+                require(found == right, f"{right}: size and page 0", found, name)
+                there = buffer.device.type
+                require(there == bench.device.type, f"memory of {bench.device}", there, name)
+    return f"{SLOTS} slots, {LAYERS} layers"
+
+
+@check(write="set_kv_buffer of the pool", expects="each slot to hold what was written, others theirs")
+def write(bench: Bench, kind: str = "mha") -> str:
+    """Over the edges of pages, out of order, one layer at a time."""
+    slots = torch.tensor([PAGE_SIZE, 4 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 7])
+    there = slots.to(bench.device)
+    for dtype in _DTYPES:
+        pool, expected = _filled(bench, dtype, kind)
+        for layer in range(LAYERS):
+            new = {
+                part: random_tensor(len(slots), *shape, dtype=dtype, seed=200 + 10 * layer + number)
+                for number, (part, shape) in enumerate(_PARTS[kind].items())
+            }
+            for part, rows in new.items():
+                expected[layer][part][slots] = rows
+            given = {part: rows.to(bench.device) for part, rows in new.items()}
+            value = given["value"] if kind == "mha" else given["key"][..., : ROWS[kind]["kv_lora_rank"]]
+            pool.set_kv_buffer(layer, there, given["key"], value)
+            if "index_key" in given:
+                pool.set_index_key_buffer(layer, there, given["index_key"])
+        _require_equal(pool, expected, "set_kv_buffer of the pool")
+        if kind != "mha":
+            for layer in range(LAYERS):
+                value = _buffer(pool, "value", layer).cpu()
+                right = expected[layer]["key"][..., : ROWS[kind]["kv_lora_rank"]]
+                method = "get_value_buffer of the pool"
+                require(torch.equal(value, right), "the first part of the compressed row", "others", method)
+    return f"{len(slots)} slots of {SLOTS}"
+
+
+@check(write="clear of the pool", expects="the pages named to be zero, others unchanged")
+def clear(bench: Bench, kind: str = "mha") -> str:
+    """Two pages are zeroed."""
+    for dtype in _DTYPES:
+        pool, expected = _filled(bench, dtype, kind)
+        pool.clear([2, 5])
+        for parts in expected:
+            for right in parts.values():
+                for page in (2, 5):
+                    right[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = 0
+        _require_equal(pool, expected, "clear of the pool")
+    return f"2 pages of {PAGES}"
+
+
+@check(write="get_key_buffer of the pool", expects="a page that is moved through the buffers to arrive")
+def move(bench: Bench, kind: str = "mha") -> str:
+    """A page is copied to another through the buffers."""
+    source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
+    target = torch.arange(8 * PAGE_SIZE, 9 * PAGE_SIZE)
+    for dtype in _DTYPES:
+        pool, expected = _filled(bench, dtype, kind)
+        for layer in range(LAYERS):
+            for part, right in expected[layer].items():
+                buffer = _buffer(pool, part, layer)
+                buffer[target.to(bench.device)] = buffer[source.to(bench.device)]
+                right[target] = right[source]
+        _require_equal(pool, expected, "the buffers of the pool: views, not copies")
+    return "page 3 to page 8"
+
+
+@check(write="get_paged_allocator_cls", expects="pages from 1, each once, all of them")
+def allocator(bench: Bench) -> str:
+    allocator_class: Any = resolve_qualified_name(bench.platform.get_paged_allocator_cls())
+    made = allocator_class(PAGES * PAGE_SIZE + 1, PAGE_SIZE)
+
+    def need(condition: bool, expected: str, found: object) -> None:
+        require(condition, expected, found, "get_paged_allocator_cls")
+
+    full = PAGES * PAGE_SIZE
+    need(made.total_size == full, f"total_size of whole pages, {full} tokens", made.total_size)
+    need(made.available_size() == full, f"{full} tokens free at first", made.available_size())
+    first = made.alloc(PAGE_SIZE + 1)
+    need(len(first) == 2, f"2 pages for {PAGE_SIZE + 1} tokens", first)
+    rest = made.alloc((PAGES - 2) * PAGE_SIZE)
+    everything = sorted([*first, *rest])
+    need(everything == list(range(1, PAGES + 1)), f"pages 1 to {PAGES}, each once", everything)
+    need(made.alloc(1) is None, "None where no page is free", "pages")
+    made.free(first)
+    need(made.available_size() == 2 * PAGE_SIZE, f"{2 * PAGE_SIZE} tokens after free", made.available_size())
+    need(made.alloc(3 * PAGE_SIZE) is None, "None for three pages of two", "pages")
+    need(made.available_size() == 2 * PAGE_SIZE, "nothing taken then", made.available_size())
+    again = made.alloc(2 * PAGE_SIZE)
+    need(sorted(again) == sorted(first), f"the freed pages {sorted(first)} again", again)
+    return f"{PAGES} pages"
+
+
+@check(write="get_mla_kv_pool_cls", expects="one compressed row a token: written, read back, cleared, moved")
+def mla(bench: Bench) -> str:
+    return _compressed(bench, "mla")
+
+
+@check(
+    write="get_nsa_kv_pool_cls",
+    expects="compressed rows with indexer keys: written, read back, cleared, moved",
+)
+def dsa(bench: Bench) -> str:
+    return _compressed(bench, "dsa")
+
+
+def _compressed(bench: Bench, kind: str) -> str:
+    try:
+        bench.platform.get_kv_pool_cls(kind=kind)
+    except NotImplementedError as error:
+        raise NotApplicableError("not declared") from error
+    return ", ".join(step(bench, kind) for step in (shape, write, clear, move))
+
+
+def _filled(bench: Bench, dtype: torch.dtype, kind: str) -> tuple[Any, Contents]:
+    """A pool whose every slot has been written, and what it holds."""
+    pool = make_pool(bench, dtype, kind)
+    expected: Contents = []
+    for layer in range(LAYERS):
+        parts = {
+            part: random_tensor(SLOTS, *shape, dtype=dtype, seed=10 * layer + number)
+            for number, (part, shape) in enumerate(_PARTS[kind].items())
+        }
+        for part, content in parts.items():
+            _buffer(pool, part, layer).copy_(content.to(bench.device))
+        expected.append(parts)
+    return pool, expected
+
+
+def _require_equal(pool: Any, expected: Contents, method: str) -> None:
+    for layer, parts in enumerate(expected):
+        for part, right in parts.items():
+            wrong = (_buffer(pool, part, layer).cpu() != right).flatten(1).any(1).nonzero().flatten().tolist()
+            require(
+                not wrong,
+                f"the {part.replace('_', ' ')}s of layer {layer} as written, bit for bit",
+                f"others in slots {wrong[:8]}{' ...' if len(wrong) > 8 else ''} (page size {PAGE_SIZE})",
+                method,
+            )

@@ -1,0 +1,147 @@
+"""What the platform says of memory, against allocations of a known size in a fresh process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.isolated import call_in_processes
+from sgl_aspects.platforms import current_platform
+
+MIB = 2**20
+BLOCK = 128 * MIB
+#: On a host that others use too, what is free moves by itself: one fair measurement of so many is enough.
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All in bytes."""
+
+    free: int
+    total: int
+    device_total: int
+    peak_before: float
+    peak_with_block: float
+    peak_after: float
+    #: How much less was free with the block than before, and more again without it; for each attempt.
+    taken: list[int]
+    returned: list[int]
+
+
+def measure() -> Measured:
+    """In a process of its own: a peak never falls, and this process's past would hide the block."""
+    platform = current_platform
+    device = platform.get_device(0)
+    platform.set_device(device)
+    torch.ones(1, device=device)  # the device's context is no part of the block
+    peak_before = platform.get_current_memory_usage()
+    free, total = platform.get_available_memory()
+    taken: list[int] = []
+    returned: list[int] = []
+    peak_with_block = 0.0
+    kept = []
+    for number in range(_ATTEMPTS):
+        before = platform.get_available_memory()[0]
+        block = torch.ones(BLOCK, dtype=torch.uint8, device=device)
+        platform.synchronize()
+        during = platform.get_available_memory()[0]
+        taken.append(before - during)
+        if number == 0:
+            peak_with_block = platform.get_current_memory_usage()
+        if platform.shares_host_memory():
+            # Systems keep freed memory for a while and hand it out again: each block comes on top.
+            kept.append(block)
+        del block
+        platform.synchronize()
+        platform.empty_cache()
+        returned.append(platform.get_available_memory()[0] - during)
+        if _is_block(taken[-1]) and (_is_block(returned[-1]) or kept):
+            break
+    peak_after = platform.get_current_memory_usage()
+    device_total = platform.get_device_total_memory()
+    return Measured(free, total, device_total, peak_before, peak_with_block, peak_after, taken, returned)
+
+
+def _is_block(size: float) -> bool:
+    return 0.7 * BLOCK <= size <= 1.5 * BLOCK
+
+
+@cache
+def _measured(class_name: str) -> Measured:
+    (answer,) = call_in_processes(measure, [()])
+    assert isinstance(answer, Measured)
+    return answer
+
+
+def measured(bench: Bench) -> Measured:
+    """Once for all the checks of a platform."""
+    return _measured(f"{type(bench.platform).__module__}:{type(bench.platform).__qualname__}")
+
+
+@check(write="get_available_memory", expects="(free, total) in bytes, free up to total")
+def available(bench: Bench) -> str:
+    found = measured(bench)
+    require(
+        0 < found.free <= found.total and found.total > 64 * MIB,
+        "0 < free <= total, in bytes",
+        f"free {found.free}, total {found.total}",
+    )
+    return f"{found.free / MIB:.0f} of {found.total / MIB:.0f} MiB free"
+
+
+@check(write="get_device_total_memory", expects="the total of get_available_memory")
+def total(bench: Bench) -> str:
+    found = measured(bench)
+    require(
+        abs(found.device_total - found.total) <= 0.05 * found.total,
+        f"{found.total} bytes, as get_available_memory says, give or take 5 %",
+        found.device_total,
+    )
+    return f"{found.device_total / MIB:.0f} MiB"
+
+
+@check(write="get_available_memory", expects="free memory to fall as much as is allocated")
+def allocating(bench: Bench) -> str:
+    taken = _nearest(measured(bench).taken)
+    _require_block(taken, "less free with it")
+    return f"{taken / MIB:.0f} MiB taken by a block of {BLOCK // MIB}"
+
+
+@check(write="empty_cache", expects="freed memory to be given back after empty_cache")
+def releasing(bench: Bench) -> str:
+    if bench.platform.shares_host_memory():
+        raise NotApplicableError("the host's memory, which the system gives back when it likes")
+    returned = _nearest(measured(bench).returned)
+    _require_block(returned, "more free once it was freed and empty_cache called")
+    return f"{returned / MIB:.0f} MiB given back"
+
+
+@check(write="get_current_memory_usage", expects="a peak that rises with use and never falls")
+def peak(bench: Bench) -> str:
+    found = measured(bench)
+    risen = found.peak_with_block - found.peak_before
+    require(
+        0.9 * BLOCK <= risen <= 1.6 * BLOCK,
+        f"a peak about {BLOCK} bytes higher with a block of that size",
+        f"{risen:.0f} bytes higher",
+    )
+    fallen = found.peak_with_block - found.peak_after
+    require(fallen <= 0.1 * BLOCK, "the same peak afterwards", f"{fallen:.0f} bytes less")
+    return f"{risen / MIB:.0f} MiB higher with a block of {BLOCK // MIB}"
+
+
+def _nearest(sizes: list[int]) -> int:
+    return min(sizes, key=lambda size: abs(size - BLOCK))
+
+
+def _require_block(size: int, what: str) -> None:
+    require(
+        _is_block(size),
+        f"about {BLOCK} bytes {what}",
+        f"{size} at best, of {_ATTEMPTS} attempts",
+        "get_available_memory",
+    )

@@ -1,0 +1,192 @@
+"""The runtime's operators as the platform runs them, against formulas in float64 on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_aspects.conformance.check import Bench, check, require
+from sgl_aspects.runtime.dispatch.shadow.comparing import difference
+from sgl_aspects.runtime.loader.model_config import RopeConfig
+from sgl_aspects.runtime.ops import (
+    Embedding,
+    Linear,
+    MergedLinear,
+    Operator,
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+)
+
+#: The largest error, as a share of the largest value of the reference.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_ROWS = (1, 3, 17)
+
+
+def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """On the host, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+
+
+def _compare(
+    bench: Bench,
+    operator: Callable[[torch.dtype], Operator],
+    inputs: Callable[[torch.dtype, int], Sequence[torch.Tensor]],
+    reference: Callable[..., Sequence[torch.Tensor]],
+) -> str:
+    """Run the operator on the device, in each type and with several numbers of rows.
+
+    ``reference(operator's parameters, *inputs)`` gets all in float64, rounded to the type before.
+    """
+    worst = 0.0
+    for dtype, tolerance in TOLERANCES.items():
+        with bench.platform.inference_mode(), bench.device:
+            made = operator(dtype)
+            for number, parameter in enumerate(made.parameters()):
+                parameter.data.copy_(random_tensor(*parameter.shape, dtype=dtype, seed=100 + number))
+            parameters = [parameter.detach().cpu().double() for parameter in made.parameters()]
+            made.prepare_weights()
+        form = _form(made.rotary if isinstance(made, _Rotary) else made, dtype, bench.device)
+        for rows in _ROWS:
+            given = inputs(dtype, rows)
+            with bench.platform.inference_mode():
+                there = [tensor.to(bench.device) for tensor in given]
+                output = made(*there)
+            outputs = output if isinstance(output, tuple) else (output,)
+            exact = [t.double() if t.is_floating_point() else t for t in given]
+            expected = reference(parameters, *exact)
+            for found, right in zip(outputs, expected, strict=True):
+                require(found.dtype == dtype, f"an output of {dtype}", found.dtype, form)
+                error = difference(found.cpu(), right)
+                require(
+                    error <= tolerance,
+                    f"the float64 reference within {tolerance:g}, {dtype}, {rows} rows",
+                    f"an error of {error:.2g}",
+                    form,
+                )
+                worst = max(worst, error / tolerance)
+            for before, after in zip(given, there):
+                require(
+                    torch.equal(before, after.cpu()), "its inputs left as they were", "changed ones", form
+                )
+    return f"{form}, error at most {100 * worst:.0f} % of what is allowed"
+
+
+def _form(operator: Operator, dtype: torch.dtype, device: torch.device) -> str:
+    """The implementation that serves, by its id: a form of the operator's class, or a registered function."""
+    return operator.chosen(dtype, device).impl_id
+
+
+class _Rotary(Operator):
+    """RotaryEmbedding with the look-up of the angles: tensors in, tensors out."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rotary = RotaryEmbedding(RopeConfig(), 32, 256, dtype)
+
+    def forward_native(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rotated: tuple[torch.Tensor, torch.Tensor] = self.rotary(query, key, self.rotary.angles(positions))
+        return rotated
+
+
+# -- what operators mean, in float64 ----------------------------------------------------------------------
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2 n] → [..., n]: silu(first half) * second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, dim]: pairs (i, i + dim / 2) turned by the angles of their tokens' positions."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(positions.double(), frequencies).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat(
+        (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), dim=-1
+    )
+
+
+# -- the checks: what each makes, feeds and expects ---------------------------------------------------------
+
+
+def _rows(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, int], list[torch.Tensor]]:
+    """Random inputs [rows, *shape], one for each shape."""
+    return lambda dtype, rows: [
+        random_tensor(rows, *shape, dtype=dtype, seed=rows + 50 * number)
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def _check(name: str, of: str, expects: str, *how: Any) -> None:
+    """``how``: arguments of :func:`_compare`."""
+    check(name=name, write=f"forward_<key> of {of}", expects=expects)(lambda bench: _compare(bench, *how))
+
+
+_check(
+    "silu_and_mul",
+    "SiluAndMul",
+    "silu(first half) * second half",
+    lambda dtype: SiluAndMul(),
+    _rows((96,)),
+    lambda _, x: [gated(x)],
+)
+_check(
+    "rms_norm",
+    "RMSNorm",
+    "x / rms(x) * weight",
+    lambda dtype: RMSNorm(64, 1e-6, dtype),
+    _rows((64,)),
+    lambda parameters, x: [normalized(x, *parameters)],
+)
+_check(
+    "rms_norm_residual",
+    "RMSNorm",
+    "(norm(x + residual), x + residual)",
+    lambda dtype: RMSNorm(64, 1e-6, dtype),
+    _rows((64,), (64,)),
+    lambda parameters, x, residual: [normalized(x + residual, *parameters), x + residual],
+)
+_check(
+    "linear",
+    "Linear",
+    "x @ weight.T + bias",
+    lambda dtype: Linear(48, 80, bias=True, dtype=dtype),
+    _rows((48,)),
+    lambda parameters, x: [x @ parameters[0].T + parameters[1]],
+)
+_check(
+    "merged_linear",
+    "MergedLinear",
+    "several linears as one",
+    lambda dtype: MergedLinear(48, {"q": 64, "k": 16, "v": 16}, bias=False, dtype=dtype),
+    _rows((48,)),
+    lambda parameters, x: [x @ parameters[0].T],
+)
+_check(
+    "embedding",
+    "Embedding",
+    "rows of the weight",
+    lambda dtype: Embedding(100, 64, dtype),
+    lambda dtype, rows: [torch.arange(rows) * 37 % 100],
+    lambda parameters, ids: [parameters[0][ids]],
+)
+_check(
+    "rotary",
+    "RotaryEmbedding",
+    "each pair turned by its angle",
+    _Rotary,
+    lambda dtype, rows: [*_rows((4, 32), (2, 32))(dtype, rows), torch.arange(rows) * 13 % 256],
+    lambda _, query, key, positions: [rotated(query, positions), rotated(key, positions)],
+)

@@ -1,0 +1,177 @@
+"""Hooks that plugins register with SGLang's registry: woven by ours, and nobody can tell by asking it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_aspects import env
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_python(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL", "OTEL_"))}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", *words]
+    return subprocess.run(
+        command, env={**clean, **settings}, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def answer_of(*words: str, **settings: str) -> Any:
+    done = run_python(*words, **settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@lru_cache(maxsize=2)
+def answers(how: str) -> dict[str, Any]:
+    found: dict[str, Any] = answer_of("-m", "tests.support.sglang_registry_cases", how)
+    return found
+
+
+def test_the_registry_answers_as_it_does_alone() -> None:
+    alone, adopted = answers("alone"), answers("adopted")
+    different = {name: (alone[name], adopted[name]) for name in alone if alone[name] != adopted[name]}
+    assert different == {}
+    assert len(alone) > 40
+    raised = [name for name, found in alone.items() if str(found["answer"]).startswith("raises")]
+    assert raised == []  # nothing is equal only because both are broken
+
+
+ADOPTION = """
+import json, logging, sys
+from sglang.srt import plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+import sgl_aspects as aspects
+
+def around(original_fn, *args, **kwargs):
+    return original_fn(*args, **kwargs)
+
+late, known, missing = (
+    "sglang.srt.layers.rotary_embedding.factory.get_rope",
+    "sglang.srt.plugins._get_excluded_dists",
+    "sglang.srt.environ.nothing",
+)
+source = HookSource("neighbour", "neighbour-dist")
+for target in (late, known, missing):
+    HookRegistry.register(target, around, HookType.AROUND, source=source)
+before = set(sys.modules)
+plugins.load_plugins()
+answer = {
+    "patched": sorted(HookRegistry._patched),
+    "registered": sorted(HookRegistry._hooks),
+    "states": {hook.target: hook.state.value for hook in aspects.report().hooks},
+    "sources": [list(hook.source) for hook in aspects.report().hooks],
+    "imported": [name for name in set(sys.modules) - before if name.startswith("sglang")],
+}
+aspects.HookRegistry.reset()
+answer["after our reset"] = [len(aspects.report().hooks), hasattr(plugins._get_excluded_dists, "__wrapped__")]
+print(json.dumps(answer, default=list))
+"""
+LATE = "sglang.srt.layers.rotary_embedding.factory.get_rope"
+KNOWN = "sglang.srt.plugins._get_excluded_dists"
+MISSING = "sglang.srt.environ.nothing"
+
+
+def test_hooks_of_other_plugins_are_woven_by_ours_without_an_import() -> None:
+    answer = answer_of("-c", ADOPTION)
+    assert answer["patched"] == [LATE, KNOWN]  # the first one as soon as its module is there
+    assert answer["registered"] == sorted([LATE, KNOWN, MISSING])
+    assert answer["states"] == {LATE: "pending", KNOWN: "woven", MISSING: "missing"}
+    assert answer["sources"] == [["neighbour", "neighbour-dist"]] * 3
+    assert answer["imported"] == []
+    assert answer["after our reset"] == [0, False]
+
+
+def test_adoption_can_be_declined() -> None:
+    answer = answer_of("-c", ADOPTION, SGL_ASPECTS_ADOPT="0")
+    assert answer["states"] == {}
+    assert len(answer["patched"]) == 2
+    assert answer["imported"]
+
+
+# SGLang's registry after 0.5.23 can be asked for one hook.
+QUERY = """
+import json, sys, types
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+import sgl_aspects
+
+if not hasattr(HookRegistry, "is_hook_applied"):
+    HookRegistry.is_hook_applied = classmethod(lambda cls, target, hook, hook_type=HookType.AFTER: False)
+sgl_aspects.load_plugins()
+module = sys.modules["module_to_ask"] = types.ModuleType("module_to_ask")
+module.f = lambda x: x
+first, late = (lambda result, x: result + 1), (lambda result, x: result + 9)
+asked, answers = HookRegistry.is_hook_applied, []
+def ask(target="module_to_ask.f"):
+    answers.append([asked(target, first), asked(target, late), asked(target, first, HookType.BEFORE)])
+ask()
+HookRegistry.register("module_to_ask.f", first)
+ask()
+HookRegistry.apply_hooks()
+ask()
+HookRegistry.register("module_to_ask.f", late)
+HookRegistry.apply_hooks()
+ask()
+HookRegistry.register("module_to_ask.g", first)
+HookRegistry.apply_hooks()
+ask("module_to_ask.g")
+module.g = lambda x: x
+HookRegistry.apply_hooks()
+ask("module_to_ask.g")
+HookRegistry.reset()
+ask()
+print(json.dumps([answers, module.f(1), module.g(1)]))
+"""
+
+
+def test_the_registry_says_which_hook_is_applied() -> None:
+    no, yes = [False, False, False], [True, False, False]
+    asked, f, g = answer_of("-c", QUERY)
+    assert asked == [no, no, yes, yes, no, yes, no]
+    assert [f, g] == [2, 2]
+
+
+# -- SGLang's own tests -----------------------------------------------------------------------------------
+
+
+def own_tests() -> list[Path]:
+    """Test files about plugins: those in SGLang's wheel, and those of a checkout named in SGLANG_CHECKOUT."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    unit = Path(str(package.origin)).parent / "multimodal_gen" / "test" / "unit"
+    checkout = env.text("SGLANG_CHECKOUT")
+    listed = sorted(Path(checkout).glob("test/registered/unit/p*/test_*.py")) if checkout else []
+    return [*sorted(unit.glob("test_*plugin*.py")), *listed]
+
+
+@pytest.mark.parametrize("file", own_tests(), ids=lambda file: file.stem)
+def test_sglangs_own_tests_go_as_they_do_without_us(file: Path, tmp_path: Path) -> None:
+    """What passes alone passes under the launcher, traced and with adoption."""
+    launcher = ["-m", "sgl_aspects", "run", "--level", "3", "--file", str(tmp_path / "spans.jsonl"), "--"]
+    command = ["-W", "ignore", "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "--noconftest"]
+    command += [f"--rootdir={file.parent}", str(file)]
+    outcome = {}
+    for adopt, words in (("0", command), ("1", [*launcher, sys.executable, *command])):
+        done = run_python(*words, SGL_ASPECTS_ADOPT=adopt, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+        outcome[adopt] = sorted(re.findall(r"^(PASSED|FAILED|ERROR) \S*?(::\S+)", done.stdout, re.M))
+    assert outcome["1"] == outcome["0"]
+    passed = [name for result, name in outcome["1"] if result == "PASSED"]
+    print(f"{file.name}: {len(passed)} of {len(outcome['1'])} pass")
+    if not passed:
+        why = re.findall(r"^E +(.*)", done.stdout, re.M)
+        pytest.skip(f"none of its tests passes here, with us or without: {why[-1:]}")

@@ -1,0 +1,213 @@
+"""Our platform classes under SGLang's names, against stand-ins for the interfaces of its versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sgl_aspects.platforms import CpuArchEnum, DeviceCapability, PlatformCapabilities
+from sgl_aspects.platforms.cpu import CpuPlatform
+from sgl_aspects.platforms.sglang_bridge import activate_cpu, bridged
+from tests.support.stand_ins import Engine
+
+DEVICE_MIXIN = """
+    import enum
+    from typing import NamedTuple
+    class PlatformEnum(enum.Enum):
+        CPU = 1
+        OOT = 2
+    class CpuArchEnum(enum.Enum):
+        X86 = 7
+        ARM = 8
+        UNSPECIFIED = 9
+    class DeviceCapability(NamedTuple):
+        major: int
+        minor: int
+    class DeviceMixin:
+        def is_out_of_tree(self):
+            return self._enum is PlatformEnum.OOT
+    """
+OLD = """
+    from sglang.srt.platforms.device_mixin import DeviceMixin
+    class SRTPlatform(DeviceMixin):
+        def get_mha_kv_pool_cls(self):
+            raise NotImplementedError
+        def get_mla_kv_pool_cls(self):
+            raise NotImplementedError
+        def get_dsa_kv_pool_cls(self):
+            raise NotImplementedError
+        def get_paged_allocator_cls(self):
+            raise NotImplementedError
+        def get_graph_runner_cls(self):
+            raise NotImplementedError
+    """
+NEW = """
+    from sglang.srt.platforms.device_mixin import DeviceMixin
+    class PlatformCapabilities:
+        __annotations__ = {"graph_capture": bool, "supports_triton": bool}
+        def __init__(self, **given):
+            self.given = given
+    class SRTPlatform(DeviceMixin):
+        capabilities = PlatformCapabilities()
+        def get_kv_pool_cls(self, *, kind):
+            return None
+        def get_graph_runner_cls(self):
+            return None
+        def get_paged_allocator_cls(self):
+            return None
+    """
+IN_TREE = {
+    "mem_cache/memory_pool.py": "".join(
+        f"class {kind}TokenToKVPool: ...\n" for kind in ("MHA", "MLA", "DSA")
+    ),
+    "mem_cache/allocator.py": "class PagedTokenToKVPoolAllocator: ...\n",
+}
+
+
+class Acme(CpuPlatform):
+    """A vendor's platform with a pool, a runner and a capability of its own."""
+
+    device_name = "acme"
+    capabilities = PlatformCapabilities(graph_capture=True, supports_fp8=True)
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return "collections:OrderedDict"
+
+    def get_graph_runner_cls(self) -> type | str:
+        return "collections:Counter"
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
+        return DeviceCapability(9, 1)
+
+
+def bridge(engine: Engine, interface: str, platform: type[CpuPlatform]) -> Any:
+    engine.write("sglang/srt/platforms/device_mixin.py", DEVICE_MIXIN)
+    engine.write("sglang/srt/platforms/interface.py", interface)
+    for path, text in IN_TREE.items():
+        engine.write(f"sglang/srt/{path}", text)
+    return bridged(platform)()
+
+
+@pytest.mark.parametrize("interface", [OLD, NEW], ids=["old", "new"])
+def test_a_bridge_is_sglangs_subclass_with_our_devices(engine: Engine, interface: str) -> None:
+    platform = bridge(engine, interface, CpuPlatform)
+    assert isinstance(platform, engine.load("sglang.srt.platforms.interface").SRTPlatform)
+    assert platform.is_out_of_tree()
+    assert (platform.device_name, platform.device_type) == ("cpu", "cpu")
+    assert str(platform.get_device(0)) == "cpu"
+    assert platform.get_default_attention_backend() == "torch_native"
+    assert not platform.is_pin_memory_available("cpu")
+    assert platform.get_torch_profiler_activity_str() == "CPU"
+
+
+@pytest.mark.parametrize("interface", [OLD, NEW], ids=["old", "new"])
+def test_memory_in_use_is_what_leaves_the_free_memory(engine: Engine, interface: str) -> None:
+    platform = bridge(engine, interface, CpuPlatform)
+    free = platform.get_device_total_memory() - platform.get_current_memory_usage()
+    assert 0 < free <= platform.get_device_total_memory()
+
+
+def test_an_older_sglang_gets_its_own_classes_where_the_platform_has_none(engine: Engine) -> None:
+    platform = bridge(engine, OLD, CpuPlatform)
+    pools = engine.load("sglang.srt.mem_cache.memory_pool")
+    assert platform.get_mha_kv_pool_cls() is pools.MHATokenToKVPool
+    assert platform.get_mla_kv_pool_cls() is pools.MLATokenToKVPool
+    assert platform.get_dsa_kv_pool_cls() is pools.DSATokenToKVPool
+    allocator = engine.load("sglang.srt.mem_cache.allocator").PagedTokenToKVPoolAllocator
+    assert platform.get_paged_allocator_cls() is allocator
+
+
+def test_a_newer_sglang_is_told_to_take_its_own(engine: Engine) -> None:
+    platform = bridge(engine, NEW, CpuPlatform)
+    assert [platform.get_kv_pool_cls(kind=kind) for kind in ("mha", "mla", "dsa")] == [None] * 3
+    assert platform.get_graph_runner_cls() is None
+    assert platform.get_paged_allocator_cls() is None
+    # Where these were found, SGLang would warn that they are old.
+    assert not hasattr(platform, "get_mha_kv_pool_cls")
+
+
+def test_what_a_vendor_wrote_goes_over_under_both_names(engine: Engine) -> None:
+    import collections
+
+    platform = bridge(engine, NEW, Acme)
+    assert platform.get_kv_pool_cls(kind="mha") is collections.OrderedDict
+    assert platform.get_kv_pool_cls(kind="mla") is None
+    assert platform.get_graph_runner_cls() is collections.Counter
+    assert platform.capabilities.given == {"graph_capture": True, "supports_triton": False}
+    mixin = engine.load("sglang.srt.platforms.device_mixin")
+    capability = platform.get_device_capability()
+    assert type(capability) is mixin.DeviceCapability
+    assert capability == (9, 1)
+
+
+def test_a_vendors_pool_goes_over_to_an_older_sglang(engine: Engine) -> None:
+    import collections
+
+    platform = bridge(engine, OLD, Acme)
+    assert platform.get_mha_kv_pool_cls() is collections.OrderedDict
+    assert platform.support_cuda_graph()
+    assert isinstance(platform.platform.get_cpu_architecture(), CpuArchEnum)
+
+
+@pytest.mark.parametrize("chosen", [None, "cuda", "acme", "sgl_aspects_cpu_2"])
+def test_the_cpu_platform_is_never_chosen_by_itself(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("SGLANG_PLATFORM", chosen)
+    assert activate_cpu() is None
+
+
+def test_the_cpu_platform_is_there_by_name(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "sgl_aspects_cpu")
+    name = activate_cpu()
+    assert name is not None
+    bridge(engine, NEW, CpuPlatform)
+    module, _, cls = name.rpartition(".")
+    platform = getattr(engine.load(module), cls)()
+    assert platform.get_dispatch_key_name() == "native"
+    import sys
+
+    del sys.modules[module]
+
+
+# The methods of SGLang's interface (0.5.12, 0.5.16, 0.5.20, 0.5.23) that a device has an answer to. What is
+# not here are factories: there SGLang's own answer stands where a platform has none.
+DEVICE = """
+    apply_server_args_defaults empty_cache get_available_memory get_cpu_architecture get_current_memory_usage
+    get_default_attention_backend get_device get_device_capability get_device_name get_device_total_memory
+    get_device_uuid get_dispatch_key_name get_group_coordinator_device get_torch_distributed_backend_str
+    get_torch_profiler_activity get_torch_profiler_activity_str inference_mode init_backend
+    is_pin_memory_available post_load_model reindex_device_id seed_everything set_device support_cuda_graph
+    support_piecewise_cuda_graph supports_fp8 synchronize
+"""
+
+
+@pytest.mark.parametrize("interface", [OLD, NEW], ids=["old", "new"])
+def test_every_question_about_the_device_reaches_our_platform(engine: Engine, interface: str) -> None:
+    bridge_class = type(bridge(engine, interface, CpuPlatform))
+    assert [name for name in DEVICE.split() if name not in vars(bridge_class)] == []
+
+
+def test_answers_are_in_sglangs_own_types(engine: Engine) -> None:
+    platform = bridge(engine, NEW, CpuPlatform)
+    mixin = engine.load("sglang.srt.platforms.device_mixin")
+    assert isinstance(platform.get_cpu_architecture(), mixin.CpuArchEnum)
+    with platform.reindex_device_id(3) as device_id:
+        assert isinstance(device_id, int)
+    platform.seed_everything(None)
+    with platform.inference_mode():
+        pass
+
+
+def test_what_only_sglang_asks_for_goes_over_where_the_author_wrote_it(engine: Engine) -> None:
+    interface = NEW.replace("def get_graph_runner_cls", "def get_secret")
+
+    class Secretive(CpuPlatform):
+        def get_secret(self) -> str:
+            return "42"
+
+    assert bridge(engine, interface, Secretive).get_secret() == "42"
+    assert bridge(engine, interface, CpuPlatform).get_secret() is None

@@ -1,0 +1,176 @@
+"""The conformance kit: the CPU and the loopback device pass; each fault is found by the check that should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from loopback_platform.platform import LoopbackPlatform
+
+from sgl_aspects.cli.main import main
+from sgl_aspects.conformance import GROUPS, Result, run_checks, selected_checks
+from sgl_aspects.conformance.operators import random_tensor
+from sgl_aspects.conformance.reference_model import greedy_by_transformers, greedy_in_float64
+from sgl_aspects.conformance.tiny_model import write_tiny_model
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import SRTPlatform, set_current_platform
+from sgl_aspects.platforms.cpu import CpuPlatform
+from tests.support.broken_platforms import FAULTS, POOL_FAULTS
+
+pytestmark = pytest.mark.slow
+
+#: Those that need no other process.
+HERE = [group for group in GROUPS if group not in ("memory", "distributed", "generation")]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOOPBACK_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    yield
+    set_current_platform(None)
+
+
+def results(platform: SRTPlatform, only: list[str]) -> dict[str, Result]:
+    set_current_platform(platform)
+    return {result.name: result for result in run_checks(selected_checks(only))}
+
+
+def failed(found: dict[str, Result]) -> set[str]:
+    return {name for name, result in found.items() if result.status == "failed"}
+
+
+@pytest.mark.parametrize("make", [CpuPlatform, LoopbackPlatform])
+def test_a_good_platform_passes(make: Callable[[], SRTPlatform]) -> None:
+    found = results(make(), HERE)
+    assert failed(found) == set(), found
+    skipped = {name for name, result in found.items() if result.status == "skipped"}
+    undeclared = {f"capabilities.{name}" for name in ("triton", "fp8", "hicache", "pynccl")}
+    if make is CpuPlatform:
+        undeclared |= {"operations.streams", "capabilities.piecewise"}
+        undeclared |= {f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")}
+    assert skipped == undeclared
+
+
+@pytest.mark.parametrize("make", FAULTS, ids=lambda make: make.__name__)
+def test_each_fault_is_found_by_its_check(make: type[LoopbackPlatform]) -> None:
+    found = results(make(), HERE)
+    assert failed(found) == FAULTS[make], [result for result in found.values() if result.status == "failed"]
+    for name in FAULTS[make]:
+        assert found[name].write, "says which method to write"
+        assert found[name].expected, "says what was expected"
+        assert found[name].detail, "says what was found"
+
+
+@pytest.mark.parametrize("make", POOL_FAULTS, ids=lambda make: make.__name__)
+def test_each_fault_of_a_pool_is_found_by_its_check(make: type[LoopbackPlatform]) -> None:
+    assert failed(results(make(), ["identity", "kv_pools"])) == POOL_FAULTS[make]
+
+
+def test_what_is_not_written_fails_with_the_name_of_the_method() -> None:
+    class Bare(SRTPlatform):
+        device_name, device_type = "bare", "cpu"
+
+    (result,) = results(Bare(), HERE).values()
+    assert (result.name, result.status, result.write) == ("setup.device", "failed", "get_device")
+    assert "get_device()" in result.detail
+
+
+def test_an_unknown_check_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"'speed'.*attention.*attention\.decode"):
+        selected_checks(["speed"])
+
+
+def test_checks_are_in_the_order_of_their_groups() -> None:
+    order = [check.group for check in selected_checks()]
+    assert order == sorted(order, key=GROUPS.index)
+    assert set(order) == set(GROUPS)
+
+
+def test_both_references_give_the_same_tokens(tmp_path: Path) -> None:
+    prompts = [[1], [200, 3, 77, 12, 5, 9]]
+    weights = write_tiny_model(tmp_path / "model")
+    assert greedy_by_transformers(tmp_path / "model", prompts, 12) == greedy_in_float64(weights, prompts, 12)
+
+
+def test_the_command_reports_faults_that_processes_show(tmp_path: Path) -> None:
+    """Memory, distributed and a whole generation, in a table, as JSON and as JUnit."""
+    files = {name: tmp_path / f"report.{name}" for name in ("json", "junit")}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "sgl_aspects", "conformance"),
+            *("--platform", "broken=tests.support.broken_platforms:ManyFaults"),
+            *("--only", "identity.family,memory,kv_pools.write,capabilities.fp8,distributed,generation"),
+            *("--reference", "float64", "--json", str(files["json"]), "--junit", str(files["junit"])),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "examples/vendor_platform")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    report = json.loads(files["json"].read_text())
+    status = {result["name"]: result["status"] for result in report["results"]}
+    assert status == {
+        "identity.family": "passed",
+        "memory.available": "failed",
+        "memory.total": "failed",
+        "memory.allocating": "failed",
+        "memory.releasing": "failed",
+        "memory.peak": "failed",
+        "kv_pools.write": "failed",
+        "capabilities.fp8": "skipped",
+        "distributed.collectives": "failed",
+        "generation.greedy": "failed",
+    }
+    assert report["counts"] == {"passed": 1, "failed": 8, "skipped": 1}
+    assert (report["platform"], report["class"]) == ("broken", "tests.support.broken_platforms:ManyFaults")
+    for part in (
+        "pass  identity.family",
+        "FAIL  memory.peak",
+        "write     get_current_memory_usage",
+        "expected  about 134217728 bytes less free with it",
+        "no_such_backend",
+        "1 passed, 8 failed, 1 skipped",
+    ):
+        assert part in done.stdout
+    suite = ElementTree.parse(files["junit"]).getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("10", "8", "1")
+    failure = suite.find("testcase[@name='peak']/failure")
+    assert failure is not None
+    assert failure.get("message") == "write get_current_memory_usage"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--only", "speed"], "no check is called 'speed'"),
+        (["--json", "/no/such/folder/report.json"], "write a file in a folder that exists"),
+    ],
+)
+def test_arguments_that_cannot_be_met(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["conformance", *words])
+    except SystemExit as ended:  # argparse's own way
+        status = int(str(ended.code))
+    assert status == 2
+    assert part in capsys.readouterr().err
+
+
+def test_inputs_are_made_on_the_host_wherever_tensors_go_by_default() -> None:
+    with torch.device("meta"):
+        assert random_tensor(3, dtype=torch.float32, seed=1).device == torch.device("cpu")

@@ -1,0 +1,57 @@
+"""Each family of models answers as transformers does, whatever happens to its requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.runtime import ServerArgs
+from tests.runtime.test_equality import NEW_TOKENS, drive, prompts_of, run_in_process
+from tests.support.tiny_models import FAMILIES, greedy, make_model
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - {"llama"}))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, make_model(folder, request.param)
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 512)])
+def test_continuous_batches_of_every_family_answer_as_transformers(
+    checkpoint: tuple[Path, Any], page_size: int, chunk: int
+) -> None:
+    folder, model = checkpoint
+    prompts = prompts_of(model.config.vocab_size)
+    args = ServerArgs(folder, page_size=page_size, chunked_prefill_size=chunk, max_total_tokens=1024)
+    outputs, modes = run_in_process(args, prompts, NEW_TOKENS)
+    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert modes == {"extend", "decode", "mixed"}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prompts_that_begin_alike_are_computed_once_and_answered_as_ever(
+    checkpoint: tuple[Path, Any], page_size: int
+) -> None:
+    folder, model = checkpoint
+    first, *_, long = prompts_of(model.config.vocab_size)
+    prompts = [long, long, [*long, 7, 8, 9], long[:50], [*long[:37], *first, 5, 6], first]
+    args = ServerArgs(folder, page_size=page_size, chunked_prefill_size=64, max_total_tokens=1024)
+    reqs, _, _ = drive(args, prompts, NEW_TOKENS)
+    assert [req.output_ids for req in reqs] == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    shared = [0, 99, 100, 49, 37, 0] if page_size == 1 else [0, 96, 96, 48, 32, 0]
+    assert [req.cached_tokens for req in reqs] == shared
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_requests_that_have_to_give_way_lose_nothing(checkpoint: tuple[Path, Any], page_size: int) -> None:
+    folder, model = checkpoint
+    prompts = prompts_of(model.config.vocab_size)[2:6] * 2
+    prompts = [[*prompt, i + 3] for i, prompt in enumerate(prompts)]
+    args = ServerArgs(
+        folder, page_size=page_size, max_total_tokens=112, chunked_prefill_size=32, decode_reserve=0
+    )
+    reqs, _, scheduler = drive(args, prompts, 40)
+    assert scheduler.num_retractions > 0
+    assert [req.output_ids for req in reqs] == greedy(model, prompts, 40, ignore_eos=True)

@@ -1,0 +1,48 @@
+"""The server against requests that nobody thought of: made by schemathesis from its own OpenAPI document."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.http_server import serving, wait_for
+from tests.support.tiny_models import make_llama
+
+#: Not asked: that every valid body is answered. What fits the model (lengths, token ids) no document says.
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_request_makes_it_fail_hang_or_leak(tmp_path: Path) -> None:
+
+    make_llama(tmp_path / "tiny", max_position_embeddings=256)
+    with serving(tmp_path / "tiny", tmp_path / "log", "--max-total-tokens", "4096") as server:
+        report = subprocess.run(
+            [
+                *(sys.executable, "-m", "schemathesis.cli", "run"),
+                *("--checks", ",".join(CHECKS)),
+                *("--max-examples", "30", "--request-timeout", "30", "--seed", "1", "--no-color"),
+                *("--continue-on-failure", "--suppress-health-check", "all", "--generation-database", "none"),
+                f"http://127.0.0.1:{server.port}/openapi.json",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=550,
+        )
+        assert report.returncode == 0, report.stdout[-6000:] + report.stderr[-2000:]
+        assert server.metrics()["sgl_aspects_requests_received_total"] > 20
+        wait_for(server.is_quiet)
+        assert server.stop() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()

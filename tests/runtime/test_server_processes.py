@@ -1,0 +1,328 @@
+"""The server's process: who may ask, how it ends, what it says when its engine dies; hooks and traces."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from sgl_aspects.cli.main import main
+from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.otlp_receiver import http_receiver
+from tests.support.tiny_models import make_llama
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_llama(folder, max_position_embeddings=16384)
+    return folder
+
+
+def body(tokens: int, **more: Any) -> dict[str, Any]:
+    asked = {"model": "tiny", "prompt": "the quick", "max_tokens": tokens, "ignore_eos": True}
+    return {**asked, "temperature": 0, **more}
+
+
+def ask(server: Server, tokens: int, **more: Any) -> tuple[int, Any]:
+    return server.request("POST", "/v1/completions", body(tokens, **more))
+
+
+def is_unwell(server: Server) -> bool:
+    """It says so, or has ended."""
+    try:
+        return server.request("GET", "/health")[0] == 503
+    except OSError:
+        return server.process.wait(60) == 2
+
+
+def requests_of(server: Server) -> tuple[int, int]:
+    """How many run, how many wait."""
+    found = server.metrics()
+    names = ("sgl_aspects_scheduler_running_requests", "sgl_aspects_scheduler_waiting_requests")
+    return int(found[names[0]]), int(found[names[1]])
+
+
+def wait_until_running(server: Server, count: int) -> None:
+    wait_for(lambda: requests_of(server)[0] == count)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+# -- ends --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: Path, number: int) -> None:
+    with (
+        serving(model, tmp_path / "log", "--max-total-tokens", "20000") as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        scheduler = server.scheduler_pid
+        kept = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
+        whole = pool.submit(ask, server, 700)
+        streamed = pool.submit(ask, server, 700, stream=True)
+        wait_until_running(server, 2)
+        server.process.send_signal(number)
+        wait_for(lambda: "stopping: 2 answers under way" in server.log.read_text())
+        with contextlib.suppress(OSError):  # once it listens no more
+            assert ask(server, 1)[0] == 503
+        kept.close()
+        status, answer = whole.result(60)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 700)
+        status, events = streamed.result(60)
+        assert status == 200
+        assert events.endswith("data: [DONE]\n\n")
+        assert server.process.wait(60) == 0
+        wait_for(lambda: is_gone(scheduler))
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_answers_that_take_too_long_at_the_end_are_failed_in_words(model: Path, tmp_path: Path) -> None:
+    flags = ("--max-total-tokens", "40000", "--shutdown-timeout", "0.5")
+    with serving(model, tmp_path / "log", *flags) as server, ThreadPoolExecutor(4) as pool:
+        whole = pool.submit(ask, server, 16000)
+        streamed = pool.submit(ask, server, 16000, stream=True)
+        wait_until_running(server, 2)
+        assert server.stop() == 0
+        status, answer = whole.result(60)
+        assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert "the server is stopping" in answer["error"]["message"]
+        status, events = streamed.result(60)
+        last = events.strip().rpartition("data: ")[2]
+        assert "the server is stopping" in json.loads(last)["error"]["message"]
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_kill_9_of_the_scheduler_under_load(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path / "log", "--max-total-tokens", "80000") as server:
+        answers: list[tuple[int, Any]] = []
+        errors: list[Exception] = []
+
+        def use(number: int) -> None:
+            answers.append(ask(server, 15000, stream=number % 2 == 0))
+
+        def use_client() -> None:
+            with openai.OpenAI(base_url=server.base_url, api_key="x", max_retries=0) as client:
+                try:
+                    for _ in client.completions.create(
+                        model="tiny",
+                        prompt="a",
+                        max_tokens=15000,
+                        stream=True,
+                        extra_body={"ignore_eos": True},
+                    ):
+                        pass
+                except openai.APIError as error:
+                    errors.append(error)
+
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(12)]
+        threads += [threading.Thread(target=use_client) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        scheduler = server.scheduler_pid
+        wait_for(lambda: sum(requests_of(server)) == len(threads))  # none comes when the server has ended
+        assert requests_of(server)[0] >= 5
+        os.kill(scheduler, signal.SIGKILL)
+        wait_for(lambda: is_unwell(server))
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert len(answers) == 12
+        for status, answer in answers:
+            if status == 200:  # streams that had begun: the last event is the error
+                answer = json.loads(answer.strip().rpartition("data: ")[2])
+            else:
+                assert status == 503
+            assert "killed by signal 9, SIGKILL" in answer["error"]["message"]
+        assert ["SIGKILL" in str(error) for error in errors] == [True, True]
+        assert server.process.wait(60) == 2
+    last = server.log.read_text().strip().splitlines()[-1]
+    assert last.startswith("sgl-aspects: error: the scheduler process was killed by signal 9, SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_is_loading_leaves_no_process(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path / "log", wait=False) as server:
+        children: list[psutil.Process] = []
+
+        def is_scheduler(child: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):  # libraries start some that end at once
+                return any("spawn_main" in word for word in child.cmdline())
+            return False
+
+        def has_a_scheduler() -> bool:
+            children[:] = psutil.Process(server.process.pid).children()
+            return any(map(is_scheduler, children))
+
+        wait_for(has_a_scheduler, seconds=60)
+        assert server.stop() != 0
+        wait_for(lambda: all(is_gone(child.pid) for child in children))
+
+
+# -- who may ask -------------------------------------------------------------------------------------
+
+
+def test_with_a_key_nothing_is_answered_without_it(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path / "log", environment={"SGL_ASPECTS_API_KEY": "sécret"}) as server:
+        assert server.request("GET", "/health") == (200, {"status": "ok"})
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic c8OpY3JldA=="},
+            {"authorization": "Bearer"},
+        ):
+            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")):
+                status, answer = server.request(method, path, "{" if method == "POST" else None, headers)
+                assert (status, answer["error"]["type"]) == (401, "authentication_error")
+                assert "sécret" not in str(answer)
+        right = {"authorization": "Bearer sécret".encode().decode("latin-1")}
+        assert server.request("POST", "/v1/completions", body(3), right)[0] == 200
+        with (
+            openai.OpenAI(base_url=server.base_url, api_key="wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--host", "0.0.0.0"), "host='0.0.0.0' lets other machines in: set an api_key"),
+        (("--host", "::"), "host='::' lets other machines in"),
+        (("--api-key", " "), "api_key is empty"),
+        (("--max-body-bytes", "0"), "max_body_bytes=0: write a whole number of at least 1"),
+        (("--port", "99999"), "port=99999: write a number from 0 to 65535"),
+        (("--page-size", "0"), "page_size=0: write a whole number of at least 1"),
+        (("--port", "TAKEN"), "cannot be had: Address already in use"),
+        (("--model", "/nowhere"), "no model at /nowhere"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_the_model_is_loaded(
+    model: Path, flags: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server((LOCAL, 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["--model", str(model), "--port", "0", *(port if flag == "TAKEN" else flag for flag in flags)]
+        assert main(["serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_without_a_chat_template_still_completes(model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "plain"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink()
+    with serving(folder, tmp_path / "log") as server:
+        conversation = {"model": "plain", "messages": [{"role": "user", "content": "a"}]}
+        status, answer = server.request("POST", "/v1/chat/completions", conversation)
+        assert status == 400
+        assert "this model has no chat template" in answer["error"]["message"]
+        assert ask(server, 3, model="plain")[0] == 200
+
+
+# -- hooks and traces --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_trace_for_each_call_under_the_callers_id(model: Path, tmp_path: Path) -> None:
+    with http_receiver() as receiver:
+        run = (
+            sys.executable,
+            "-m",
+            "sgl_aspects",
+            "run",
+            "--endpoint",
+            receiver.endpoint,
+            "--level",
+            "1",
+            "--",
+        )
+        with serving(model, tmp_path / "log", prefix=run) as server:
+            caller = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+            assert server.request("POST", "/v1/completions", body(4, n=3), caller)[0] == 200
+            assert server.request("POST", "/v1/completions", body(4, n=2, prompt=["a", "b"]))[0] == 200
+            assert server.request("POST", "/v1/completions", body(4))[0] == 200
+            assert server.stop() == 0
+        wait_for(lambda: len([s for s in receiver.spans if s.name == "text_completion tiny"]) == 8)
+    roots = [span for span in receiver.spans if span.name == "text_completion tiny"]
+    by_trace: dict[str, int] = {}
+    for span in roots:
+        by_trace[span.trace_id] = by_trace.get(span.trace_id, 0) + 1
+    assert by_trace.pop(TRACE) == 3
+    assert sorted(by_trace.values()) == [1, 4]
+    assert {span.parent_id for span in roots if span.trace_id == TRACE} == {"00f067aa0ba902b7"}
+    assert {span.attributes.get("gen_ai.request.choice.count") for span in roots} == {3, 2, None}
+
+
+@pytest.mark.slow
+def test_hooks_are_there_before_the_server_is_imported(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "shouting.py").write_text(
+        "def prompts(result, *args, **kwargs):\n    return ['the lazy dog' for _ in result]\n"
+    )
+    config = tmp_path / "aspects.toml"
+    config.write_text(
+        '[[hook]]\ntarget = "sgl_aspects.runtime.server.completions:CompletionEndpoint.prompts"\n'
+        'type = "after"\nhook = "shouting:prompts"\n'
+    )
+    environment = {
+        "SGL_ASPECTS_CONFIG": str(config),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    with serving(model, tmp_path / "log", environment=environment) as server:
+        asked = ask(server, 8, prompt="fünf Füchse")[1]["choices"][0]["text"]
+        assert asked == ask(server, 8, prompt="the lazy dog")[1]["choices"][0]["text"]
+        assert server.stop() == 0
+
+
+def test_connections_on_which_no_request_comes_are_closed(model: Path, tmp_path: Path) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    with serving(model, tmp_path / "log", "--body-timeout", "0.5") as server:
+        for part in (b"", head):
+            with socket.create_connection((LOCAL, server.port), timeout=30) as silent:
+                silent.sendall(part)
+                assert silent.recv(100) == b""
+        long = ask(server, 1000)  # one that waits for its answer is not silent
+        assert long[0] == 200
+
+
+@pytest.mark.slow
+def test_time_is_not_lost_by_a_slow_reader(model: Path, tmp_path: Path) -> None:
+    """A client that does not read holds up nobody else."""
+    with serving(model, tmp_path / "log", "--max-total-tokens", "20000") as server:
+        with socket.create_connection((LOCAL, server.port), timeout=30) as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            content = json.dumps(body(2000, stream=True, logprobs=20)).encode()
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(content), content)
+            )
+            assert slow.recv(10)
+            begin = time.monotonic()
+            assert ask(server, 5)[0] == 200
+            assert time.monotonic() - begin < 60
+        wait_for(server.is_quiet)

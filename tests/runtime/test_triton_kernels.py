@@ -1,0 +1,173 @@
+"""The Triton kernels against plain PyTorch: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
+from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
+from sgl_aspects.runtime.dispatch.reference import experts as reference_experts
+from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.kv_cache import PageTable
+from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool
+from sgl_aspects.runtime.ops import Attention
+from sgl_aspects.runtime.scheduling.batch import ForwardMode
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PAGE_SIZE, PAGES = 4, 64
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array:DeprecationWarning"
+)  # numpy's, of Triton
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton() -> None:
+    module = pytest.importorskip("triton")
+    if not ON_GPU and not module.knobs.runtime.interpret:
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 (and numpy before 2.4)")
+
+
+def random(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("programs", [1, 1000], ids=["whole rows", "split rows"])
+@pytest.mark.parametrize(("tokens", "outer", "inner"), [(1, 70, 96), (3, 70, 300), (16, 130, 600)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_of_few_tokens(
+    tokens: int, outer: int, inner: int, has_bias: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sgl_aspects.runtime.ops import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "_PROGRAMS", programs)
+    triton_kernels._arrivals.cache_clear()
+    dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies no bfloat16
+    x, weight = random(tokens, inner, seed=1, dtype=dtype), random(outer, inner, seed=2, dtype=dtype)
+    bias = random(outer, seed=3, dtype=dtype) if has_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    for _ in range(2):  # what the last program counts is left as it was found
+        assert error(triton_kernels.skinny_linear(x, weight, bias), exact) < (5e-3 if ON_GPU else 1e-3)
+    assert not triton_kernels._arrivals(x.device).any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner"),
+    [(1, 8, 8, 32, 16), (3, 8, 2, 70, 40), (90, 2, 1, 64, 32)],
+)
+def test_experts(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> None:
+    from sgl_aspects.runtime.ops import triton_experts
+
+    x = random(tokens, hidden, seed=1)
+    gate_up, down = random(experts, 2 * inner, hidden, seed=2), random(experts, hidden, inner, seed=3)
+    weights, ids = random(tokens, experts, seed=4).softmax(-1).topk(chosen)
+    exact = reference_experts.fused_moe(x.double(), gate_up.double(), down.double(), weights.double(), ids)
+    assert error(triton_experts.fused_experts(x, gate_up, down, weights, ids), exact) < 1e-5
+
+
+def both_backends(pool_class: Any, lengths: list[int], **row: int) -> Iterator[tuple[AttentionBackend, Any]]:
+    """Reference and Triton, each with requests of these lengths on scattered pages of a pool of its own, and
+    what tells all that is in the requests' slots. For Triton there is no number in any other slot.
+    """
+    from sgl_aspects.runtime.attention.triton_backend import TritonBackend
+
+    for backend in (TorchNativeBackend, TritonBackend):
+        pool = pool_class(
+            size=PAGES * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            dtype=torch.float32,
+            layer_num=1,
+            device=DEVICE,
+            **row,
+        )
+        table = PageTable(len(lengths), 96, PAGE_SIZE, DEVICE)
+        pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).add(1).tolist()
+        slots = []
+        for length in lengths:
+            count = -(-length // PAGE_SIZE)
+            at = table.add_row(pages[:count])
+            positions = torch.arange(length, device=DEVICE)
+            slots.append(table.slots(torch.full_like(positions, at), positions))
+            del pages[:count]
+        old, all_slots = torch.cat([each[:-1] for each in slots]), torch.cat(slots)
+        (rows,) = pool.rows
+        rows.fill_(float("nan") if backend is TritonBackend else 0.0)
+        rows[old] = random(len(old), rows.shape[1], seed=9)
+        yield backend(pool, table), partial(rows.index_select, 0, all_slots)
+
+
+def decode(backend: AttentionBackend, lengths: list[int]) -> ForwardBatch:
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        input_ids=torch.zeros(len(lengths), dtype=torch.int64, device=DEVICE),
+        positions=torch.tensor(lengths, device=DEVICE) - 1,
+        rows=torch.arange(len(lengths) - 1, -1, -1, device=DEVICE),  # rows are handed out from the last on
+        num_decodes=len(lengths),
+        num_new_tokens=[1] * len(lengths),
+        lengths=lengths,
+        attention_backend=backend,
+    )
+    backend.prepare(batch)
+    return batch
+
+
+LENGTHS = [1, 5, 16, 17, 61]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 24), (20, 1, 16), (3, 3, 64)])
+def test_decoding_over_keys_and_values(heads: int, kv_heads: int, head_dim: int) -> None:
+    lengths = list(reversed(LENGTHS))
+    layer = Attention(0, heads, kv_heads, head_dim)
+    found = []
+    for backend, stored in both_backends(MHATokenPool, LENGTHS, head_num=kv_heads, head_dim=head_dim):
+        query = random(len(lengths), heads, head_dim, seed=1)
+        key, value = (random(len(lengths), kv_heads, head_dim, seed=seed) for seed in (2, 3))
+        output = backend.forward(query, key, value, layer, decode(backend, lengths))
+        found.append((output, stored()))
+    assert error(found[1][0], found[0][0]) < 1e-5
+    assert torch.equal(found[1][1], found[0][1])  # both stored the same
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+def test_decoding_over_compressed_rows(heads: int) -> None:
+    lengths = list(reversed(LENGTHS))
+    layer = Attention(0, heads, 1, 48, v_head_dim=32)
+    found = []
+    for backend, stored in both_backends(MLATokenPool, LENGTHS, kv_lora_rank=32, qk_rope_head_dim=16):
+        query, key = random(len(lengths), heads, 48, seed=1), random(len(lengths), 1, 48, seed=2)
+        output = backend.forward(query, key, key[..., :32], layer, decode(backend, lengths))
+        found.append((output, stored()))
+    assert error(found[1][0], found[0][0]) < 1e-5
+    assert torch.equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("topk", [1, 20, 200])
+def test_sparse_decoding(topk: int) -> None:
+    lengths = list(reversed(LENGTHS))
+    layer = Attention(0, 4, 1, 48, v_head_dim=32)
+    found = []
+    for backend, stored in both_backends(
+        NSATokenPool, LENGTHS, kv_lora_rank=32, qk_rope_head_dim=16, index_head_dim=24
+    ):
+        query, key = random(len(lengths), 4, 48, seed=1), random(len(lengths), 1, 48, seed=2)
+        index = IndexerInputs(
+            query=random(len(lengths), 32, 24, seed=3),
+            key=random(len(lengths), 24, seed=4),
+            weights=random(len(lengths), 32, seed=5),
+            topk=topk,
+        )
+        batch = decode(backend, lengths)
+        output = backend.forward(query, key, key[..., :32], layer, batch, index)
+        found.append((output, stored()))
+    assert error(found[1][0], found[0][0]) < 1e-5
+    assert torch.equal(found[1][1], found[0][1])

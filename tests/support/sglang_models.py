@@ -1,0 +1,70 @@
+"""Model folders for real SGLang: SmolLM2 from its GGUF file, and a small random one for overheads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects.runtime.loader.gguf_file import GGUFCheckpoint
+from tests.support.tiny_models import make_llama
+
+
+def make_mini(folder: Path) -> Path:
+    """A random Llama of four layers with its own small tokenizer: a decode step takes a few milliseconds."""
+    make_llama(
+        folder, num_hidden_layers=4, hidden_size=128, intermediate_size=256, max_position_embeddings=2048
+    )
+    return folder
+
+
+def hugging_face_folder(gguf: Path, folder: Path, *, dtype: str = "float32") -> Path:
+    """Write what the GGUF file holds as config, tokenizer and safetensors that transformers and SGLang read.
+
+    ``dtype``: "float32" (540 MB for SmolLM2) or "bfloat16" (half of that). Done once: a whole folder is kept.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = GGUFCheckpoint(gguf)
+    target = getattr(torch, dtype)
+    tensors = {name: tensor.to(target).contiguous() for name, tensor in checkpoint.weights()}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    tokenizer = checkpoint.load_tokenizer()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    metadata = checkpoint.reader.metadata
+    special = {
+        f"{kind}_token": tokenizer.backend.id_to_token(metadata[f"tokenizer.ggml.{kind}_token_id"])
+        for kind in ("bos", "eos")
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if tokenizer.chat_template:
+        (folder / "chat_template.jinja").write_text(tokenizer.chat_template)
+    (folder / "config.json").write_text(json.dumps(_config(checkpoint.config, dtype), indent=2))
+    return folder
+
+
+def _config(config: Any, dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": [config.architecture],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attention_bias,
+        "hidden_act": "silu",
+        "eos_token_id": list(config.eos_token_ids),
+        "torch_dtype": dtype,
+    }

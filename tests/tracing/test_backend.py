@@ -1,0 +1,89 @@
+"""A backend that is down, then slow, then well: bounded memory, counted losses, and it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from sgl_aspects.tracing import attach
+from tests.support.otlp_receiver import spans_of
+from tests.tracing.test_collector import begin
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+
+
+def peak_megabytes(process_id: int | None) -> int:
+    status = Path(f"/proc/{process_id}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) // 1024
+
+
+def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = ["down"]
+    tried = threading.Event()
+    got: set[str] = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            tried.set()
+            if mode[0] == "slow":
+                time.sleep(0.3)
+            down = mode[0] == "down"
+            if not down and self.path == "/v1/traces":
+                message = ExportTraceServiceRequest.FromString(body)
+                got.update(str(span.attributes["gen_ai.request.id"]) for span in spans_of(message))
+            self.send_response(503 if down else 200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1024")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        with attach(endpoint=f"http://127.0.0.1:{server.server_address[1]}") as session:
+            begin(session, "first")()
+            assert tried.wait(60)
+            before = peak_megabytes(session.collector_process_id)
+            for number in range(8000):
+                begin(session, f"down-{number}")()
+            time.sleep(1.5)
+            assert peak_megabytes(session.collector_process_id) - before < 60
+            mode[0] = "slow"
+            for number in range(100):
+                begin(session, f"slow-{number}")()
+            mode[0] = "well"
+            deadline = time.monotonic() + 60
+            number = 0
+            while not any(rid.startswith("well") for rid in got):
+                assert time.monotonic() < deadline, "nothing arrives although the backend is back"
+                begin(session, f"well-{number}")()
+                number += 1
+                time.sleep(0.02)
+        recorded = 1 + 8000 + 100 + number
+        summary = session.summary
+        assert summary is not None
+        assert summary.spans_recorded + summary.dropped // 3 == pytest.approx(recorded, abs=summary.dropped)
+        assert summary.exported["otlp"] == len(got) > 0
+        assert summary.not_delivered["otlp"] > 0
+        assert summary.exported["otlp"] + summary.not_delivered["otlp"] == summary.spans_recorded
+    finally:
+        server.shutdown()
+        server.server_close()

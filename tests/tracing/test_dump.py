@@ -1,0 +1,210 @@
+"""The last seconds of a process, and timelines: from rings as their writers left them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.tracing import attach, dump
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from tests.support import workers
+from tests.support.otlp_receiver import spans_of
+from tests.tracing.test_collector import begin, read_file, run_scheduler, wait_until
+from tests.tracing.test_control import command
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose scheduler was killed, after the collector had taken all that it wrote."""
+    folder = tmp_path_factory.mktemp("run")
+    process = spawn.Process(target=workers.record_like_a_scheduler, args=(str(folder), ["r1", "r2"], "kill"))
+    process.start()
+    process.join(60)
+    process.close()
+    reader = RunReader(str(folder))
+    assert len(list(reader.poll())) == 9
+    reader.close()
+    return folder
+
+
+def test_a_dead_process_as_text(killed: Path) -> None:
+    done = command("dump", "--run", str(killed))
+    assert done.returncode == 0, done.stderr
+    names = [line.split(" ms  ")[1].split()[0] for line in done.stdout.splitlines()]
+    assert sorted(names) == ["decode", "decode", "queue", "queue", "scheduler.step", "scheduler.step"]
+    (unfinished,) = [line for line in done.stdout.splitlines() if "ERROR" in line]
+    assert "unfinished=True" in unfinished
+    assert "size=2" in done.stdout
+
+
+def test_a_dead_process_as_otlp_json(killed: Path, tmp_path: Path) -> None:
+    file = tmp_path / "last.jsonl"
+    assert (
+        command("dump", "--run", str(killed), "--format", "otlp-json", "--output", str(file)).returncode == 0
+    )
+    spans = [span for message in read_file(file) for span in spans_of(message)]
+    assert len(spans) == 6
+    assert len({span.trace_id for span in spans}) == 4  # two requests, two steps
+
+
+def test_only_the_last_seconds(killed: Path) -> None:
+    done = command("dump", "--run", str(killed), "--last", "0")
+    assert [line.split(" ms  ")[1].split()[0] for line in done.stdout.splitlines()] == ["scheduler.step"]
+
+
+def test_a_timeline_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "trace.json"
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(file))
+    with attach(exporters=["perfetto"]) as session:
+        end = begin(session, "r1")
+        run_scheduler(session, ["r1"])
+        end()
+        live = command("dump", "--run", session.run_folder, "--format", "perfetto")
+    for events in (json.loads(file.read_text()), json.loads(live.stdout)["traceEvents"]):
+        spans = {event["name"]: event for event in events if event["ph"] == "X"}
+        assert set(spans) == {"chat m", "queue", "decode", "scheduler.step"}
+        request, step = spans["chat m"], spans["scheduler.step"]
+        assert request["pid"] == os.getpid() != step["pid"]
+        assert spans["queue"]["pid"] == step["pid"]
+        assert spans["queue"]["tid"] == request["tid"] != step["tid"]
+        assert request["ts"] <= spans["queue"]["ts"]
+        assert request["args"]["gen_ai.request.id"] == "r1"
+        named = {(event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
+        assert {(event["pid"], event["tid"]) for event in spans.values()} <= named
+
+
+def test_a_timeline_that_was_cut_short_misses_its_bracket_only(tmp_path: Path) -> None:
+    from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
+
+    exporter = ChromeTraceExporter(str(tmp_path / "trace.json"))
+    exporter.export([])
+    assert json.loads((tmp_path / "trace.json").read_text() + "]") == []
+    exporter.shutdown()
+    again = ChromeTraceExporter(str(tmp_path / "trace.json"))
+    again.shutdown()
+    assert json.loads((tmp_path / "trace.json").read_text()) == []
+
+
+def test_a_process_that_writes_while_it_is_looked_at(tmp_path: Path) -> None:
+    """The ring goes round several times: what is shown is whole, in order, and of the last records."""
+    writer = spawn.Process(target=workers.record_for_ever, args=(str(tmp_path),))
+    writer.start()
+    wait_until(lambda: bool(list(tmp_path.glob("*.ring"))))
+    (path,) = tmp_path.glob("*.ring")
+    try:
+        for _ in range(3):
+            wait_until(lambda: _newest(path) > 40_000, 60)
+            ring = RingReader(path, read_only=True)
+            spans = dump.spans_of([ring], 1e12)
+            ring.close()
+            assert ring.damaged == 0
+            assert len(spans) > 1000
+            for span in spans:
+                assert span.context is not None
+                number = span.context.span_id
+                assert span.attributes == {"number": number, "text": f"text-{number % 7}"}
+            for form in dump.FORMATS:
+                assert dump.write(spans[:50], form)
+        wait_until(lambda: _newest(path) > 100_000, 60)
+    finally:
+        writer.kill()
+        writer.join()
+    ring = RingReader(path, read_only=True)
+    shown = [span.context.span_id for span in dump.spans_of([ring], 1e12) if span.context]
+    ring.close()
+    assert sorted(shown) == list(range(max(shown) - len(shown) + 1, max(shown) + 1))
+    assert len(shown) > 20_000
+    assert max(shown) > 100_000
+
+
+def _newest(path: Path) -> int:
+    ring = RingReader(path, read_only=True)
+    ring.skip_to_newest()
+    ring.close()
+    return ring.taken
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
+def test_no_number_of_seconds(killed: Path, seconds: str) -> None:
+    done = command("dump", "--run", str(killed), "--last", seconds)
+    assert done.returncode == 2
+    assert f"{seconds}: write a number of seconds" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300"])
+def test_everything(killed: Path, seconds: str) -> None:
+    assert len(command("dump", "--run", str(killed), "--last", seconds).stdout.splitlines()) == 6
+
+
+def test_a_terminal_that_knows_ascii_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with attach(exporters=["console"]) as session:
+        begin(session, "Käse")()
+        assert "id=K\\xe4se" in command("dump", "--run", session.run_folder).stdout
+
+
+def test_where_nothing_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "1-00000000.ring").touch()
+    for words in (["dump"], ["ctl", "--off"]):
+        done = command(*words, "--run", str(tmp_path))
+        assert done.returncode == 2
+        assert "none of its rings can be read" in done.stderr
+
+
+def test_a_damaged_ring_beside_a_good_one(killed: Path, tmp_path: Path) -> None:
+    for path in killed.glob("*.ring"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "1-00000000.ring").write_bytes(b"SGLARING" + os.urandom(5000))
+    (tmp_path / "2-00000000.ring").touch()
+    done = command("dump", "--run", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 6
+
+
+def test_a_file_that_cannot_be_written(killed: Path, tmp_path: Path) -> None:
+    done = command("dump", "--run", str(killed), "--output", str(tmp_path / "no" / "such"))
+    assert done.returncode != 0
+    assert "No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_caller_s_ring_is_read_first(tmp_path: Path) -> None:
+    """Whatever the files' names: else thousands of records would wait for what their requests are."""
+    caller = RingRecorder(str(tmp_path))
+    caller.write(RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    caller.write(RequestSent(7))
+    caller.spans(SpanType("request"))(7, 7, 0, 5, 9_000_000)
+    (first,) = tmp_path.glob("*.ring")
+    scheduler = RingRecorder(str(tmp_path))
+    scheduler.write(RequestSeen(8, "r", 6))
+    write = scheduler.spans(SpanType("decode"))
+    for number in range(25_000):
+        write(100 + number, 8, 8, 6, 7)
+    (second,) = set(tmp_path.glob("*.ring")) - {first}
+    second.rename(tmp_path / "0-00000000.ring")
+    rings = [RingReader(path, read_only=True) for path in sorted(tmp_path.glob("*.ring"))]
+    spans = dump.spans_of(rings, 1e12)
+    assert {span.context.trace_id for span in spans if span.context} == {0xABC}
+    assert len(spans) == 25_001
+    for ring in rings:
+        ring.close()
+    caller.close()
+    scheduler.close()

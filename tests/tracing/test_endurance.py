@@ -1,0 +1,273 @@
+"""What takes minutes: two hundred kills, a million spans, backends that fail, collectors that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from sgl_aspects.tracing import TraceSession, attach
+from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring import format as ring_format
+from tests.support import workers
+from tests.support.otlp_receiver import spans_of
+from tests.tracing.test_collector import is_running, read_file, wait_until
+from tests.tracing.test_ring import _last_count, spawn
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "120")
+
+
+def exported(file: Path) -> Iterator[Any]:
+    """Every span of an OTLP-JSON file."""
+    for message in read_file(file):
+        yield from spans_of(message)
+
+
+def test_two_hundred_kills_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the collector to the exporter: every finished span once, the open one marked, none torn."""
+    monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
+    chance = random.Random(time.time_ns())
+    file, finished = tmp_path / "traces.jsonl", []
+    with attach(file=str(file)) as session:
+        for number in range(200):
+            counters, theirs = os.pipe()
+            child = os.fork()
+            if child == 0:
+                workers.record_until_killed(session.run_folder, theirs, roots=number + 1)
+            os.close(theirs)
+            os.read(counters, 8)  # it has begun
+            time.sleep(chance.random() * 0.004)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            finished.append(_last_count(counters))
+            os.close(counters)
+    ended: dict[int, list[int]] = {}
+    unfinished: Counter[int] = Counter()
+    for span in exported(file):
+        writer, number = divmod(int(span.span_id, 16), workers.SPANS_OF_ONE)
+        if span.is_error:
+            assert span.attributes == {"error.type": "unfinished", "sgl_aspects.unfinished": True}
+            unfinished[writer] += 1
+            continue
+        ended.setdefault(writer, []).append(number)
+        expected = {"number": number, "half": number / 2, "mode": "decode", "list": [number]}
+        assert span.attributes == {key: expected[key] for key in span.attributes}
+        assert len(span.attributes) == (3 if number % 3 else 4)
+        assert span.end == span.start + number
+    for writer, at_least in enumerate(finished, 1):
+        numbers = sorted(ended.get(writer, []))
+        assert numbers == list(range(1, len(numbers) + 1)), writer
+        assert len(numbers) >= at_least
+        assert unfinished[writer] <= 1
+    summary = session.summary
+    assert summary is not None
+    assert (summary.dropped, summary.damaged, summary.unjoined) == (0, 0, 0)
+    assert summary.unfinished == sum(unfinished.values()) > 3
+    assert summary.exported["otlp-json-file"] == sum(map(len, ended.values())) + summary.unfinished
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_million_spans_are_accounted_for(tmp_path: Path, kind: str) -> None:
+    """Far faster than any backend takes them: exported + dropped = recorded, and none twice."""
+    total, each = 1_000_000, 250_000
+    file = tmp_path / "traces.jsonl"
+    with attach(file=str(file)) as session:
+        if kind == "threads":
+            write = session.recorder.spans(SpanType("plain", {"number": int}))
+
+            def record(first: int) -> None:
+                for number in range(first + 1, first + each + 1):
+                    write(number, number, 0, 1, 2, [number])
+
+            hands: list[Any] = [threading.Thread(target=record, args=(n * each,)) for n in range(4)]
+        else:
+            arguments = [(session.run_folder, n * each, each, True) for n in range(4)]
+            hands = [spawn.Process(target=workers.record_spans, args=each_) for each_ in arguments]
+        for hand in hands:
+            hand.start()
+        for hand in hands:
+            hand.join()
+    ids = Counter(span.span_id for span in exported(file))
+    summary = session.summary
+    assert summary is not None
+    assert max(ids.values()) == 1
+    assert len(ids) == summary.exported["otlp-json-file"] > 32_000
+    assert len(ids) + summary.dropped == total
+    assert (summary.damaged, summary.unjoined, summary.not_delivered) == (0, 0, {"otlp-json-file": 0})
+
+
+class Backend:
+    """An OTLP/HTTP backend with moods: ok, slow (two seconds a request), refusing (503), or down."""
+
+    def __init__(self) -> None:
+        self.mood, self.spans, self._server = "ok", Counter[str](), self._serve(0)
+        self.port = self._server.server_address[1]
+
+    def _serve(self, port: int) -> ThreadingHTTPServer:
+        backend = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if backend.mood == "slow":
+                    time.sleep(2)
+                if backend.mood != "refusing":
+                    backend.spans.update(
+                        span.span_id for span in spans_of(ExportTraceServiceRequest.FromString(body))
+                    )
+                with contextlib.suppress(OSError):
+                    self.send_response(503 if backend.mood == "refusing" else 200)
+                    self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Says nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return server
+
+    def be(self, mood: str) -> None:
+        if mood == "down":
+            self.close()
+        elif self.mood == "down":
+            self._server = self._serve(self.port)
+        self.mood = mood
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def test_a_backend_that_fails_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector's memory stays bounded, what is lost is counted, and afterwards all is as before."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "20")
+    backend = Backend()
+    recorded, longest = 0, {}
+    with attach(endpoint=f"http://127.0.0.1:{backend.port}") as session:
+        write = session.recorder.spans(SpanType("plain", {"number": int, "text": str}))
+        collector = psutil.Process(session.collector_process_id)
+        memory = []
+        for mood in ("ok", "slow", "refusing", "down", "ok"):
+            backend.be(mood)
+            seen = len(backend.spans)
+            times = []
+            for _ in range(60):
+                start = time.thread_time_ns()
+                for _ in range(100):
+                    recorded += 1
+                    write(recorded, recorded, 0, 1, 2, [recorded, "x" * 100])
+                times.append(time.thread_time_ns() - start)
+                time.sleep(0.05)
+            memory.append(collector.memory_info().rss >> 20)
+            longest[mood] = sorted(times)[len(times) // 2]
+            if mood == "ok":
+                wait_until(lambda seen=seen: len(backend.spans) > seen + 500, 60)  # type: ignore[misc]
+    summary = session.summary
+    assert summary is not None
+    assert max(backend.spans.values()) <= 2  # a request that was answered too late is sent again
+    # Of what a slow backend took, some was given up here before its answer came.
+    delivered, missed = summary.exported["otlp"], summary.not_delivered["otlp"]
+    assert delivered <= len(backend.spans)
+    assert summary.spans_recorded == delivered + missed
+    assert delivered + missed + summary.dropped == recorded
+    assert missed > 1000
+    assert delivered > 4000
+    assert memory[-1] < memory[0] + 150
+    # In the traced thread nothing is different: no call waits for anybody.
+    assert max(longest.values()) < 20 * min(longest.values())
+    backend.close()
+
+
+def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
+    """No span twice; what is lost is what the killed ones held."""
+    file = tmp_path / "traces.jsonl"
+    session = attach(file=str(file))
+    stop = threading.Event()
+    recorded = 0
+
+    def record() -> None:
+        nonlocal recorded
+        write = session.recorder.spans(SpanType("plain", {"number": int}))
+        while not stop.is_set():
+            for _ in range(20):
+                recorded += 1
+                write(recorded, recorded, 0, 1, 2, [recorded])
+            time.sleep(0.01)
+
+    writer = threading.Thread(target=record, daemon=True)
+    writer.start()
+    assert session.collector_process_id is not None
+    kill(session.collector_process_id)
+    summaries = []
+    for _ in range(4):
+        with start_collector(session) as again:
+            seen = size_of(file)
+            try:
+                wait_until(lambda seen=seen: size_of(file) > seen, 30)  # type: ignore[misc]
+            finally:
+                again.kill()
+    with start_collector(session) as last:
+        time.sleep(0.5)
+        stop.set()
+        writer.join()
+        Path(session.run_folder, "closing").touch()
+        assert last.wait(60) == 0
+        assert last.stdout is not None
+        summaries.append(json.loads(last.stdout.read()))
+    session.close()
+    whole = file.read_text().splitlines()
+    good = [line for line in whole if _is_json(line)]
+    assert len(whole) - len(good) <= 4  # a line that was just being written
+    file.write_text("\n".join(good) + "\n")
+    ids = Counter(span.span_id for span in exported(file))
+    assert max(ids.values()) == 1
+    assert recorded / 4 < len(ids) <= recorded
+    assert summaries[0]["damaged"] == 0
+
+
+def size_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def kill(process_id: int) -> None:
+    os.kill(process_id, signal.SIGKILL)
+    wait_until(lambda: not is_running(process_id))
+
+
+def start_collector(session: TraceSession) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
+    environment["OTEL_BSP_SCHEDULE_DELAY"] = "200"
+    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)

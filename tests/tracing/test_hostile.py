@@ -1,0 +1,296 @@
+"""Ring files as nobody would write them: no crash, no hang, what is good is read, and it can be exported."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from sgl_aspects.tracing import dump
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.decoder import DamagedError
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from tests.tracing.test_ring import PLAIN, read_all, record_everything
+
+SLOTS = 256
+GOOD = 150  # of the spans that the good file ends with
+
+
+@pytest.fixture
+def good(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A ring of every kind of record, a joined request, and many plain spans from number 1000 on."""
+    monkeypatch.setattr(ring_format, "SLOTS", SLOTS)
+    folder = tmp_path_factory.mktemp("good")
+    recorder = RingRecorder(str(folder))
+    record_everything(recorder)
+    recorder.write(RequestBegin(900, "r", 5, *TraceContext(7), "chat m", {"a": 1}))
+    recorder.write(RequestSent(900))
+    recorder.write(RequestSeen(901, "r", 6))
+    recorder.announce(PLAIN, 902, 901, 901, 7)
+    recorder.spans(PLAIN)(900, 900, 0, 5, 9, [1])
+    for number in range(GOOD):
+        recorder.spans(PLAIN)(1000 + number, 1000 + number, 0, 1, 2, [number])
+    recorder.close()
+    (path,) = folder.glob("*.ring")
+    return path.read_bytes()
+
+
+def export_all(folder: Path) -> list[ReadableSpan]:
+    """Reads, joins and encodes what a run folder holds, and dumps it in every format; all within seconds."""
+    started = time.monotonic()
+    reader = RunReader(str(folder))
+    spans: list[ReadableSpan] = []
+    joiner = Joiner(Resource({}), spans.append, joins_partial=True)
+    found = list(reader.poll())
+    while reader.has_more:
+        found += reader.poll()
+    for writer, record in found:
+        joiner.add(writer, record)
+    for writer in reader.writers.values():
+        joiner.writer_gone(writer)
+    joiner.finish()
+    encode_spans(spans).SerializeToString()
+    reader.close()
+    for path in folder.glob("*.ring"):
+        try:
+            ring = RingReader(path, read_only=True)
+        except DamagedError:
+            continue
+        seen = dump.spans_of([ring], 1e12)
+        for form in dump.FORMATS:
+            written = dump.write(seen, form)
+            if form == "text":
+                assert len(written.splitlines()) == len(seen)
+            else:
+                json.loads(written, parse_constant=_refuse)
+        ring.close()
+    assert time.monotonic() - started < 60
+    return spans
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def write_ring(folder: Path, data: bytearray) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "1-0.ring").write_bytes(data)
+
+
+def _flip_bits(data: bytearray, chance: random.Random) -> None:
+    for _ in range(chance.randrange(1, 60)):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+
+
+def _fill(start: int, end: int) -> Callable[[bytearray, random.Random], None]:
+    def damage(data: bytearray, chance: random.Random) -> None:
+        offset = chance.randrange(start, end)
+        size = chance.choice([1, 8, 64, 4096])
+        data[offset : offset + size] = chance.choice([bytes(size), b"\xff" * size, chance.randbytes(size)])
+
+    return damage
+
+
+def _truncate(data: bytearray, chance: random.Random) -> None:
+    del data[chance.randrange(len(data)) :]
+
+
+def _extend(data: bytearray, chance: random.Random) -> None:
+    data += chance.randbytes(chance.randrange(1, 1 << 16))
+
+
+def _hostile_word(data: bytearray, chance: random.Random) -> None:
+    word = chance.choice([*range(9), *range(16, 19), 24])
+    value = chance.choice([0, 1, 7, 255, 1 << 20, 1 << 24, 1 << 31, 1 << 62, 1 << 63, (1 << 64) - 1])
+    struct.pack_into("<Q", data, word * 8, value)
+
+
+def _swap_slots(data: bytearray, chance: random.Random) -> None:
+    for _ in range(chance.randrange(1, 20)):
+        one, other = (
+            ring_format.SLOTS_OFFSET + chance.randrange(SLOTS) * ring_format.SLOT_BYTES for _ in range(2)
+        )
+        size = ring_format.SLOT_BYTES
+        data[one : one + size], data[other : other + size] = (
+            data[other : other + size],
+            data[one : one + size],
+        )
+
+
+def _hostile_lengths(data: bytearray, chance: random.Random) -> None:
+    """In the definitions: lengths of one more, none, too many."""
+    offset = ring_format.HEADER_BYTES
+    end = offset + int.from_bytes(data[16 * 8 : 16 * 8 + 8], "little")
+    while offset + 4 <= min(end, len(data)):  # another damage may be in the lengths already
+        (size,) = struct.unpack_from("<I", data, offset)
+        if chance.random() < 0.2:
+            struct.pack_into("<I", data, offset, chance.choice([0, 1, size + 1, 1 << 20, (1 << 32) - 1]))
+        offset += 4 + size
+
+
+DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
+    "bits": _flip_bits,
+    "header": _fill(0, 300),
+    "definitions": _fill(ring_format.HEADER_BYTES, ring_format.HEADER_BYTES + 1500),
+    "slots": _fill(ring_format.SLOTS_OFFSET, ring_format.SLOTS_OFFSET + 200 * ring_format.SLOT_BYTES),
+    "truncated": _truncate,
+    "extended": _extend,
+    "words": _hostile_word,
+    "swapped": _swap_slots,
+    "lengths": _hostile_lengths,
+}
+
+
+def fuzz(good: bytes, folder: Path, seeds: Iterator[int]) -> int:
+    """How many of the good file's plain spans came through, over all seeds."""
+    recovered = 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        data = bytearray(good)
+        for name in chance.sample(list(DAMAGES), chance.choice([1, 1, 1, 2, 3])):
+            if len(data) > ring_format.SLOTS_OFFSET + 200 * ring_format.SLOT_BYTES:
+                DAMAGES[name](data, chance)
+        write_ring(folder, data)
+        spans = export_all(folder)
+        recovered += sum(span.name == "plain" for span in spans)
+    return recovered
+
+
+def test_damaged_files(good: bytes, tmp_path: Path) -> None:
+    assert fuzz(good, tmp_path / "run", iter(range(40))) > 15 * GOOD
+
+
+@pytest.mark.slow
+def test_damaged_files_by_the_thousand(good: bytes, tmp_path: Path) -> None:
+    assert fuzz(good, tmp_path / "run", iter(range(1000, 2000))) > 333 * GOOD
+
+
+@pytest.mark.parametrize("name", ["slots", "extended", "swapped", "lengths"])
+def test_what_is_good_is_recovered(good: bytes, tmp_path: Path, name: str) -> None:
+    """One damage at a time; of 150 spans few are touched."""
+    for seed in range(4):
+        data = bytearray(good)
+        DAMAGES[name](data, random.Random(seed))
+        write_ring(tmp_path / "run", data)
+        plain = [span for span in export_all(tmp_path / "run") if span.name == "plain"]
+        least = {"slots": 130, "swapped": 108, "extended": GOOD, "lengths": 0}[name]
+        assert len(plain) >= least
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 130) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+_IDS = st.sampled_from([0, 1, 2, 3, (1 << 64) - 1, 1 << 64, -1]) | st.integers(0, 1 << 63)
+_TEXTS = st.text(max_size=30) | st.sampled_from(["r1", "\ud800", "a\nb\x1b[31m", "x" * 3000])
+_TEXT_RECORDS = st.one_of(
+    st.tuples(
+        st.just("R"),
+        *(_IDS, _TEXTS, _IDS, st.integers(0, 1 << 129), _IDS, st.booleans(), _TEXTS, st.booleans(), _TEXTS),
+        st.dictionaries(_TEXTS, _JSON, max_size=4),
+    ),
+    st.tuples(st.just("A"), _IDS, _TEXTS, _IDS),
+    st.tuples(
+        st.just("S"),
+        *(_TEXTS, st.lists(_TEXTS, max_size=4), _IDS, _IDS, _IDS, _IDS, _IDS),
+        st.lists(_JSON, max_size=5),
+        _TEXTS,
+        st.lists(_IDS, max_size=4),
+    ),
+    st.lists(_JSON, max_size=6),
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=st.lists(_TEXT_RECORDS, min_size=1, max_size=12))
+def test_records_in_text_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
+    """Whole and well marked, but ids, times, names and values are of any kind: a writer gone mad."""
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    (tmp_path / "run").mkdir()
+    recorder = RingRecorder(str(tmp_path / "run"))
+    recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
+    for record in records:
+        recorder._write_text(list(record))
+    recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
+    recorder.close()
+    spans = export_all(tmp_path / "run")
+    assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
+
+
+_LAYOUTS = st.tuples(
+    _TEXTS | _JSON,
+    st.lists(_TEXTS, max_size=4) | _JSON,
+    st.text("ifbt", max_size=30) | st.sampled_from(["i)\nimport os", "i;", "{0}"]) | _JSON,
+    st.booleans() | _JSON,
+    st.integers(-1, 30) | _JSON,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layouts=st.lists(_LAYOUTS, min_size=1, max_size=12))
+def test_layouts_that_say_anything(tmp_path: Path, layouts: list[Any]) -> None:
+    """Functions are made of them: of none that is no layout, and spans of the others are read."""
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    (tmp_path / "run").mkdir()
+    recorder = RingRecorder(str(tmp_path / "run"))
+    recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
+    for layout in layouts:
+        index = recorder._define("L", json.dumps(layout))
+        assert index is not None
+        head = ring_format.KIND_SPAN | index << ring_format.HEAD_SHIFT
+        recorder._slots.fill(ring_format.BEGIN.pack_into, head, 5, 5, 0, 1)
+    recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
+    recorder.close()
+    spans = export_all(tmp_path / "run")
+    assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
+
+
+def test_a_part_without_end_is_given_up(tmp_path: Path) -> None:
+    """A writer that never ends its records takes no more of the reader's memory than a limit."""
+    recorder = RingRecorder(str(tmp_path))
+    reader = RunReader(str(tmp_path))
+    piece = b"[" * ring_format.TEXT_BYTES
+    write = recorder._slots.fill
+    for number in range(60_000):
+        assert write(ring_format.TEXT.pack_into, ring_format.KIND_PART, number, 1 << 31, 1, piece)
+        assert write(ring_format.LINKS.pack_into, ring_format.KIND_LINKS, 2, *range(29))
+        if number % 5000 == 0:
+            read_all(reader)
+    recorder.spans(PLAIN)(3, 3, 0, 1, 2, [1])
+    assert [record for record in read_all(reader) if isinstance(record, SpanEnd)][-1].span_id == 3
+    (ring,) = reader.writers.values()
+    decoder = ring._decoder
+    assert sum(map(len, decoder._texts.values())) <= 1 << 17
+    assert sum(map(len, decoder._links.values())) <= 1 << 16
+    recorder.close()
+    reader.close()
+
+
+def test_a_record_that_is_longer_than_any_ring_is_dropped_and_counted(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    recorder.spans(SpanType("huge", {"text": str}))(1, 1, 0, 1, 2, ["x" * (16 << 20)])
+    recorder.spans(PLAIN)(2, 2, 0, 1, 2, [1])
+    reader = RunReader(str(tmp_path))
+    assert [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)] == [2]
+    assert (reader.dropped, reader.damaged) == (1, 0)
+    recorder.close()
+    reader.close()

@@ -1,0 +1,274 @@
+"""Which request a scheduler's records belong to, where ids come again or a collector comes anew."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.collector import join
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.tail import TailChoice
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
+from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
+from tests.tracing.test_collector import REQUEST, begin, is_running, read_file, run_scheduler, wait_until
+from tests.tracing.test_sampling import unsampled
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with http_receiver() as running:
+        yield running
+
+
+def below(spans: list[Span], span_id: int) -> list[str]:
+    return sorted(span.name for span in spans if span.parent_id == f"{span_id:016x}")
+
+
+def test_a_second_engine_serves_the_same_ids(receiver: Receiver) -> None:
+    with attach(endpoint=receiver.endpoint) as session:
+        requests = []
+        for _ in range(2):
+            end = begin(session, "same")
+            run_scheduler(session, ["same"])  # a scheduler of its own each time
+            requests.append(end())
+    for request in requests:
+        assert below(receiver.spans, request) == ["decode", "queue"]
+    for span in receiver.named("queue"):
+        (above,) = [other for other in receiver.spans if other.span_id == span.parent_id]
+        assert above.start <= span.start <= span.end <= above.end
+
+
+def test_two_engines_at_once_serve_the_same_id(receiver: Receiver) -> None:
+    with attach(endpoint=receiver.endpoint) as session:
+        ends = []
+        for _ in range(2):
+            ends.append(begin(session, "same"))
+            run_scheduler(session, ["same"])
+        requests = [end() for end in ends]
+    for request in requests:
+        assert below(receiver.spans, request) == ["decode", "queue"]
+
+
+def test_a_request_that_its_scheduler_did_not_trace_takes_nothing_of_the_next(receiver: Receiver) -> None:
+    """The scheduler's process was turned off meanwhile (`ctl --off --pid`)."""
+    with attach(endpoint=receiver.endpoint) as session:
+        first = begin(session, "same")()
+        end = begin(session, "same")
+        run_scheduler(session, ["same"])
+        second = end()
+    assert below(receiver.spans, first) == []
+    assert below(receiver.spans, second) == ["decode", "queue"]
+
+
+def test_what_its_caller_did_not_trace_takes_nothing_from_the_next(receiver: Receiver) -> None:
+    """The caller's process was turned on after the scheduler's."""
+    with attach(endpoint=receiver.endpoint) as session:
+        recorder = session.recorder
+        untold = recorder.new_id()
+        recorder.write(RequestSeen(untold, "same", time.time_ns()))
+        recorder.spans(SpanType("queue"))(recorder.new_id(), untold, untold, 1, 2)
+        end = begin(session, "same")
+        run_scheduler(session, ["same"])
+        request = end()
+    assert below(receiver.spans, request) == ["decode", "queue"]
+    assert session.summary is not None
+    assert session.summary.unjoined == 1
+
+
+def test_a_caller_that_went_away_before_the_scheduler_heard_of_it(receiver: Receiver) -> None:
+    with attach(endpoint=receiver.endpoint) as session:
+        gone = begin(session, "gone")()
+        run_scheduler(session, ["gone"])
+    assert below(receiver.spans, gone) == ["decode", "queue"]
+
+
+def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> None:
+    """A traced function, or a hook of another request, asks an engine: its request is measured like any."""
+    with attach(endpoint=receiver.endpoint) as session:
+        recorder, now = session.recorder, time.time_ns()
+        outer, kind = recorder.new_id(), SpanType("handle")
+        recorder.announce(kind, outer, outer, 0, now)
+        attributes = {"gen_ai.operation.name": "chat"}
+        trace_id, requests, parent = context.trace_id_of_root(outer), [], outer
+        for rid in ("in a function", "in a request"):
+            request = recorder.new_id()
+            origin = TraceContext(trace_id, parent)
+            recorder.write(RequestBegin(request, rid, now, *origin, "chat m", dict(attributes)))
+            requests.append(request)
+            parent = request
+        for span_id in requests:
+            recorder.spans(REQUEST)(span_id, span_id, 0, now, now + 5)
+        recorder.spans(kind)(outer, outer, 0, now, now + 9)
+    assert [span.kind for span in receiver.named("chat m")] == [2, 2]
+    assert len({span.trace_id for span in receiver.spans}) == 1
+    (figures,) = receiver.points("gen_ai.server.request.duration")
+    assert figures.count == 2
+
+
+def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
+    """A request that sampling left out fails after a restart: what it had done before is shown, too."""
+    file = tmp_path / "traces.jsonl"
+    session = attach(file=str(file))
+    failing, well = begin(session, "failing", unsampled()), begin(session, "well", unsampled())
+    run_scheduler(session, ["failing", "well"])
+    begin(session, "seen")()
+    wait_until(lambda: file.exists() and '"seen"' in file.read_text())
+    assert session.collector_process_id is not None
+    os.kill(session.collector_process_id, signal.SIGKILL)
+    wait_until(lambda: not is_running(session.collector_process_id or 0))
+    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
+        request = failing("abort")
+        well()
+        Path(session.run_folder, "closing").touch()
+        assert again.wait(60) == 0
+        assert again.stdout is not None
+        summary = json.loads(again.stdout.read())
+    session.close()
+    spans = [span for message in read_file(file) for span in spans_of(message)]
+    assert below(spans, request) == ["decode", "queue"]
+    assert summary["spans_recorded"] == 3
+    assert summary["not_sampled"] == 3
+
+
+class Writer:
+    """As much of a ring's reader as the joiner asks for."""
+
+    process_id = 1
+
+    def __init__(self, name: str) -> None:
+        self.name, self.last_ns = name, 9
+
+
+def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the caller's records wait to be read: the scheduler's wait for them."""
+    found: list[str] = []
+    joiner: Any = Joiner(Resource({}), lambda span: found.append(span.name))
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    monkeypatch.setattr(join, "_WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(join, "_SEEN_LATE_SECONDS", 0.0)
+    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 6, 7))
+    time.sleep(0.001)
+    joiner.settle(is_behind=True)
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.settle()
+    assert found == ["queue"]
+    assert joiner.unjoined == 0
+
+
+def test_a_clock_that_is_set_back_meanwhile() -> None:
+    """What was measured over the change is nothing, and everything has its place."""
+    found: list[ReadableSpan] = []
+    ended: list[int] = []
+    joiner: Any = Joiner(Resource({}), found.append, on_request=lambda *request: ended.append(request[2]))
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(caller, RequestBegin(7, "r", 5000, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5000, 900))
+    joiner.add(scheduler, RequestSeen(8, "r", 5001))
+    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 5001, 600))
+    joiner.add(scheduler, SpanEnd(SpanType("decode"), 10, 8, 8, 600, 800))
+    joiner.finish()
+    assert [span.name for span in found] == ["queue", "decode", "chat m"]
+    for span in found:
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert span.start_time <= span.end_time
+        times = [value for value in (span.attributes or {}).values() if isinstance(value, float)]
+        assert not any(value < 0 for value in times)
+    assert joiner.unjoined == 0
+
+
+def test_ends_that_were_lost_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that is full drops ends, too: of a process that lives on, what lost its end is given up."""
+    found: list[ReadableSpan] = []
+    monkeypatch.setattr(join, "_OPEN", 10)
+    joiner: Any = Joiner(Resource({}), found.append)
+    caller, scheduler = Writer("1"), Writer("2")
+    for number in range(100, 3100, 100):
+        joiner.add(caller, RequestBegin(number, f"r{number}", 5, *TraceContext(number), "chat m", {}))
+        joiner.add(caller, RequestSent(number))
+        joiner.add(scheduler, RequestSeen(number + 1, f"r{number}", 6))
+        joiner.add(scheduler, SpanBegin(SpanType("decode"), number + 2, number + 1, number + 1, 7))
+        joiner.settle()
+        assert len(joiner._open) <= 10
+    joiner.writer_gone(scheduler)
+    joiner.finish()
+    assert collections.Counter(span.name for span in found) == {"chat m": 30, "decode": 30}
+    assert all((span.attributes or {})["sgl_aspects.unfinished"] for span in found)
+
+
+def test_a_lost_end_is_not_after_the_request_s() -> None:
+    found: list[ReadableSpan] = []
+    joiner: Any = Joiner(Resource({}), found.append)
+    caller, scheduler = Writer("1"), Writer("2")
+    scheduler.last_ns = 1000
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner.add(scheduler, SpanBegin(SpanType("decode"), 9, 8, 8, 6))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
+    joiner.writer_gone(scheduler)
+    joiner.finish()
+    assert {span.name: span.end_time for span in found} == {"chat m": 50, "decode": 50}
+
+
+def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
+    found: list[ReadableSpan] = []
+    joiner: Any = Joiner(Resource({}), found.append)
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
+    for _ in range(5):
+        joiner.settle(is_behind=True)
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 10, 20))
+    for _ in range(2):
+        joiner.settle()
+    (request,) = [span for span in found if span.name == "chat m"]
+    assert (request.attributes or {})["gen_ai.latency.time_in_queue"] == 10e-9
+
+
+def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
+    """Until it fails it is left out, and what has served it names nobody."""
+    found: list[ReadableSpan] = []
+    joiner: Any = Joiner(Resource({}), found.append, tail=TailChoice())
+    caller, scheduler = Writer("1"), Writer("2")
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC, sampled=False), "chat m", {}))
+    joiner.add(caller, RequestSent(7))
+    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner.add(scheduler, SpanEnd(SpanType("first"), 20, 20, 0, 10, 20, links=[8]))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50, error="abort"))
+    for _ in range(2):
+        joiner.settle()
+    joiner.add(scheduler, SpanEnd(SpanType("second"), 21, 21, 0, 20, 30, links=[8]))
+    links = {span.name: [link.context for link in span.links] for span in found}
+    assert links["first"] == []
+    assert [(link.trace_id, link.span_id, link.trace_flags.sampled) for link in links["second"]] == [
+        (0xABC, 7, True)
+    ]

@@ -1,0 +1,433 @@
+"""Runs against real OTLP backends that answer in every way a backend may."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import TraceSummary, attach
+from sgl_aspects.tracing.export import otlp
+from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
+from tests.support.tls_files import make_certificate
+from tests.tracing.test_backend import peak_megabytes
+from tests.tracing.test_collector import begin
+
+PARTIAL = ExportTraceServiceResponse(
+    partial_success=ExportTracePartialSuccess(rejected_spans=2, error_message="too old")
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+
+
+class Backend:
+    """What came, and how it is answered: ``answer`` gets the handler of each request, its body read."""
+
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        self.answer = answer
+        self.spans: list[Span] = []
+        self.endpoint = ""
+
+
+@contextmanager
+def http_backend(
+    answer: Callable[[BaseHTTPRequestHandler], None], certificates: tuple[str, str, str] | None = None
+) -> Iterator[Backend]:
+    backend = Backend(answer)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            backend.spans.extend(spans_of(ExportTraceServiceRequest.FromString(body)))
+            backend.answer(self)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Clients may go away."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    if certificates:
+        ours, key, theirs = certificates
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(ours, key)
+        context.load_verify_locations(theirs)
+        context.verify_mode = ssl.CERT_REQUIRED
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "https" if certificates else "http"
+    backend.endpoint = f"{scheme}://localhost:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield backend
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def grpc_backend(
+    response: Any, certificates: tuple[str, str, str] | None = None
+) -> Iterator[tuple[str, list[Span]]]:
+    spans: list[Span] = []
+
+    class Servicer(TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the interface's name)
+            spans.extend(spans_of(request))
+            return response
+
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
+    if certificates:
+        ours, key, theirs = (Path(path).read_bytes() for path in certificates)
+        port = server.add_secure_port(
+            "127.0.0.1:0", grpc.ssl_server_credentials([(key, ours)], theirs, require_client_auth=True)
+        )
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"{'https' if certificates else 'http'}://localhost:{port}", spans
+    finally:
+        server.stop(None).wait()
+
+
+def reply(status: int, body: bytes = b"", **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def run_of_three(endpoint: str | None = None) -> TraceSummary:
+    with attach(level=1, endpoint=endpoint) as session:
+        for number in range(3):
+            begin(session, f"r{number}")()
+    assert session.summary is not None
+    return session.summary
+
+
+def test_a_redirect_is_no_delivery(capfd: pytest.CaptureFixture[str]) -> None:
+    with http_backend(reply(308, Location="http://elsewhere:4318/v1/traces?api-key=hush")) as backend:
+        summary = run_of_three(backend.endpoint)
+    assert (summary.exported["otlp"], summary.not_delivered["otlp"]) == (0, 3)
+    said = capfd.readouterr().err
+    assert "308, make http://elsewhere:4318/v1/traces?*** the endpoint" in said
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_what_a_backend_rejects_is_not_delivered(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], protocol: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    if protocol == "grpc":
+        with grpc_backend(PARTIAL) as (endpoint, _):
+            summary = run_of_three(endpoint)
+    else:
+        with http_backend(reply(200, PARTIAL.SerializeToString())) as backend:
+            summary = run_of_three(backend.endpoint)
+    assert (summary.exported["otlp"], summary.not_delivered["otlp"]) == (1, 2)
+    assert "the backend rejected 2 spans: too old" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply(200, b"not protobuf at all"),
+        reply(200, b'{"partialSuccess":{}}', Content_Type="application/json"),
+        reply(200, b"cut short", Content_Length="100"),
+        reply(202),
+    ],
+)
+def test_whatever_a_success_says_it_is_one(answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+    with http_backend(answer) as backend:
+        assert run_of_three(backend.endpoint).exported == {"otlp": 3}
+    assert len(backend.spans) == 3
+
+
+def test_an_answer_of_any_length_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def endless(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(200 << 20))
+        handler.end_headers()
+        try:
+            for _ in range(200):
+                handler.wfile.write(bytes(1 << 20))
+        finally:
+            answered.set()
+
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    with http_backend(endless) as backend, attach(level=1, endpoint=backend.endpoint) as session:
+        begin(session, "one")()
+        assert answered.wait(60)
+        begin(session, "two")()
+        deadline = time.monotonic() + 60
+        while len(backend.spans) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert peak_megabytes(session.collector_process_id) < 150
+    assert session.summary is not None
+    assert session.summary.exported == {"otlp": 2}
+
+
+def test_an_answer_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_ANSWER_SECONDS", 0.1)
+    gone = threading.Event()
+
+    def trickle(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        try:
+            for _ in range(6000):
+                handler.wfile.write(b"x")
+                time.sleep(0.01)
+        finally:
+            gone.set()
+
+    rejections = otlp.Rejections("TRACES")
+    with http_backend(trickle) as backend:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", backend.endpoint)
+        exporter = otlp.span_exporter("http/protobuf", rejections)
+        exporter.export([])
+        assert gone.wait(30)  # before all of it was sent, a minute later
+        exporter.shutdown()
+    assert rejections.take() == 0
+
+
+@pytest.mark.parametrize("value", ["none", "gzip", "", " GZIP "])
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION"])
+def test_grpc_takes_every_word_for_compression(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv(name, value)
+    with grpc_backend(ExportTraceServiceResponse()) as (endpoint, spans):
+        assert run_of_three(endpoint).exported == {"otlp": 3}
+    assert len(spans) == 3
+
+
+def test_empty_variables_are_none_to_the_exporters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACES_ENDPOINT", "TIMEOUT", "TRACES_TIMEOUT", "HEADERS", "CERTIFICATE", "INSECURE"):
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", "")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", " grpc ")
+    with grpc_backend(ExportTraceServiceResponse()) as (endpoint, spans):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f" {endpoint} ")
+        assert run_of_three().exported == {"otlp": 3}
+    assert len(spans) == 3
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_certificates_of_both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protocol: str) -> None:
+    theirs, their_key = make_certificate(tmp_path, "backend")
+    ours, our_key = make_certificate(tmp_path, "collector")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", theirs)  # the others are for every signal
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", ours)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CLIENT_KEY", our_key)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", ours)  # which trusts another
+    if protocol == "grpc":
+        with grpc_backend(ExportTraceServiceResponse(), (theirs, their_key, ours)) as (endpoint, spans):
+            summary = run_of_three(endpoint)
+        assert len(spans) == 3
+    else:
+        with http_backend(reply(200), (theirs, their_key, ours)) as backend:
+            summary = run_of_three(backend.endpoint)
+        assert len(backend.spans) == 3
+    assert summary.exported == {"otlp": 3}
+
+
+def received(receiver: Receiver) -> Span:
+    assert run_of_three(receiver.endpoint).exported == {"otlp": 3}
+    return receiver.spans[0]
+
+
+def test_limits_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")
+    with http_receiver() as receiver:
+        assert len(received(receiver).attributes) == 1
+        (raw, *_) = receiver.requests[0].resource_spans[0].scope_spans[0].spans
+        assert raw.dropped_attributes_count == 1
+    monkeypatch.delenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT")
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "1")
+    with http_receiver() as receiver:
+        assert received(receiver).attributes == {"gen_ai.request.id": "r", "gen_ai.usage.output_tokens": 3}
+
+
+def test_the_resource_is_the_engine_s_and_can_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "process,host")
+    monkeypatch.setenv(
+        "OTEL_RESOURCE_ATTRIBUTES", "a=b%20c,nonsense,process.owner=me,x=\udcff,service.name=one"
+    )
+    with http_receiver() as receiver:
+        resource = received(receiver).resource
+    assert resource["process.pid"] == os.getpid()
+    assert resource["process.owner"] == "me"
+    assert resource["service.name"] == "one"
+    assert resource["a"] == "b c"
+    assert resource["x"] == "?"
+    assert {name for name in resource if name.startswith("process.") and "runtime" not in name} == {
+        "process.pid",
+        "process.owner",
+    }
+    assert "host.name" in resource
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "two")
+    with http_receiver() as receiver:
+        assert received(receiver).resource["service.name"] == "two"
+
+
+def test_a_collector_that_is_asked_to_end_before_it_has_begun() -> None:
+    with http_receiver() as receiver:
+        with attach(level=1, endpoint=receiver.endpoint) as session:
+            assert session.collector_process_id is not None
+            os.kill(session.collector_process_id, signal.SIGTERM)
+            for number in range(3):
+                begin(session, f"r{number}")()
+        assert session.summary is not None
+        assert session.summary.problem == ""
+        assert session.summary.exported == {"otlp": 3}
+        assert len(receiver.spans) == 3
+
+
+def test_the_metrics_console_is_the_engine_s_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
+    with http_receiver() as receiver:
+        run_of_three(receiver.endpoint)
+    assert "gen_ai.server.request.duration" in capfd.readouterr().out
+
+
+def test_a_backend_that_hangs_costs_other_metric_exporters_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp,console")
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "0")
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        summary = run_of_three(f"http://127.0.0.1:{hanging.getsockname()[1]}")
+    assert summary.not_delivered == {"otlp": 3}
+    said = capfd.readouterr()
+    assert "gen_ai.server.request.duration" in said.out
+    assert "Traceback" not in said.err
+    assert "Callback failed" not in said.err
+
+
+def test_an_exporter_named_twice_exports_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp,OTLP")
+    with http_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        assert run_of_three().exported == {"otlp": 3}
+        assert len(receiver.spans) == 3
+
+
+FULL = """
+from sgl_aspects.tracing import attach
+from tests.tracing.test_collector import begin
+
+with attach(level=1, endpoint="http://127.0.0.1:9") as session:
+    begin(session, "r")()
+print(session.summary)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+def test_an_engine_s_log_that_is_full_costs_no_spans() -> None:
+    with open("/dev/full", "w") as log:
+        ran = subprocess.run(
+            [sys.executable, "-c", FULL],
+            env={**os.environ, "SGL_ASPECTS_TRACE_FLUSH_SECONDS": "0"},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            timeout=60,
+        )
+    assert ran.stdout.strip() == "1 spans recorded; otlp: 0 delivered, 1 NOT delivered"
+
+
+REGISTERED = """
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, InMemoryMetricReader
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+class Spans(SpanExporter):
+    def export(self, spans):
+        print("exported", [span.name for span in spans], flush=True)
+        return SpanExportResult.SUCCESS
+
+class Reader(InMemoryMetricReader):
+    def shutdown(self, timeout_millis=30000, **kwargs):
+        print("reader down", flush=True)
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no account")
+"""
+
+
+def test_an_exporter_that_a_package_registers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.joinpath("vendor_exporter.py").write_text(REGISTERED)
+    information = tmp_path / "vendor_exporter-1.dist-info"
+    information.mkdir()
+    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vendor-exporter\nVersion: 1\n")
+    information.joinpath("entry_points.txt").write_text(
+        "[opentelemetry_traces_exporter]\nVendor=vendor_exporter:Spans\nbroken=vendor_exporter:Broken\n"
+        "[opentelemetry_metrics_exporter]\nreader=vendor_exporter:Reader\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "Vendor")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "reader")
+    assert run_of_three().exported == {"Vendor": 3}
+    said = capfd.readouterr().out
+    assert "exported ['chat m', 'chat m', 'chat m']" in said
+    assert "reader down" in said
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "broken")
+    assert "the collector could not start: OpenTelemetry refuses its settings" in run_of_three().problem
+    said = capfd.readouterr().err
+    assert "RuntimeError: no account" in said
+    assert "Traceback" not in said
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "missing")
+    with pytest.raises(ConfigError, match="opentelemetry_traces_exporter"):
+        attach()

@@ -1,0 +1,263 @@
+"""A scheduler with SGLang's names whose loop overlaps: what belongs to a batch stays with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_aspects.tracing.aspects import weave_aspects
+from sgl_aspects.tracing.aspects.options import AspectOptions
+from sgl_aspects.tracing.context import Opened, open_span
+from sgl_aspects.tracing.recorder import SpanWriter, span_writer
+from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
+from tests.support.stand_ins import Engine, ForwardMode
+
+SCHEDULER = """
+    class Scheduler:
+        def __init__(self):
+            self.waiting_queue, self.found = [], None
+        def handle_generate_request(self, recv_req):
+            self.waiting_queue.append(recv_req)
+        def abort_request(self, recv_req):
+            self.waiting_queue = [r for r in self.waiting_queue if not r.rid.startswith(recv_req.rid)]
+        def get_next_batch_to_run(self, running_batch=None, last_batch=None):
+            return self.found
+        def run_batch(self, batch, pp_proxy_tensors=None):
+            return object()
+        def launch_batch_sample_if_needed(self, batch_result, cur_batch):
+            if batch_result is not None:
+                self.runner.sample("logits", cur_batch)
+        def process_batch_result(self, batch, result):
+            self.stream_output(batch.reqs, False)
+        def stream_output(self, reqs, return_logprob, skip_req=None):
+            pass
+    """
+RUNNER = """
+    class ModelRunner:
+        def sample(self, logits_output, forward_batch):
+            if forward_batch is None:
+                raise RuntimeError("no mask for this device")
+    """
+
+
+@dataclass
+class Memory:
+    """A recorder that keeps the calls."""
+
+    level: int = 3
+    sample: int = 1 << 32
+    ended: list[SpanEnd] = field(default_factory=list)
+    begun: list[SpanBegin] = field(default_factory=list)
+    ids: int = 0
+
+    def new_id(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    def write(self, event: Event) -> None: ...
+
+    def announce(self, *fields: Any) -> None:
+        self.begun.append(SpanBegin(*fields))
+
+    def spans(self, type: SpanType) -> SpanWriter:
+        return span_writer(type, self.ended.append)
+
+    def begin(self, type: SpanType, span_id: int, root_id: int, *_: Any) -> Opened:
+        return open_span(root_id, span_id)
+
+    def named(self, name: str) -> list[SpanEnd]:
+        return [record for record in self.ended if record.type.name == name]
+
+
+@pytest.fixture
+def recorder(engine: Engine) -> Iterator[Memory]:
+    engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
+    recorder = Memory()
+    undo = weave_aspects(recorder)  # type: ignore[arg-type]
+    yield recorder
+    for step in reversed(undo):
+        step()
+
+
+@pytest.fixture
+def scheduler(engine: Engine, recorder: Memory) -> Any:
+    return engine.load("sglang.srt.managers.scheduler").Scheduler()
+
+
+def request(scheduler: Any, rid: str) -> Any:
+    req = SimpleNamespace(rid=rid, finished_reason=None, output_ids=[], inflight_middle_chunks=0)
+    scheduler.handle_generate_request(req)
+    return req
+
+
+def batch(mode: str, *reqs: Any, tokens: int = 4) -> Any:
+    lengths = [tokens] * len(reqs) if mode == "EXTEND" else None
+    return SimpleNamespace(
+        reqs=list(reqs), forward_mode=ForwardMode[mode], extend_lens=lengths, batch_size=len(reqs)
+    )
+
+
+def launch(scheduler: Any, found: Any) -> Any:
+    scheduler.found = found
+    scheduler.get_next_batch_to_run()
+    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in found.reqs]
+    return scheduler.run_batch(found)
+
+
+def test_a_loop_that_finds_nothing_leaves_no_record(scheduler: Any, recorder: Memory) -> None:
+    for _ in range(1000):
+        scheduler.get_next_batch_to_run()
+    assert recorder.ended == []
+    assert recorder.begun == []
+
+
+def test_results_go_to_the_step_of_their_batch(scheduler: Any, recorder: Memory) -> None:
+    one, other = request(scheduler, "one"), request(scheduler, "other")
+    first, second = batch("EXTEND", one), batch("EXTEND", other)
+    first_result = launch(scheduler, first)
+    second_result = launch(scheduler, second)  # before the first one's result is processed
+    scheduler.process_batch_result(first, first_result)
+    scheduler.process_batch_result(second, second_result)
+    steps = recorder.named("scheduler.step")
+    assert len(steps) == 2
+    for step, result in zip(steps, recorder.named("process_result")):
+        assert result.root_id == result.parent_id == step.span_id
+    assert [step.links for step in steps] == [[record.root_id] for record in recorder.named("prefill")]
+
+
+def test_sampling_after_the_batch_before_was_processed_is_of_its_own_step(
+    scheduler: Any, recorder: Memory, engine: Engine
+) -> None:
+    """As where a grammar is to be obeyed: the loop spins, and the batch fails, too."""
+    engine.write("sglang/srt/model_executor/model_runner.py", RUNNER)
+    scheduler.runner = engine.load("sglang.srt.model_executor.model_runner").ModelRunner()
+    one, other = request(scheduler, "one"), request(scheduler, "other")
+    first, second = batch("EXTEND", one), batch("EXTEND", other)
+    first_result = launch(scheduler, first)
+    scheduler.launch_batch_sample_if_needed(first_result, first)
+    second_result = launch(scheduler, second)
+    scheduler.process_batch_result(first, first_result)
+    with pytest.raises(RuntimeError):
+        scheduler.launch_batch_sample_if_needed(second_result, None)
+    for _ in range(10):
+        scheduler.launch_batch_sample_if_needed(None, None)
+    steps, samples = recorder.named("scheduler.step"), recorder.named("sample")
+    assert [sample.parent_id for sample in samples] == [step.span_id for step in steps]
+    assert [step.error for step in steps] == ["", "RuntimeError"]
+
+
+def test_a_stage_of_a_pipeline_processes_another_result_of_the_same_batch(
+    scheduler: Any, recorder: Memory
+) -> None:
+    one, other = request(scheduler, "one"), request(scheduler, "other")
+    batches = [batch("EXTEND", one), batch("EXTEND", other)]
+    for each in batches:
+        launch(scheduler, each)
+    for each in reversed(batches):
+        scheduler.process_batch_result(each, object())
+    steps, results = recorder.named("scheduler.step"), recorder.named("process_result")
+    assert [step.links for step in steps] == [[record.root_id] for record in recorder.named("prefill")]
+    assert [result.parent_id for result in results] == [step.span_id for step in steps]
+    assert len({step.span_id for step in steps}) == 2
+
+
+def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorder: Memory) -> None:
+    req = request(scheduler, "long")
+    chunk, last = batch("EXTEND", req, tokens=8), batch("EXTEND", req, tokens=3)
+    req.inflight_middle_chunks = 1
+    chunk_result = launch(scheduler, chunk)
+    last_result = launch(scheduler, last)
+    scheduler.process_batch_result(chunk, chunk_result)
+    assert not [begun for begun in recorder.begun if begun.type.name == "decode"]
+    req.inflight_middle_chunks = 0
+    scheduler.process_batch_result(last, last_result)
+    assert [record.values for record in recorder.named("prefill")] == [(8, 0), (3, 1)]
+    assert len([begun for begun in recorder.begun if begun.type.name == "decode"]) == 1
+    assert len(recorder.named("queue")) == 1
+
+    req.finished_reason, req.output_ids = {"type": "stop"}, [1, 2]
+    step = batch("DECODE", req)
+    scheduler.process_batch_result(step, launch(scheduler, step))
+    assert [record.values for record in recorder.named("decode")] == [(2, "stop")]
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_of_several_ranks_the_one_that_answers_tells_of_requests(
+    scheduler: Any, recorder: Memory, is_newer: bool
+) -> None:
+    holder = scheduler.ipc_channels = SimpleNamespace()
+    if not is_newer:  # up to 0.5.12
+        del scheduler.ipc_channels
+        holder = scheduler
+    holder.send_to_detokenizer = SimpleNamespace(socket=None)
+    req = request(scheduler, "one")
+    first = batch("EXTEND", req)
+    scheduler.process_batch_result(first, launch(scheduler, first))
+    req.finished_reason, req.output_ids = {"type": "stop"}, [1, 2]
+    second = batch("DECODE", req)
+    scheduler.process_batch_result(second, launch(scheduler, second))
+    assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [0, 0, 0]
+    assert {begun.type.name for begun in recorder.begun} == {"scheduler.step", "run_batch"}
+    steps = recorder.named("scheduler.step")
+    assert [len(step.links) for step in steps] == [1, 1]
+
+
+def test_a_request_that_ends_with_its_first_token_has_been_prefilled(
+    scheduler: Any, recorder: Memory
+) -> None:
+    req = request(scheduler, "short")
+    only = batch("EXTEND", req)
+    result = launch(scheduler, only)
+    req.finished_reason, req.output_ids = {"type": "length"}, [1]
+    scheduler.process_batch_result(only, result)
+    assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [1, 1, 1]
+    (prefill,), (decode,) = recorder.named("prefill"), recorder.named("decode")
+    assert prefill.end_ns == decode.start_ns <= decode.end_ns
+
+
+def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memory) -> None:
+    runs, waits, stays = (request(scheduler, rid) for rid in ("a-runs", "a-waits", "b-stays"))
+    launch(scheduler, batch("EXTEND", runs))
+    ended_before = len(recorder.named("queue"))
+    scheduler.abort_request(SimpleNamespace(rid="a-", abort_all=False))
+    aborted = recorder.named("queue")[ended_before:]
+    assert [record.values for record in aborted] == [("abort",)]
+    assert [req.rid for req in scheduler.waiting_queue] == [stays.rid]
+    assert waits not in scheduler.waiting_queue
+
+
+def test_health_checks_are_not_seen(scheduler: Any, recorder: Memory) -> None:
+    request(scheduler, "HEALTH_CHECK_1")
+    assert recorder.begun == []
+
+
+def test_steps_that_are_not_traced_leave_figures_and_an_idle_scheduler_too(engine: Engine) -> None:
+    engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
+    recorder = Memory(level=1)
+    undo = weave_aspects(recorder, AspectOptions(measures=True))  # type: ignore[arg-type]
+    scheduler = engine.load("sglang.srt.managers.scheduler").Scheduler()
+    req = request(scheduler, "one")
+    scheduler.running_batch = SimpleNamespace(reqs=[req])
+    first, second = batch("EXTEND", req), batch("DECODE", req)
+    for one in (first, second):
+        scheduler.process_batch_result(one, launch(scheduler, one))
+    scheduler.found = None
+    for _ in range(1000):
+        scheduler.get_next_batch_to_run()
+    steps = recorder.named("scheduler.step")
+    assert [step.span_id for step in steps] == [0, 0, 0]
+    # mode, batch size, tokens; waiting, running: of the two steps, and then of the idle scheduler.
+    figures = [tuple(step.values[1:6]) for step in steps]
+    assert [each[0] for each in figures] == ["extend", "decode", None]
+    assert [each[1] for each in figures] == [1, 1, 0]
+    assert [each[4] for each in figures] == [1, 1, 0]
+    assert not [begun for begun in recorder.begun if begun.type.name == "scheduler.step"]
+    recorder.level = 0  # off is off
+    scheduler.process_batch_result(second, launch(scheduler, second))
+    assert len(recorder.named("scheduler.step")) == 3
+    for step in reversed(undo):
+        step()

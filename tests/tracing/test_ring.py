@@ -1,0 +1,345 @@
+"""The ring: what writers record is what readers read, whatever happens to the writers and to the file."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import (
+    Record,
+    RequestBegin,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from tests.support import workers
+from tests.support.ring_page_reader import read_page
+
+spawn = multiprocessing.get_context("spawn")
+STEP = SpanType("step", {"mode": str, "size": int, "usage": float, "last": bool, "none": int})
+PLAIN = SpanType("plain", {"number": int})
+TEXT = SpanType("text", {"text": str})
+LIST = SpanType("list", {"list": list})
+# For 64 bits: no backend has room for it, so that it is read as a text.
+TOO_LARGE = 1 << 70
+
+
+def read_all(reader: RunReader) -> list[Record]:
+    """Everything that can be read now, in the order of each ring."""
+    found = [record for _, record in reader.poll()]
+    while reader.has_more:
+        found += [record for _, record in reader.poll()]
+    return found
+
+
+def record_everything(recorder: RingRecorder) -> None:
+    """Every kind of record, small and large."""
+    attributes: Any = {"text": "é" * 600, "list": ["a", "b"], "number": 7, "share": 0.25, "yes": True}
+    recorder.write(
+        RequestBegin(11, "rid-1", 5, *TraceContext(1 << 100, 3, True, "v=1", True), "chat m", attributes)
+    )
+    recorder.write(RequestSent(11))
+    recorder.write(RequestSeen(12, "rid-1", 6))
+    recorder.announce(PLAIN, 13, 12, 12, 7)
+    for _ in range(3):  # a text is defined when it comes again
+        recorder.spans(STEP)(14, 14, 0, 8, 9, ["decode", -5, 0.125, True, None], links=[11, 12])
+    recorder.spans(STEP)(15, 14, 14, 10, 11, ["extend", 1 << 62, -1e300, False, None], "ValueError")
+    recorder.spans(STEP)(16, 14, 14, 10, 11, ["extend", TOO_LARGE, 0.0, False, None], "ValueError")
+    recorder.spans(PLAIN)(17, 17, 0, 12, 13, [1], links=list(range(100, 200)))
+    wide = SpanType("wide", {f"a{n}": int for n in range(40)})
+    recorder.spans(wide)(18, 17, 17, 14, 15, list(range(40)))
+    recorder.spans(LIST)(19, 17, 17, 16, 17, [["stop"]])
+    recorder.spans(SpanType("none"))(20, 17, 17, 18, 19)
+    recorder.spans(PLAIN)(21, 17, 17, 18, 19, [TOO_LARGE])
+    recorder.spans(TEXT)((1 << 64) - 1, 17, 17, 18, 19, ["x" * 5000])
+
+
+def comparable(record: Record) -> tuple[Any, ...]:
+    """Our reader's record in the words of the page's reader."""
+    name = {
+        SpanEnd: "span",
+        SpanBegin: "begin",
+        RequestSent: "sent",
+        RequestSeen: "seen",
+        RequestBegin: "received",
+    }[type(record)]
+    fields: list[Any] = []
+    for field in record:
+        fields += [field.name, [*field.attributes]] if isinstance(field, SpanType) else [field]
+    return (name, *fields)
+
+
+def encodable(record: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The page's reader gives numbers as they were written."""
+    lists = [field for field in record if isinstance(field, list)]
+    for each in lists:
+        each[:] = [str(value) if value == TOO_LARGE else value for value in each]
+    return record
+
+
+def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    record_everything(recorder)
+    reader = RunReader(str(tmp_path))
+    ours = read_all(reader)
+    (path,) = tmp_path.glob("*.ring")
+    page = read_page(path)
+    assert [comparable(record) for record in ours] == [*map(encodable, page["records"])]
+    assert page["pid"] == os.getpid()
+    assert (page["dropped"], reader.damaged) == (0, 0)
+    assert len(ours) == 15
+    spans = {record.span_id: record for record in ours if isinstance(record, SpanEnd)}
+    assert spans[14].values == ["decode", -5, 0.125, True, None]
+    assert spans[14].links == [11, 12]
+    assert (spans[15].error, spans[15].values[:3]) == ("ValueError", ["extend", 1 << 62, -1e300])
+    assert (spans[16].error, spans[16].values[1]) == ("ValueError", str(TOO_LARGE))
+    assert spans[17].links == list(range(100, 200))
+    assert spans[18].values == list(range(40))
+    assert spans[19].values == [["stop"]]
+    assert spans[21].values == [str(TOO_LARGE)]
+    assert spans[(1 << 64) - 1].values == ["x" * 5000]
+    recorder.close()
+    reader.close()
+
+
+def test_attributes_whose_type_comes_with_the_value(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    write = recorder.spans(SpanType("any", {"first": object, "second": object}))
+    values: list[Any] = [["a", 1], [2, 2.5], [True, None], [None, [1]], [1, 2], [1.5, 2]]
+    values += [["b", TOO_LARGE], [3], []]
+    for number in range(20):  # more choices than there are writers for
+        for each in values:
+            write(number + 1, 1, 1, 1, 2, each)
+    reader = RunReader(str(tmp_path))
+    found = [record.values for record in read_all(reader) if isinstance(record, SpanEnd)]
+    found = [[value for value in each if value is not None] for each in found]
+    values[6] = ["b", str(TOO_LARGE)]
+    assert found == [[value for value in each if value is not None] for each in values] * 20
+    assert [type(value) for each in found[4:6] for value in each] == [int, int, float, int]
+    assert reader.damaged == 0
+    reader.close()
+    recorder.close()
+
+
+def test_texts_that_come_once_do_not_fill_the_definitions(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(9000):
+        recorder.spans(TEXT)(number + 1, 1, 1, 1, 2, [f"request-{number}"])
+    (path,) = tmp_path.glob("*.ring")
+    reader = RunReader(str(tmp_path))
+    assert [record.values[0] for record in read_all(reader) if isinstance(record, SpanEnd)] == [
+        f"request-{number}" for number in range(9000)
+    ]
+    with path.open("rb") as file:
+        file.seek(ring_format.WORD_DEFINITIONS_END * 8)
+        assert int.from_bytes(file.read(8), "little") < 1000
+    reader.close()
+    recorder.close()
+
+
+def test_definitions_that_are_full_cost_no_record(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(6000):
+        text = f"{number}" + "x" * 150
+        recorder.spans(TEXT)(number + 1, 1, 1, 1, 2, [text])
+        recorder.spans(TEXT)(number + 1, 1, 1, 1, 2, [text])
+    reader = RunReader(str(tmp_path))
+    values = [record.values[0] for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert values == [f"{number // 2}" + "x" * 150 for number in range(12000)]
+    reader.close()
+    recorder.close()
+
+
+def test_a_new_collector_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(700):
+        recorder.spans(PLAIN)(number + 1, 1, 1, 1, 2, [number])
+    first = RunReader(str(tmp_path))
+    before = [record for _, record in first.poll()]  # not all of it
+    assert 0 < len(before) < 700
+    second = RunReader(str(tmp_path))
+    after = read_all(second)
+    ids = [record.span_id for record in [*before, *after] if isinstance(record, SpanEnd)]
+    assert ids == list(range(1, 701))
+    recorder.close()
+    first.close()
+    second.close()
+
+
+def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every span that was finished, and each once; none that was not, and none in pieces."""
+    monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
+    chance = random.Random(1)
+    totals: Counter[str] = Counter()
+    for number in range(40):  # two hundred of them, exported: test_tracing_endurance.py
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        counters, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            workers.record_until_killed(str(folder), theirs)
+        os.close(theirs)
+        os.read(counters, 8)  # it has begun
+        time.sleep(chance.random() * 0.004)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        finished = _last_count(counters)
+        os.close(counters)
+        reader = RunReader(str(folder))
+        records = read_all(reader)
+        ended = [record for record in records if isinstance(record, SpanEnd)]
+        begun = [record for record in records if isinstance(record, SpanBegin)]
+        ids = [record.span_id for record in ended]
+        # It says so after each: the last one may have been finished and not yet said.
+        assert ids == list(range(1, len(ids) + 1))
+        assert len(ids) >= finished
+        for record in ended:
+            assert (
+                record.values
+                == [record.span_id, record.span_id / 2, "decode", [record.span_id]][: len(record.values)]
+            )
+            assert record.end_ns == record.start_ns + record.span_id
+        assert len(begun) in (len(ended), len(ended) + 1)
+        assert reader.damaged == 0 or len(records) > 0
+        totals["finished"] += len(ended)
+        totals["open"] += len(begun) - len(ended)
+        totals["damaged"] += reader.damaged
+        reader.close()
+    assert totals["finished"] > 1000
+    assert totals["open"] > 3  # many were hit in the middle of a span
+    assert totals["damaged"] == 0
+
+
+def _last_count(descriptor: int) -> int:
+    data = b""
+    while piece := os.read(descriptor, 1 << 16):
+        data += piece
+    whole = len(data) // 8 * 8
+    return int.from_bytes(data[whole - 8 : whole], "little") if whole else 0
+
+
+def test_four_threads_are_all_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = 25_000
+    # A process cannot ask for its own lock: to this reader the writer would be dead.
+    monkeypatch.setattr(RingReader, "is_alive", lambda self: True)
+    recorder = RingRecorder(str(tmp_path))
+    reader = RunReader(str(tmp_path))
+
+    def write(thread: int) -> None:
+        for number in range(each):
+            recorder.spans(PLAIN)(thread * each + number + 1, 1, 1, 1, 2, [number])
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    seen: list[int] = []
+    while any(thread.is_alive() for thread in threads):
+        seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+    seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert len(seen) == len(set(seen))
+    assert len(seen) + reader.dropped == 4 * each
+    assert reader.damaged == 0
+    for thread_number in range(4):  # in the order of its thread
+        own = [span for span in seen if (span - 1) // each == thread_number]
+        assert own == sorted(own)
+    recorder.close()
+    reader.close()
+
+
+def test_four_processes_are_all_accounted_for(tmp_path: Path) -> None:
+    each = 25_000
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=workers.record_spans, args=(str(tmp_path), number * each, each))
+        for number in range(4)
+    ]
+    for process in processes:
+        process.start()
+    reader = RunReader(str(tmp_path))
+    seen: list[int] = []
+    while any(process.is_alive() for process in processes) or reader.has_more:
+        seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+    seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert len(seen) == len(set(seen))
+    assert len(seen) + reader.dropped == 4 * each
+    assert reader.damaged == 0
+    assert len(reader.writers) == 4
+    for process in processes:
+        process.close()
+    reader.close()
+
+
+def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is not there when it is written to would end the engine with SIGBUS."""
+    allocate = os.posix_fallocate
+
+    def short(descriptor: int, offset: int, size: int) -> None:
+        if size > 1 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", short)
+    recorder = RingRecorder(str(tmp_path))
+    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
+    (path,) = tmp_path.glob("*.ring")
+    assert path.stat().st_size == ring_format.SLOTS_OFFSET + 2048 * ring_format.SLOT_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_page(path)["records"]) == 1
+    recorder.close()
+
+
+def test_many_processes_leave_the_engine_its_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 64 MiB that a container has by default, and forty processes that each make a ring in it."""
+    free = 64 << 20
+
+    def allocate(descriptor: int, offset: int, size: int) -> None:
+        nonlocal free
+        free -= size
+        os.ftruncate(descriptor, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: types.SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
+    for number in range(40):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        recorder = RingRecorder(str(folder))
+        assert recorder.open()
+        recorder.close()
+    assert free > 16 << 20
+
+
+def test_no_memory_at_all_stops_tracing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    recorder = RingRecorder(str(tmp_path))
+    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
+    recorder.spans(PLAIN)(2, 1, 0, 1, 2, [1])
+    assert [record.message for record in caplog.records] == [
+        f"tracing stops in process {os.getpid()}: [Errno 28] No space left on device"
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,227 @@
+"""SGL_ASPECTS_RECORDER=sdk and off: the same spans by the application's own provider, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.tracing import attach
+from tests.support.otlp_receiver import spans_of
+from tests.support.tiny_models import make_llama
+from tests.tracing.test_collector import read_file
+
+# In a process of its own: a provider is set once and for all.
+PROGRAM = """
+import json, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.records import RequestSeen, SpanType
+
+if __name__ == "__main__":
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    with attach(level=3) as session:
+        with Engine(model_path=sys.argv[1], max_total_tokens=256) as engine:
+            headers = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"}
+            sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+            engine.generate("hello", sampling, rid="r1", external_trace_header=headers)
+        # As a scheduler in the same process records: children before parents, the request known by a key.
+        recorder, step = session.recorder, SpanType("scheduler.step", {"size": int})
+        recorder.write(RequestSeen(50, "r1", 1))
+        recorder.announce(step, 60, 60, 0, 10)
+        recorder.spans(SpanType("forward"))(62, 60, 61, 12, 13)
+        recorder.spans(SpanType("run_batch"))(61, 60, 60, 11, 14, (), "ValueError")
+        recorder.spans(step)(60, 60, 0, 10, 15, (1,), "", [50])
+        recorder.spans(SpanType("queue"))(63, 50, 50, 10, 11)
+    print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
+"""
+
+
+def test_the_application_s_provider_gets_the_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_llama(tmp_path / "tiny", max_position_embeddings=1024)
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.setenv("SGL_ASPECTS_RECORDER", "sdk")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), str(tmp_path / "tiny")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    spans = {span["name"]: span for span in json.loads(done.stdout.splitlines()[-1])}
+    assert set(spans) == {
+        "text_completion tiny",
+        "tokenize",
+        "detokenize",
+        "scheduler.step",
+        "run_batch",
+        "forward",
+        "queue",
+    }
+    request = spans["text_completion tiny"]
+    assert request["context"]["trace_id"] == "0x" + "ab" * 16
+    assert request["parent_id"] == "0x" + "cd" * 8
+    assert request["kind"] == "SpanKind.SERVER"
+    assert request["attributes"]["gen_ai.usage.output_tokens"] == 3
+    for name in ("tokenize", "detokenize", "queue"):
+        assert spans[name]["context"]["trace_id"] == request["context"]["trace_id"]
+        assert spans[name]["parent_id"] == request["context"]["span_id"]
+    step, run, forward = spans["scheduler.step"], spans["run_batch"], spans["forward"]
+    assert forward["parent_id"] == run["context"]["span_id"]
+    assert run["parent_id"] == step["context"]["span_id"]
+    assert run["status"]["status_code"] == "ERROR"
+    assert step["parent_id"] is None
+    assert step["attributes"] == {"size": 1}
+    assert step["links"][0]["context"]["span_id"] == request["context"]["span_id"]
+
+
+SAMPLED = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, ParentBased, Sampler, SamplingResult
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.records import RequestBegin, SpanType
+
+class OfOneModel(Sampler):
+    def should_sample(self, parent_context, trace_id, name, kind=None, attributes=None, *more, **named):
+        is_wanted = (attributes or {}).get("gen_ai.request.model") == "large"
+        decision = Decision.RECORD_AND_SAMPLE if is_wanted else Decision.DROP
+        return SamplingResult(decision, {"sampled.by": "model"})
+
+    def get_description(self):
+        return "of one model"
+
+memory, provider = InMemorySpanExporter(), TracerProvider(sampler=ParentBased(OfOneModel()))
+with attach(level=1) as session:
+    recorder = session.recorder
+    for number, model in enumerate(["small", "large", "small", "large"]):
+        if number == 1:  # the application is in no hurry
+            provider.add_span_processor(SimpleSpanProcessor(memory))
+            trace.set_tracer_provider(provider)
+        if number == 3:
+            provider.shutdown()
+        root = recorder.new_id()
+        asked = {"gen_ai.request.model": model}
+        recorder.write(RequestBegin(root, f"r{number}", 1, *context.new(), "chat", asked))
+        recorder.spans(SpanType("tokenize"))(recorder.new_id(), root, root, 2, 3)
+        recorder.spans(SpanType("request"))(root, root, 0, 1, 4)
+print([(span.name, dict(span.attributes)) for span in memory.get_finished_spans()])
+"""
+
+
+def test_the_application_s_sampler_sees_what_a_request_asks_for() -> None:
+    """It drops, a provider comes late, another is shut down early: none of that is an error."""
+    command = [sys.executable, "-W", "error", "-c", SAMPLED]
+    environment = {**os.environ, "SGL_ASPECTS_RECORDER": "sdk"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout.strip() == str(
+        [("tokenize", {}), ("chat", {"sampled.by": "model", "gen_ai.request.model": "large"})]
+    )
+
+
+def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_RECORDER", "off")
+    with attach(level=3) as session:
+        assert session.run_folder == ""
+        assert session.recorder.level == 0
+    assert session.summary is not None
+    assert session.summary.spans_recorded == 0
+
+
+# A scheduler in this process, and the caller's side of its requests as its own process would record it.
+SAME = """
+import json, multiprocessing, os, sys, time
+from collections import Counter
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
+
+if __name__ == "__main__":
+    model, mode, file = sys.argv[1:]
+    os.environ["SGL_ASPECTS_RECORDER"] = mode
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    with attach(level=3, **({"file": file} if mode == "ring" else {})) as session:
+        from sgl_aspects.runtime import SamplingParams, ServerArgs
+        from sgl_aspects.runtime.processes.messages import TokenizedRequest
+        from sgl_aspects.runtime.scheduling.scheduler import Scheduler
+        ours, theirs = multiprocessing.Pipe()
+        scheduler = Scheduler(ServerArgs(model, max_total_tokens=256, chunked_prefill_size=8), theirs)
+        recorder = session.recorder
+        ends = []
+        for number, rid in enumerate(("one", "two")):
+            root, start = recorder.new_id(), time.time_ns()
+            recorder.write(RequestBegin(root, rid, start, *context.new(), "chat tiny", {"a": 1}))
+            recorder.write(RequestSent(root))
+            ends.append((root, start))
+            params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+            scheduler.add_request(TokenizedRequest(rid, list(range(5, 15 + number)), params))
+        while scheduler.waiting or scheduler.running:
+            scheduler.step()
+        for root, start in ends:
+            recorder.spans(SpanType("request", {"b": int}))(root, root, 0, start, time.time_ns(), [2])
+        recorder.write(RequestBegin(recorder.new_id(), "open", time.time_ns(), *context.new(), "open", {}))
+    print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
+"""
+
+
+def test_the_same_spans_as_with_the_ring(tmp_path: Path) -> None:
+    """Names, parents, attributes and links of the same run, each with its own recorder."""
+    make_llama(tmp_path / "tiny", max_position_embeddings=1024)
+    program, file = tmp_path / "program.py", tmp_path / "traces.jsonl"
+    program.write_text(SAME)
+    printed = {}
+    for mode in ("sdk", "ring"):
+        command = [sys.executable, str(program), str(tmp_path / "tiny"), mode, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        printed[mode] = done.stdout.splitlines()[-1]
+    sdk = json.loads(printed["sdk"])
+    names = {span["context"]["span_id"]: span["name"] for span in sdk}
+    traces = {span["context"]["trace_id"] for span in sdk}
+    from_sdk = Counter(
+        (span["name"], names.get(span["parent_id"]), _attributes(span["attributes"]), len(span["links"]))
+        for span in sdk
+    )
+    ring = [span for message in read_file(file) for span in spans_of(message) if span.name != "open"]
+    names = {span.span_id: span.name for span in ring}
+    from_ring = Counter(
+        (span.name, names.get(span.parent_id), _attributes(span.attributes), len(span.links)) for span in ring
+    )
+    assert from_sdk == from_ring
+    assert len(traces) == len({span.trace_id for span in ring})
+    assert {"queue", "prefill", "decode", "scheduler.step", "forward", "chat tiny"} <= set(names.values())
+
+
+def _attributes(values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Times are not the same twice; of latencies only the collector knows."""
+    return tuple(
+        sorted(
+            (key, type(value).__name__ if isinstance(value, float) else str(value))
+            for key, value in values.items()
+            if not key.startswith("gen_ai.latency.time_")
+        )
+    )

@@ -1,0 +1,127 @@
+"""A traced server: every request ends its spans with a status and a reason, whatever becomes of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.tiny_models import make_llama
+
+pytestmark = pytest.mark.slow
+SECRET = "xylophone-quartz"
+
+
+@dataclass
+class Run:
+    """What a server did, and what its backend got."""
+
+    spans: list[Span]
+    receiver: Receiver
+
+    def of(self, number: int) -> dict[str, Span]:
+        """The spans of a request by name, the request itself as ``""``."""
+        trace = [span for span in self.spans if span.trace_id == f"{number:032x}"]
+        return {"" if span.kind == 2 else span.name: span for span in trace}
+
+
+def answer_to(server: Server, number: int, **body: object) -> tuple[int, bytes]:
+    connection = ask(server, number, **body)
+    try:
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def ask(server: Server, number: int, **body: object) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
+    headers = {
+        "content-type": "application/json",
+        "traceparent": f"00-{number:032x}-00f067aa0ba902b7-01",
+    }
+    asked = {"model": server.model, "prompt": SECRET, "ignore_eos": True, "temperature": 0, **body}
+    connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+    return connection
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("served")
+    make_llama(folder / "tiny", max_position_embeddings=16384)
+    with http_receiver() as receiver:
+        environment = {"SGL_ASPECTS_TRACE": "3", "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+        flags = ("--max-total-tokens", "20000", "--max-running-requests", "1")
+        with serving(folder / "tiny", folder / "log", *flags, environment=environment) as server:
+            assert answer_to(server, 1, max_tokens=8)[0] == 200
+            assert b"[DONE]" in answer_to(server, 2, max_tokens=8, stream=True)[1]
+            leaves = ask(server, 3, max_tokens=12000, stream=True)
+            response = leaves.getresponse()
+            response.readline()
+            waits = ask(server, 4, max_tokens=12000)
+            wait_for(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 1)
+            waits.close()
+            wait_for(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 0)
+            response.close()
+            leaves.close()
+            wait_for(server.is_quiet)
+            assert answer_to(server, 5, prompt=SECRET * 5000)[0] == 400
+            killed = ask(server, 6, max_tokens=12000, stream=True)
+            answer = killed.getresponse()
+            answer.readline()
+            os.kill(server.scheduler_pid, signal.SIGKILL)
+            answer.read()
+            answer.close()
+            killed.close()
+            server.stop()
+        yield Run(receiver.spans, receiver)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_whole_answer(run: Run, number: int) -> None:
+    spans = run.of(number)
+    assert {"", "tokenize", "queue", "prefill", "decode", "detokenize"} <= set(spans)
+    assert not any(span.is_error for span in spans.values())
+    assert spans[""].attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert spans[""].parent_id == "00f067aa0ba902b7"
+    assert spans[""].attributes["gen_ai.request.stream"] is (number == 2)
+
+
+def test_a_client_that_hangs_up(run: Run) -> None:
+    spans = run.of(3)
+    assert spans[""].is_error
+    assert spans[""].attributes["error.type"] == "abort"
+    assert spans["decode"].attributes["sgl_aspects.finish_reason"] == "abort"
+
+
+def test_a_client_that_hangs_up_while_it_waits(run: Run) -> None:
+    spans = run.of(4)
+    assert spans[""].attributes["error.type"] == "abort"
+    assert spans["queue"].attributes["sgl_aspects.finish_reason"] == "abort"
+    assert "decode" not in spans
+
+
+def test_a_prompt_that_does_not_fit(run: Run) -> None:
+    spans = run.of(5)
+    assert spans[""].attributes["error.type"] == "InvalidRequestError"
+    assert spans["tokenize"].is_error
+
+
+def test_a_scheduler_that_is_killed(run: Run) -> None:
+    spans = run.of(6)
+    assert spans[""].attributes["error.type"] == "SchedulerDiedError"
+    assert spans["decode"].attributes["error.type"] == "unfinished"
+
+
+def test_metrics_tell_them_apart_and_no_prompt_is_anywhere(run: Run) -> None:
+    durations = run.receiver.points("gen_ai.server.request.duration")
+    counts = {point.attributes.get("error.type"): point.count for point in durations}
+    assert counts == {None: 2, "abort": 2, "InvalidRequestError": 1, "SchedulerDiedError": 1}
+    assert SECRET not in repr(run.receiver.requests) + repr(run.receiver.metric_requests)

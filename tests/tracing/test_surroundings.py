@@ -1,0 +1,317 @@
+"""A recorder among other runs, full disks, folders that cannot be written, and processes that fork."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import attach, run_folder
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.records import SpanEnd, SpanType
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.session import current
+from tests.support import workers
+from tests.support.otlp_receiver import spans_of
+from tests.support.tiny_models import make_llama
+from tests.tracing.test_collector import begin, is_running, read_file, wait_until
+from tests.tracing.test_control import command
+from tests.tracing.test_ring import PLAIN, read_all
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+            monkeypatch.delenv(name)
+
+
+def test_two_engines_on_one_machine_do_not_mix(tmp_path: Path) -> None:
+    """The same request ids at the same time; each ends with its own run, and leaves the other alone."""
+    owners = []
+    for name in ("one", "other"):
+        ready, theirs = spawn.Pipe()
+        owner = spawn.Process(target=workers.own_a_run, args=(theirs, str(tmp_path / name)))
+        owner.start()
+        folder, collector = ready.recv()
+        scheduler = spawn.Process(target=workers.record_like_a_scheduler, args=(folder, [], "end"))
+        scheduler.start()
+        owners.append((owner, scheduler, folder, collector))
+    assert len({folder for _, _, folder, _ in owners}) == 2
+    for owner, scheduler, folder, collector in owners:
+        scheduler.join()
+        owner.kill()
+        owner.join()
+        wait_until(lambda: not is_running(collector) and not os.path.exists(folder), 20)  # noqa: B023
+        assert sum(is_running(each[3]) for each in owners) <= 1
+    for (owner, scheduler, _, _), name in zip(owners, ("one", "other")):
+        spans = [span for message in read_file(tmp_path / name) for span in spans_of(message)]
+        assert {span.resource["process.pid"] for span in spans} == {owner.pid, scheduler.pid}
+        assert sorted(span.name for span in spans) == ["chat m", "scheduler.step", "scheduler.step"]
+        owner.close()
+        scheduler.close()
+
+
+def test_control_of_a_run_whose_processes_are_gone(tmp_path: Path) -> None:
+    writer = spawn.Process(target=workers.record_by_level, args=(str(tmp_path), True))
+    writer.start()
+    writer.join()
+    for arguments in (["--level", "1"], ["--off"], []):
+        done = command("ctl", "--run", str(tmp_path), *arguments)
+        assert "Traceback" not in done.stderr
+        assert "ended" in done.stdout + done.stderr
+    done = command("ctl", "--pid", str(writer.pid), "--level", "1")
+    assert done.returncode != 0
+    assert "no traced run" in done.stderr
+    writer.close()
+
+
+def test_a_disk_that_is_full_costs_spans_and_nothing_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with attach(file="/dev/full") as session:
+        begin(session, "r1")()
+        begin(session, "r2")()
+    summary = session.summary
+    assert summary is not None
+    assert not summary.problem
+    assert summary.spans_recorded == 2
+    assert summary.not_delivered == {"otlp-json-file": 2}
+    assert "No space left on device" in capfd.readouterr().err
+
+
+def test_without_shared_memory_the_run_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = run_folder.make_run_folder()
+    assert Path(folder).parent == tmp_path
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("lacks", ["f_bavail", "f_favail"])
+def test_where_shared_memory_is_full_the_run_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """A ring that cannot be made would end tracing before it began."""
+
+    def statvfs(path: str) -> types.SimpleNamespace:
+        found = {"f_bavail": 1 << 20, "f_frsize": 4096, "f_files": 1 << 20, "f_favail": 1 << 20}
+        return types.SimpleNamespace(**found | ({lacks: 3} if path == "/dev/shm" else {}))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = run_folder.make_run_folder()
+    assert Path(folder).parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")  # to be ignored, says its standard
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    folder = run_folder.make_run_folder()
+    assert Path(folder).parent == tmp_path / "temporary"
+
+
+def test_a_run_folder_that_vanishes_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = RingRecorder(str(tmp_path / "no" / "such"))
+    recorder.announce(PLAIN, 1, 1, 0, 1)
+    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
+    assert not recorder.open()
+    assert caplog.records == []  # the run has ended: nothing to be told
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+def test_a_process_that_becomes_another_user_goes_on_untraced(tmp_path: Path) -> None:
+    """And one that closes all descriptors, as daemons do: neither sees an error of the recorder."""
+    script = f"""
+import os
+from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+recorder = RingRecorder({str(tmp_path)!r})
+assert recorder.open()
+os.closerange(3, 64)
+if os.fork() == 0:
+    os.setuid(65534)
+    for number in range(1, 4):
+        recorder.spans(SpanType("s"))(number, 1, 0, 1, 2)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+recorder.close()
+"""
+    tmp_path.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+    assert len(done.stderr.splitlines()) == 1
+    assert "Permission denied" in done.stderr
+
+
+def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recorder = RingRecorder(str(tmp_path / "file"))
+    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
+    assert not recorder.open()
+
+
+def test_where_no_folder_can_be_made_attaching_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", "/tmp")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(ConfigError, match=r"no folder for its records.*Permission denied.*set TMPDIR"):
+        attach(file=str(tmp_path / "traces.jsonl"))
+    assert current() is None
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="needs a folder that not even root can write")
+def test_an_engine_whose_run_folder_cannot_be_written_runs_untraced(tmp_path: Path) -> None:
+    make_llama(tmp_path / "model")
+    script = f"""
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.sampling_params import SamplingParams
+if __name__ == "__main__":
+    with Engine(model_path={str(tmp_path / "model")!r}) as engine:
+        answer = engine.generate([5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        print(answer.completion_tokens)
+"""
+    (tmp_path / "serve.py").write_text(script)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "serve.py")],
+        env={**os.environ, "SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": "/sys/kernel"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == ["3"]
+    # Once in each process, the scheduler's included.
+    assert ran.stderr.count("tracing stops in process") == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forks_in_the_middle_of_spans_and_of_other_threads_work(tmp_path: Path) -> None:
+    """Each child has a ring and ids of its own, nothing of it is in the parent's, and no lock is stuck."""
+    recorder, stop = RingRecorder(str(tmp_path)), threading.Event()
+    write, each = recorder.spans(PLAIN), 200
+    named = recorder.spans(SpanType("named", {"text": str}))
+
+    def work(thread: int) -> None:
+        number = 0
+        while not stop.is_set() and number < 4000:
+            number += 1
+            write(thread << 32 | number, 1, 1, 1, 2, [number])
+            named(recorder.new_id(), 1, 1, 1, 2, [f"text {number % 50}"])  # takes locks
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    children = []
+    for child in range(100, 110):
+        recorder.announce(PLAIN, child, child, 0, 1)
+        process_id = os.fork()
+        if process_id == 0:
+            code = 1
+            try:
+                for number in range(1, each + 1):
+                    write(child << 32 | number, 1, 1, 1, 2, [number])
+                    named(recorder.new_id(), 1, 1, 1, 2, [f"text {number % 50}"])
+                recorder.close()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(process_id)
+        write(child, child, 0, 1, 2, [child])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert [os.waitpid(process_id, 0)[1] for process_id in children] == [0] * len(children)
+    recorder.close()
+    reader = RunReader(str(tmp_path))
+    records = [record for record in read_all(reader) if isinstance(record, SpanEnd)]
+    assert (reader.damaged, reader.dropped) == (0, 0)
+    assert len(reader.writers) == 1 + len(children)
+    ids = Counter(record.span_id for record in records)
+    assert max(ids.values()) == 1
+    for child in range(100, 110):
+        assert ids[child] == 1
+        assert all(ids[child << 32 | number] for number in range(1, each + 1))
+    assert all(record.values[0] for record in records)
+    reader.close()
+
+
+def test_a_child_that_lives_on_does_not_keep_its_parent_s_ring_alive(tmp_path: Path) -> None:
+    """Whether it was forked or is another program: the lock is the parent's alone."""
+    script = f"""
+import os, subprocess, sys, time
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+recorder = RingRecorder({str(tmp_path)!r})
+recorder.open()
+program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+child = os.fork()
+if not child:
+    print(os.getpid(), program.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        children = [int(word) for word in parent.stdout.readline().split()]
+        try:
+            (path,) = tmp_path.glob("*.ring")
+            ring = RingReader(path, read_only=True)
+            assert ring.is_alive()
+            parent.kill()
+            parent.wait(60)
+            assert all(is_running(child) for child in children)
+            assert not ring.is_alive()
+            ring.close()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_a_run_of_more_processes_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_all: bool
+) -> None:
+    """Each is read to its end; only the latest rings of dead processes stay, unless all are to be kept."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (70, 70))
+    for number in range(1, 41):
+        recorder = RingRecorder(str(tmp_path))
+        recorder.spans(PLAIN)(number, number, 0, 1, 2, [number])
+        recorder.close()
+    open_before = len(os.listdir("/proc/self/fd"))
+    reader = RunReader(str(tmp_path), keeps_all=keeps_all)
+    found, ended, is_done = [], 0, False
+    while not is_done:
+        found += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+        ended += len(reader.take_ended())
+        is_done = not reader.has_more
+        assert len(os.listdir("/proc/self/fd")) < open_before + 20
+    assert sorted(found) == [*range(1, 41)]
+    assert (ended, reader.writers, reader.damaged, reader.dropped) == (40, {}, 0, 0)
+    assert len([*tmp_path.glob("*.ring")]) == (40 if keeps_all else 3)
+    reader.close()
+
+
+def test_summaries_are_json() -> None:
+    with attach(exporters=["none"]) as session:
+        begin(session, "r1")()
+    assert session.summary is not None
+    assert json.loads(session.summary.to_json())["spans_recorded"] == 1

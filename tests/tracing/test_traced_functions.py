@@ -1,0 +1,317 @@
+"""`[[trace]]` in aspects.toml: spans of a user's own functions, declared without code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects import config
+from sgl_aspects.errors import ConfigError, HookError
+from sgl_aspects.weaving.arguments import argument_reader
+from tests.support.otlp_receiver import Span, spans_of
+from tests.tracing.test_collector import read_file
+
+WORK = """
+import asyncio, enum, threading
+
+class Mode(enum.Enum):
+    FAST = 1
+
+class Batch:
+    def __init__(self, *reqs):
+        self.reqs = reqs
+        self.mode = Mode.FAST
+        self.info = {"size": len(reqs), "names": [r for r in reqs]}
+    @property
+    def broken(self):
+        raise ValueError("do not look")
+
+class Worker:
+    name = "w0"
+    def outer(self, batch, *, limit=7):
+        return [self.inner(req) for req in batch.reqs]
+    def inner(self, req):
+        return {"text": req * 600}
+    def fail(self, secret):
+        raise KeyError(secret)
+    def stream(self, batch):
+        for req in batch.reqs:
+            yield req
+    async def later(self, delay, name="x"):
+        await asyncio.sleep(delay)
+        return self.inner(name)
+
+def free(*args, **kwargs):
+    return len(args)
+"""
+PROGRAM = """
+import asyncio, contextlib, threading
+from sgl_aspects.plugins import load_plugins
+load_plugins()
+from work import Batch, Worker, free
+worker = Worker()
+worker.outer(Batch("a", "b"))
+with contextlib.suppress(KeyError):
+    worker.fail("xylophone")
+for _ in worker.stream(Batch("c", "d")):
+    worker.inner("between")
+async def both():
+    await asyncio.gather(worker.later(0.02, "one"), worker.later(0.01, name="two"))
+asyncio.run(both())
+free(1, 2, colour="red")
+threads = [threading.Thread(target=worker.outer, args=(Batch(str(n)),)) for n in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+DECLARED = """
+[[trace]]
+target = "work:Worker.outer"
+[trace.attributes]
+"batch.size" = "batch.info.size"
+"batch.mode" = "batch.mode"
+"batch.names" = "batch.info.names"
+"first" = "batch.reqs.0"
+"limit" = "limit"
+"worker" = "self.name"
+"answer" = "result.0.text"
+"nothing" = "batch.no.such.thing"
+"broken" = "batch.broken"
+"thing" = "batch"
+
+[[trace]]
+target = "work:Worker.inner"
+name = "inner work"
+[trace.attributes]
+req = "req"
+
+[[trace]]
+target = ["work:Worker.not_there", "work:Worker.fail"]
+
+[[trace]]
+target = "work:Worker.stream"
+
+[[trace]]
+target = "work:Worker.later"
+[trace.attributes]
+name = "name"
+
+[[trace]]
+target = "work:free"
+[trace.attributes]
+count = "result"
+second = "args.1"
+colour = "kwargs.colour"
+
+[[trace]]
+target = "work:Batch.__init__"
+name = "detail"
+level = 4
+"""
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Callable[..., tuple[dict[str, list[Span]], str]]:
+    """Runs a program under a configuration file; its spans by name, and what it logged."""
+
+    def run(declared: str, program: str = PROGRAM, *options: str) -> tuple[dict[str, list[Span]], str]:
+        (tmp_path / "work.py").write_text(WORK)
+        (tmp_path / "program.py").write_text(program)
+        (tmp_path / "aspects.toml").write_text(declared)
+        file = tmp_path / "traces.jsonl"
+        file.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "sgl_aspects",
+            "run",
+            "--config",
+            "aspects.toml",
+            "--file",
+            str(file),
+        ]
+        command += [*options, "--", sys.executable, "program.py"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "SGL_ASPECTS_"))}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, list[Span]] = {}
+        for data in read_file(file) if file.exists() else ():
+            for span in spans_of(data):
+                found.setdefault(span.name, []).append(span)
+        return found, done.stderr
+
+    return run
+
+
+def test_declared_functions_get_spans_with_the_attributes_that_paths_lead_to(traced: Any) -> None:
+    found, logged = traced(DECLARED)
+    assert "Traceback" not in logged
+    assert {name: len(spans) for name, spans in found.items()} == {
+        "Worker.outer": 5,
+        "inner work": 2 + 2 + 2 + 4,
+        "Worker.fail": 1,
+        "Worker.stream": 1,
+        "Worker.later": 2,
+        "free": 1,
+    }
+    outer = min(found["Worker.outer"], key=lambda span: span.start)
+    ours = {k: v for k, v in outer.attributes.items() if "." not in k or k.startswith("batch.")}
+    assert ours == {
+        "batch.size": 2,
+        "batch.mode": "fast",
+        "batch.names": ["a", "b"],
+        "first": "a",
+        "limit": 7,
+        "worker": "w0",
+        "answer": "a" * 600,
+    }
+    free = found["free"][0].attributes
+    assert (free["count"], free["second"], free["colour"]) == (2, 2, "red")
+
+
+def test_spans_nest_as_calls_do_in_each_thread_and_task(traced: Any) -> None:
+    found, _ = traced(DECLARED)
+    by_id = {span.span_id: span for spans in found.values() for span in spans}
+
+    def parent(span: Span) -> str | None:
+        return by_id[span.parent_id].name if span.parent_id else None
+
+    for name in ("Worker.outer", "Worker.fail", "Worker.stream", "Worker.later", "free"):
+        assert {parent(span) for span in found[name]} == {None}
+    by_req = {span.attributes["req"]: span for span in found["inner work"]}
+    assert {req: parent(span) for req, span in by_req.items() if not req.isdecimal()} == {
+        "a": "Worker.outer",
+        "b": "Worker.outer",
+        "between": None,  # called by whom the generator had handed an item, not by the generator
+        "one": "Worker.later",
+        "two": "Worker.later",
+    }
+    for name in ("one", "two"):
+        assert by_id[by_req[name].parent_id].attributes["name"] == name
+    for number in range(4):
+        span = by_req[str(number)]
+        assert by_id[span.parent_id].attributes["first"] == str(number)
+        assert span.trace_id == by_id[span.parent_id].trace_id
+    assert len({span.trace_id for span in found["Worker.outer"]}) == 5
+
+
+def test_an_exception_is_named_by_its_type_and_its_text_kept_out(traced: Any) -> None:
+    found, _ = traced(DECLARED)
+    (failed,) = found["Worker.fail"]
+    assert failed.is_error
+    assert failed.attributes["error.type"] == "KeyError"
+    assert "xylophone" not in repr(failed)
+
+
+def test_a_generator_whose_reader_stops_early_has_not_failed(traced: Any) -> None:
+    found, _ = traced(DECLARED, PROGRAM + "\nnext(worker.stream(Batch('e', 'f')))\n")
+    assert [span.is_error for span in found["Worker.stream"]] == [False, False]
+
+
+def test_what_an_attribute_holds_is_bounded(traced: Any) -> None:
+    program = "from work import free\nfree([*range(5000)], ['x' * 5000] * 5000, text='y' * 5000)\n"
+    found, _ = traced(
+        """
+        [[trace]]
+        target = "work:free"
+        [trace.attributes]
+        numbers = "args.0"
+        texts = "args.1"
+        text = "kwargs.text"
+        """,
+        program,
+    )
+    attributes = found["free"][0].attributes
+    assert attributes["numbers"] == [*range(256)]
+    assert attributes["texts"] == ["x" * 1024] * 256
+    assert attributes["text"] == "y" * 1024
+
+
+def test_levels_hold_for_declared_functions_too(traced: Any) -> None:
+    found, _ = traced(DECLARED, PROGRAM, "--level", "4")
+    assert len(found["detail"]) == 6
+    found, _ = traced(DECLARED, PROGRAM, "--level", "0")
+    assert found == {}
+
+
+def test_a_path_that_begins_with_no_parameter_fails_alone_and_says_the_choices(traced: Any) -> None:
+    faulty = '[[trace]]\ntarget = "work:Worker.inner"\nname = "faulty"\nattributes = {x = "rec.x"}\n'
+    found, logged = traced(faulty + DECLARED)
+    assert "faulty" not in found
+    assert len(found["inner work"]) == 10
+    assert "aspects.toml: trace 1" in logged
+    assert "has no parameter 'rec'; choose from: self, req" in logged
+
+
+def test_functions_inside_a_scheduler_step_are_children_of_what_runs_there(
+    traced: Any, tmp_path: Path
+) -> None:
+    from tests.support.tiny_models import make_llama
+
+    make_llama(tmp_path / "tiny", max_position_embeddings=256)
+    program = (
+        "from sgl_aspects.runtime.engine import Engine\n"
+        "if __name__ == '__main__':\n"
+        "    with Engine(model_path='tiny') as engine:\n"
+        "        engine.generate('hello')\n"
+    )
+    declared = (
+        "[[trace]]\ntarget = 'sgl_aspects.runtime.execution.model_runner:ModelRunner.forward'\n"
+        "name = 'mine'\n"
+        "attributes = {size = 'batch.batch_size', device = 'self.device.type'}\n"
+    )
+    found, _ = traced(declared, program)
+    runs = {span.span_id for span in found["run_batch"]}
+    assert found["mine"]
+    assert {span.parent_id for span in found["mine"]} <= runs
+    assert found["mine"][0].attributes["size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("target='a:b'\nname=''", ["name = ''", "leave it out"]),
+        ("target='a:b'\nname=3", ["name = 3", "a text"]),
+        ("target='a:b'\nlevel=5", ["level = 5", "1, 2, 3 or 4"]),
+        ("target='a:b'\nlevel=true", ["level = True"]),
+        ("target='a:b'\nattributes=['x']", ["attributes", "[trace.attributes]"]),
+        ("target='a:b'\nattributes={x='f()'}", ["'x' = 'f()'", "parameter", "'result'"]),
+        ("target='a:b'\nattributes={x='a.f()'}", ["'f()'", "no code"]),
+        ("target='a:b'\nattributes={x=''}", ["'x' = ''"]),
+        ("target='a:b'\nattribute={}", ["'attribute'", "attributes, required"]),
+        ("name='x'", ["target = None"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_file_and_the_choices(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
+    path = tmp_path / "aspects.toml"
+    path.write_text(f"[[trace]]\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        config.read(path)
+    for word in [f"{path}: trace 1", *words]:
+        assert word in str(caught.value)
+
+
+def test_arguments_are_read_however_the_hook_gets_them() -> None:
+    def function(a: int, /, b: int, c: int = 3, *, d: int, e: int = 5) -> None: ...
+
+    given = ((1, 2), {"c": 3, "d": 4, "e": 5})
+    assert [argument_reader(function, name)(*given) for name in "abcde"] == [1, 2, 3, 4, 5]
+
+    def variadic(a: int, b: int = 2, *rest: int, **more: int) -> None: ...
+
+    more = ((1, 2, 30), {"x": 9})
+    values = [argument_reader(variadic, name)(*more) for name in ("a", "b", "rest", "more")]
+    assert values == [1, 2, (30,), {"x": 9}]
+    with pytest.raises(HookError, match=r"has no parameter 'x'; choose from: a, b, rest, more"):
+        argument_reader(variadic, "x")
+    with pytest.raises(HookError, match="does not say which it has"):
+        argument_reader(min, "x")

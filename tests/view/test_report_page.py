@@ -1,0 +1,278 @@
+"""The report page in a real browser: from the slowest request to its slowest step, by mouse and by keys.
+
+Needs Chromium (Debian: ``apt-get install chromium``) and playwright and axe-playwright-python.
+SGL_ASPECTS_SCREENSHOTS names a folder that keeps the screenshots.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sgl_aspects.view.page import page_of
+from sgl_aspects.view.sources import Run, load_run
+from sgl_aspects.view.spans import Span
+from tests.support.simulated_run import SimulatedRun
+from tests.view.test_report import HOSTILE
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SIZES = {"desktop": (1440, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: apt-get install chromium (make test-slow does)")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(tmp_path_factory.mktemp("simulated"), 300)
+
+
+def write_page(folder: Path, requests: int) -> Path:
+    run = load_run(str(SimulatedRun(requests).write(folder / "run.otlp.jsonl")))
+    (folder / "report.html").write_text(page_of(run), encoding="utf-8")
+    return folder / "report.html"
+
+
+class Looker:
+    """A page that is looked at, and everything that it complained of or asked the network for."""
+
+    def __init__(self, browser: Browser, file: Path, shows: str = "[role=grid]", **context: Any) -> None:
+        self.context = browser.new_context(**context)
+        self.page: Page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(f"file://{file}")
+        self.page.wait_for_selector(shows, timeout=60_000)
+
+    def wait_for_heading(self, begin: str) -> None:
+        self.page.locator(f'.detail h2:text-matches("^{begin}")').wait_for()
+
+    def check(self, name: str) -> None:
+        """Nothing is wider than the screen; axe finds nothing serious; a picture, where they are wanted."""
+        page = self.page
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        if os.environ.get("SGL_ASPECTS_SCREENSHOTS"):
+            folder = Path(os.environ["SGL_ASPECTS_SCREENSHOTS"])
+            folder.mkdir(parents=True, exist_ok=True)
+            page.wait_for_timeout(500)
+            page.screenshot(path=folder / f"{name}.png")
+
+    def check_with_axe(self) -> None:
+        from axe_playwright_python.sync_playwright import Axe
+
+        results = Axe().run(self.page).response
+        assert len(results["passes"]) > 20
+        serious = [found for found in results["violations"] if found["impact"] in ("serious", "critical")]
+        assert not serious, [(found["id"], [node["html"] for node in found["nodes"]]) for found in serious]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_from_the_slowest_request_to_its_slowest_step(
+    browser: Browser, simulated: Path, scheme: Any, size: str
+) -> None:
+    width, height = SIZES[size]
+    looker = Looker(
+        browser,
+        simulated,
+        color_scheme=scheme,
+        viewport={"width": width, "height": height},
+        bypass_csp=True,  # axe is a script of ours, not of the page
+    )
+    page = looker.page
+    looker.check(f"overview-{size}-{scheme}")
+    looker.check_with_axe()
+    rows = page.locator(".requests .list-rows [role=row]")
+    durations = [seconds(text) for text in page.locator(".requests .cell.strong").all_inner_texts()[1:]]
+    assert len(durations) > 5
+    assert durations == sorted(durations, reverse=True)
+    rows.first.click()
+    looker.wait_for_heading("Request ")
+    assert "the median duration, mostly because of decode" in page.locator(".verdict").inner_text()
+    looker.check(f"request-{size}-{scheme}")
+    looker.check_with_axe()
+    steps = page.locator(".detail .steps .cell.strong").all_inner_texts()[1:]
+    slowest = page.locator("#slowest-step")
+    assert slowest.inner_text().startswith("Its slowest step: ")
+    assert steps[0] in slowest.inner_text()
+    slowest.click()
+    looker.wait_for_heading("Step ")
+    assert "the median mixed step" in page.locator(".verdict").inner_text()
+    looker.check(f"step-{size}-{scheme}")
+    looker.check_with_axe()
+    # And back again: whom it kept waiting.
+    page.locator(".detail .brief .list-rows [role=row]").first.click()
+    looker.wait_for_heading("Request ")
+    page.go_back()
+    looker.wait_for_heading("Step ")
+    background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) > 380) == (scheme == "light")
+    assert looker.complaints == []
+    assert looker.asked == [f"file://{simulated}"]
+
+
+def seconds(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+def test_by_keys_alone(browser: Browser, simulated: Path) -> None:
+    looker = Looker(browser, simulated)
+    page = looker.page
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.getAttribute('role')") == "row":
+            break
+    at = "document.activeElement.getAttribute('aria-rowindex')"
+    assert page.evaluate(at) == "2"
+    for key, expected in (("End", "301"), ("Home", "2"), ("ArrowDown", "3"), ("ArrowUp", "2")):
+        page.keyboard.press(key)
+        assert page.evaluate(at) == expected
+    page.keyboard.press("Enter")
+    looker.wait_for_heading("Request ")
+    for _ in range(5):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "slowest-step":
+            break
+    page.keyboard.press("Enter")
+    looker.wait_for_heading("Step ")
+    page.keyboard.press("Escape")
+    looker.wait_for_heading("Find the slow phase")
+    assert looker.complaints == []
+
+
+def test_sorting_and_filtering(browser: Browser, simulated: Path) -> None:
+    looker = Looker(browser, simulated)
+    page = looker.page
+    head = page.locator('.requests [role=columnheader][data-key="toFirst"]')
+    for order in ("descending", "ascending"):
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == order
+        rows = page.locator(".requests .list-rows [role=row]").all()
+        found = [
+            (int(row.get_attribute("aria-rowindex") or 0), row.locator(".cell").nth(3).inner_text())
+            for row in rows
+        ]
+        times = [seconds(text) for _, text in sorted(found)]
+        assert times == sorted(times, reverse=order == "descending")
+    over = page.locator(".cards .u-over").first
+    box = over.bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] - 4)
+    chip = page.locator(".chips button")
+    chip.wait_for()
+    assert chip.inner_text().startswith("Time to first token ")
+    rows_left = int(page.locator(".requests[role=grid]").get_attribute("aria-rowcount") or 0)
+    assert 1 < rows_left < 301
+    chip.click()
+    assert page.locator(".requests[role=grid]").get_attribute("aria-rowcount") == "301"
+    assert looker.complaints == []
+
+
+def test_a_step_is_opened_from_its_point_in_the_plot(browser: Browser, simulated: Path) -> None:
+    looker = Looker(browser, simulated)
+    page = looker.page
+    over = page.locator("section .u-over").nth(3)
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    assert box is not None
+    opened = False
+    for part in range(5, 95, 3):  # along the bottom, where the short steps are
+        page.mouse.move(box["x"] + box["width"] * part / 100, box["y"] + box["height"] - 8)
+        if page.evaluate("document.querySelector('.readout').textContent").startswith("Step "):
+            page.mouse.click(box["x"] + box["width"] * part / 100, box["y"] + box["height"] - 8)
+            opened = True
+            break
+    assert opened
+    looker.wait_for_heading("Step ")
+    assert looker.complaints == []
+
+
+def test_a_hundred_thousand_spans(browser: Browser, tmp_path: Path) -> None:
+    looker = Looker(browser, write_page(tmp_path, 6300))
+    page = looker.page
+    assert (
+        int(page.locator("header p").first.inner_text().split(" spans")[0].split()[-1].replace(",", "")) > 1e5
+    )
+    assert page.locator("*").count() < 3000
+    page.locator(".requests .list-rows").evaluate("element => element.scrollTop = 1e9")
+    page.locator('.requests [aria-rowindex="6301"]').click()
+    looker.wait_for_heading("Request ")
+    page.locator("#slowest-step").click()
+    looker.wait_for_heading("Step ")
+    assert page.locator("*").count() < 3000
+    assert looker.complaints == []
+
+
+def test_text_of_strangers_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
+    spans = []
+    for number, text in enumerate(HOSTILE):
+        name = text.encode("utf-8", "replace").decode()
+        attributes = {"gen_ai.request.model": name, "gen_ai.request.id": name, name: name, "error.type": name}
+        mode = {"sgl_aspects.forward.mode": name}
+        spans += [
+            Span(name, name, f"r{number}", "", True, 5, 1000 + number, attributes, (), 0, True),
+            Span(name, name, f"c{number}", f"r{number}", False, 6, 900, {name: name}, ()),
+            Span("scheduler.step", name, f"s{number}", "", False, 6, 900, mode, (f"r{number}",)),
+            Span(name, name, f"t{number}", f"s{number}", False, 6, 900, {}, ()),
+        ]
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run(HOSTILE[0], spans)), encoding="utf-8")
+    looker = Looker(browser, file)
+    page = looker.page
+    title = page.title()
+    for row in range(len(HOSTILE)):
+        page.locator(f'.requests [aria-rowindex="{row + 2}"]').first.click()
+        looker.wait_for_heading("Request ")
+        page.locator("#slowest-step").click()
+        looker.wait_for_heading("Step ")
+    assert page.locator("img").count() == 0
+    assert page.locator("script").count() == 2
+    assert page.title() == title != "broken"
+    assert HOSTILE[0] in page.locator(".detail").inner_text() + page.locator("h1").inner_text()
+    assert looker.complaints == []
+
+
+def test_nothing_was_recorded(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", [])), encoding="utf-8")
+    looker = Looker(browser, file, "#app main")
+    looker.page.get_by_text("No request was recorded").wait_for()
+    looker.page.get_by_text("No scheduler step was recorded").wait_for()
+    assert looker.complaints == []
+
+
+def test_functions_of_ones_own_are_all_that_was_recorded(browser: Browser, tmp_path: Path) -> None:
+    spans = [
+        Span("mine", "t", "1", "", False, 5, 5, {}, ()),
+        Span("look up", "t", "2", "1", False, 5, 5, {"key": "a", "found": [1, 2]}, ()),
+    ]
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", spans)), encoding="utf-8")
+    looker = Looker(browser, file, bypass_csp=True)
+    looker.page.get_by_role("button", name="Open the slowest: mine").click()
+    looker.wait_for_heading("mine")
+    assert "key a · found 1, 2" in looker.page.locator(".detail").inner_text()
+    assert looker.page.get_by_text("Time to first token").count() == 0
+    looker.check_with_axe()
+    assert looker.complaints == []

@@ -1,0 +1,214 @@
+"""``sgl-aspects top``: live numbers from rings, the screen at several widths, the program in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import multiprocessing
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fcntl import ioctl
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sgl_aspects.cli.top import controls_of
+from sgl_aspects.view.live import LiveRun
+from sgl_aspects.view.top_screen import screen, spark
+from tests.support import workers
+from tests.tracing.test_control import command
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass
+class Served:
+    folder: Path
+    connection: Connection
+    process: multiprocessing.process.BaseProcess
+
+    def end(self) -> None:
+        self.connection.send("end")
+        self.process.join(60)
+
+
+def start(folder: Path) -> Served:
+    connection, its_end = spawn.Pipe()
+    process = spawn.Process(target=workers.serve_like_an_engine, args=(str(folder), its_end))
+    process.start()
+    assert connection.poll(60)
+    connection.recv()
+    return Served(folder, connection, process)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    served = start(folder)
+    yield served
+    served.process.kill()
+    served.process.join(60)
+
+
+@pytest.fixture
+def live(served: Served) -> Iterator[LiveRun]:
+    live = LiveRun(served.folder)
+    live.poll()
+    yield live
+    live.close()
+
+
+def shown(live: LiveRun, width: int, height: int = 40) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
+    console.print(screen(live, controls_of(live), width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_numbers_of_a_run(live: LiveRun) -> None:
+    assert live.finished_requests == 2
+    assert [request.id for request in live.open.values()] == ["open"]
+    finished = {request.id: request for second in live.seconds.values() for request in second.finished}
+    assert finished["quick"].seconds(0) == pytest.approx(2.0)
+    assert finished["quick"].time_per_output_token == pytest.approx(0.05)
+    assert live.phases["quick"].until(0) == pytest.approx({"queue": 1.0, "prefill": 0.5, "decode": 0.5})
+    assert live.phases["open"].current == "decode"
+    (gauges,) = live.gauges.values()
+    assert (gauges.waiting, gauges.running, gauges.kv_usage) == (2, 1, 0.5)
+    assert sum(len(times) for second in live.seconds.values() for times in second.steps.values()) == 20
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_screen(live: LiveRun, width: int) -> None:
+    text = shown(live, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\x1b" not in text.replace("\x1b[0m", "")
+    assert "slow·[31m one"[: 10 if width < 120 else 99] in text
+    assert "queue prefill decode" in text or width < 80
+    rows = [line for line in lines if re.search(r"quick|slow|open ", line)]
+    assert [re.search(r"\b(open|slow|quick)", row.split("█")[-1]).group() for row in rows] == [  # type: ignore[union-attr]
+        "open",
+        "slow",
+        "quick",
+    ]
+    assert re.search(r"^duration +3\.50 s +4\.70 s +4\.97 s +5\.00 s", text, re.MULTILINE)
+    assert re.search(r"decode +[\d.]+ +3 +20\.0 ms", text)
+    if width >= 80:
+        assert f"process {next(iter(controls_of(live)))} level 3 (+ forward)" in text
+
+
+def test_a_short_terminal_shows_fewer_requests(live: LiveRun) -> None:
+    assert len(shown(live, 80, 24).splitlines()) <= 26
+    assert "quick" in shown(live, 80, 10)
+
+
+def test_processes_come_and_go(served: Served, live: LiveRun) -> None:
+    second = start(served.folder)
+    live.poll()
+    assert len(live.rings) == 2
+    assert live.finished_requests == 4
+    second.process.kill()
+    second.process.join(60)
+    live.poll()
+    assert len(live.rings) == 1
+    assert not live.has_ended()
+    for ring in served.folder.glob("*.ring"):
+        ring.unlink()
+    live.poll()  # the files are gone, the process is not
+    assert not live.has_ended()
+    served.end()
+    live.poll()
+    assert live.has_ended()
+    assert "tiny" in shown(live, 80)
+
+
+def test_what_is_being_made_or_damaged_is_passed_over(served: Served, live: LiveRun) -> None:
+    (served.folder / "1-half.ring").write_bytes(b"SGLARING")
+    (served.folder / "2-empty.ring").touch()
+    live.poll()
+    assert len(live.rings) == 1
+
+
+def test_a_spark_is_as_high_as_its_value() -> None:
+    assert spark([0, 0]) == ""
+    assert spark([0, 3.5, 7]) == "▁▅█"
+    assert spark([0.5], 1.0) == "▅"
+
+
+def test_once_without_a_terminal(served: Served) -> None:
+    done = command("top", "--run", str(served.folder), "--once")
+    assert done.returncode == 0, done.stderr
+    assert "Slowest requests" in done.stdout
+    assert "level 3" in done.stdout
+
+
+def test_a_run_that_has_ended(served: Served, tmp_path: Path) -> None:
+    served.end()
+    done = command("top", "--run", str(served.folder))
+    assert done.returncode == 2
+    assert f"sgl-aspects report {served.folder}" in done.stderr
+    assert command("top", "--run", str(tmp_path / "absent")).returncode == 2
+
+
+def test_keys_change_what_is_recorded(served: Served, live: LiveRun) -> None:
+    from textual.widgets import Static
+
+    from sgl_aspects.cli.top_app import TopApp
+
+    async def press() -> None:
+        async with TopApp(live, 0.05).run_test(size=(100, 40)) as pilot:
+            for key, level in (("1", 1), ("0", 0), ("3", 3)):
+                await pilot.press(key)
+                (control,) = controls_of(live).values()
+                assert control.level == level
+            await pilot.press("s")
+            (control,) = controls_of(live).values()
+            assert control.sample == pytest.approx(0.1, abs=1e-6)
+            await pilot.press("p")
+            await pilot.resize_terminal(60, 20)
+            await pilot.pause()
+            assert pilot.app.query_one("#screen", Static).size.width <= 60
+            await pilot.press("q")
+
+    asyncio.run(press())
+
+
+def test_in_a_terminal_it_ends_with_the_run(served: Served) -> None:
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
+    before = termios.tcgetattr(theirs)
+    arguments = [sys.executable, "-m", "sgl_aspects", "top", "--run", str(served.folder)]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as program:
+        seen = read_until(ours, "Slowest requests")
+        assert "\x1b[?1049h" in seen  # a screen of its own
+        served.end()
+        seen = read_until(ours, "requests were seen to finish.")
+        assert "\x1b[?1049l" in seen
+        assert "The run has ended. 2 requests" in seen
+        assert program.wait(60) == 0
+    assert termios.tcgetattr(theirs) == before
+    os.close(theirs)
+    os.close(ours)
+
+
+def read_until(descriptor: int, text: str) -> str:
+    seen, deadline = "", time.monotonic() + 60
+    while text not in seen:
+        assert time.monotonic() < deadline, seen[-2000:]
+        if select.select([descriptor], [], [], 0.2)[0]:
+            seen += os.read(descriptor, 65536).decode("utf-8", "replace")
+    return seen

@@ -1,0 +1,779 @@
+"""Stale bindings: whoever took a copy before the hook came is hooked too, or is named in the report."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import importlib.util
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+def f(x=0): return ("f", x)
+def untouched(x=0): return ("untouched", x)
+class C:
+    def m(self, x=0): return ("m", x)
+    @classmethod
+    def c(cls, x=0): return ("c", x)
+    @staticmethod
+    def s(x=0): return ("s", x)
+    @property
+    def p(self): return ("p", 0)
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with module_of(SOURCE) as module:
+        yield module
+
+
+def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return ("hooked", original(*args, **kwargs))
+
+
+# -- the matrix of holders: each takes a copy of `f`, and says how to call it and what it holds ---------
+
+
+@dataclass
+class Held:
+    """A copy of a function in some holder.
+
+    :param call: calls the copy.
+    :param get: what the holder holds, by identity.
+    """
+
+    call: Callable[[], Any]
+    get: Callable[[], Any]
+
+
+Holder = Callable[[Any], Held]
+HOLDERS: dict[str, Holder] = {}
+
+
+class Alike:
+    """Every instance equals every other one: what a call got as `self` does not matter."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def holder(function: Holder) -> Holder:
+    HOLDERS[function.__name__.replace("_", " ").strip()] = function
+    return function
+
+
+@holder
+def a_global_of_another_module(f: Any) -> Held:
+    module: Any = types.ModuleType("importer")
+    sys.modules["importer"] = module
+    module.g = f
+    return Held(lambda: module.g(1), lambda: module.g)
+
+
+@holder
+def another_name_in_its_own_module(f: Any) -> Held:
+    module = sys.modules["engine"]
+    module.alias = f  # type: ignore[attr-defined]
+    return Held(lambda: module.alias(1), lambda: module.alias)
+
+
+@holder
+def a_class_attribute(f: Any) -> Held:
+    class Owner:
+        method = f
+
+    return Held(lambda: Owner.method(1), lambda: vars(Owner)["method"])
+
+
+@holder
+def a_class_attribute_called_through_an_instance(f: Any) -> Held:
+    class Owner(Alike):
+        method = f
+
+    made = Owner()
+    made.method()  # CPython's method cache has the old function now
+    return Held(lambda: made.method(), lambda: vars(Owner)["method"])
+
+
+@holder
+def a_staticmethod(f: Any) -> Held:
+    class Owner:
+        method = staticmethod(f)
+
+    return Held(lambda: Owner().method(1), lambda: vars(Owner)["method"].__func__)
+
+
+@holder
+def a_staticmethod_object_in_a_dict(f: Any) -> Held:
+    registry = {"f": staticmethod(f)}
+    return Held(lambda: registry["f"].__func__(1), lambda: registry["f"].__func__)
+
+
+@holder
+def a_property_of_a_class(f: Any) -> Held:
+    class Owner(Alike):
+        prop = property(f, doc="Documented.")
+
+    assert Owner.prop.__doc__ == "Documented."
+    return Held(lambda: Owner().prop, lambda: vars(Owner)["prop"].fget)
+
+
+@holder
+def a_cached_property(f: Any) -> Held:
+    class Owner(Alike):
+        prop = functools.cached_property(f)
+
+    return Held(lambda: Owner().prop, lambda: vars(Owner)["prop"].func)
+
+
+@holder
+def a_list(f: Any) -> Held:
+    registry = [0, f, f, 1]
+    return Held(lambda: registry[2](1), lambda: registry[1])
+
+
+@holder
+def a_dict(f: Any) -> Held:
+    registry = {"before": 1, "f": f, "after": 2}
+    return Held(lambda: registry["f"](1), lambda: registry["f"])
+
+
+@holder
+def a_set(f: Any) -> Held:
+    registry = {f, 5, "x"}
+    return Held(
+        lambda: next(entry for entry in registry if callable(entry))(1),
+        lambda: next(entry for entry in registry if callable(entry)),
+    )
+
+
+@holder
+def a_deque(f: Any) -> Held:
+    registry = collections.deque([1, f, 2], maxlen=3)
+    return Held(lambda: registry[1](1), lambda: registry[1])
+
+
+@holder
+def an_ordered_and_a_default_dict(f: Any) -> Held:
+    first, second = collections.OrderedDict(a=1, f=f, z=2), collections.defaultdict(list, f=f)
+    return Held(lambda: second["f"](1), lambda: first["f"])
+
+
+@holder
+def containers_in_containers(f: Any) -> Held:
+    registry = {"all": [({"deep": [f]},)]}
+    return Held(lambda: registry["all"][0][0]["deep"][0](1), lambda: registry["all"][0][0]["deep"][0])
+
+
+@holder
+def a_default_argument(f: Any) -> Held:
+    def outer(a: int, b: int = 2, function: Any = f) -> Any:
+        return function(a)
+
+    return Held(lambda: outer(1), lambda: outer.__defaults__[1])  # type: ignore[index]
+
+
+@holder
+def a_keyword_default(f: Any) -> Held:
+    def outer(a: int, *, function: Any = f) -> Any:
+        return function(a)
+
+    return Held(lambda: outer(1), lambda: (outer.__kwdefaults__ or {})["function"])
+
+
+@holder
+def a_closure(f: Any) -> Held:
+    def outer(a: int) -> Any:
+        return f(a)
+
+    return Held(lambda: outer(1), lambda: f)
+
+
+@holder
+def an_attribute_of_a_function(f: Any) -> Held:
+    def outer(a: int) -> Any:
+        return vars(outer)["target"](a)
+
+    outer.target = f  # type: ignore[attr-defined]
+    return Held(lambda: outer(1), lambda: vars(outer)["target"])
+
+
+@holder
+def a_decorated_function(f: Any) -> Held:
+    @functools.wraps(f)
+    def outer(*args: Any) -> Any:
+        return f(*args)
+
+    return Held(lambda: outer(1), lambda: vars(outer)["__wrapped__"])
+
+
+@holder
+def a_partial(f: Any) -> Held:
+    partial = functools.partial(f, 1)
+    return Held(lambda: partial(), lambda: partial.func)
+
+
+@holder
+def an_argument_of_a_partial(f: Any) -> Held:
+    partial = functools.partial(lambda function, x: function(x), f)
+    return Held(lambda: partial(1), lambda: partial.args[0])
+
+
+@holder
+def a_keyword_of_a_partial(f: Any) -> Held:
+    partial = functools.partial(lambda x, function: function(x), function=f)
+    return Held(lambda: partial(1), lambda: partial.keywords["function"])
+
+
+@holder
+def a_partialmethod(f: Any) -> Held:
+    class Owner(Alike):
+        method = functools.partialmethod(f)
+
+    return Held(lambda: Owner().method(), lambda: vars(Owner)["method"].func)
+
+
+@holder
+def a_bound_method_on_an_instance(f: Any) -> Held:
+    class Owner:
+        def __init__(self) -> None:
+            self.bound = types.MethodType(f, self)
+
+    made = Owner()
+    return Held(lambda: made.bound(), lambda: made.bound.__func__)
+
+
+@holder
+def a_bound_method_in_a_dict(f: Any) -> Held:
+    registry = {"f": types.MethodType(f, 1)}
+    return Held(lambda: registry["f"](), lambda: registry["f"].__func__)
+
+
+@holder
+def a_bound_method_in_a_closure_in_a_partial_in_a_list(f: Any) -> Held:
+    bound = types.MethodType(f, 1)
+    registry = [functools.partial(lambda: bound())]
+    return Held(lambda: registry[0](), lambda: bound.__func__)
+
+
+@holder
+def an_attribute_of_an_instance(f: Any) -> Held:
+    made = types.SimpleNamespace(function=f)
+    return Held(lambda: made.function(1), lambda: made.function)
+
+
+class Plain:
+    function: Any
+    callbacks: dict[str, Any]
+
+
+@holder
+def an_attribute_of_an_ordinary_instance(f: Any) -> Held:
+    made = Plain()
+    made.function = f
+    made.callbacks = {"f": f}
+    return Held(lambda: made.callbacks["f"](1), lambda: made.function)
+
+
+class Slotted:
+    __slots__ = ("__private", "empty", "function")
+
+    def __init__(self, function: Any) -> None:
+        self.function = self.__private = function
+
+    @property
+    def private(self) -> Any:
+        return self.__private
+
+
+class SlottedSub(Slotted):
+    __slots__ = ("more",)
+
+
+@holder
+def a_slot(f: Any) -> Held:
+    made = SlottedSub(f)
+    return Held(lambda: made.function(1), lambda: made.private)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    function: Any
+
+
+@holder
+def a_frozen_dataclass(f: Any) -> Held:
+    made = Frozen(f)
+    return Held(lambda: made.function(1), lambda: made.function)
+
+
+@holder
+def a_default_of_a_dataclass_field(f: Any) -> Held:
+    made = dataclasses.make_dataclass("Made", [("function", Any, dataclasses.field(default=staticmethod(f)))])
+    return Held(lambda: made().function.__func__(1), lambda: vars(made)["function"].__func__)
+
+
+@holder
+def a_default_factory_of_a_dataclass_field(f: Any) -> Held:
+    made = dataclasses.make_dataclass("Made", [("value", Any, dataclasses.field(default_factory=f))])
+    return Held(lambda: made().value, lambda: dataclasses.fields(made)[0].default_factory)
+
+
+@holder
+def a_metaclass_attribute(f: Any) -> Held:
+    class Meta(type):
+        function = staticmethod(f)
+
+    class Owner(metaclass=Meta):
+        pass
+
+    return Held(lambda: Owner.function(1), lambda: vars(Meta)["function"].__func__)
+
+
+@holder
+def a_singledispatch_registry(f: Any) -> Held:
+    @functools.singledispatch
+    def dispatched(x: Any) -> Any:
+        return "object"
+
+    dispatched.register(int, f)
+    dispatched(1)  # its cache of dispatches has it too
+    return Held(lambda: dispatched(1), lambda: dispatched.registry[int])
+
+
+@holder
+def an_instance_whose_class_refuses_attributes(f: Any) -> Held:
+    class Refusing:
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise RuntimeError("no")
+
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError("no")
+
+    made = Refusing()
+    object.__setattr__(made, "function", f)
+    return Held(
+        lambda: object.__getattribute__(made, "function")(1),
+        lambda: object.__getattribute__(made, "function"),
+    )
+
+
+class Loading(dict[str, Any]):
+    """As transformers' registries: looking at everything loads everything."""
+
+    def _load(self, *_: Any) -> Any:
+        raise AssertionError("a lazy dictionary was woken")
+
+    items = values = keys = __iter__ = __setitem__ = update = _load  # type: ignore[assignment]
+
+
+@holder
+def a_dict_that_loads_when_it_is_looked_at(f: Any) -> Held:
+    registry = Loading(f=f)
+    return Held(lambda: dict.get(registry, "f")(1), lambda: dict.get(registry, "f"))  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def no_importer_is_left() -> Iterator[None]:
+    yield
+    sys.modules.pop("importer", None)
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_copy_made_before_the_hook_is_hooked_and_restored(engine: Any, name: str) -> None:
+    original = engine.f
+    held = HOLDERS[name](original)
+    bare = held.call()
+    assert bare[0] == "f"
+    assert held.get() is original
+    handle = aspects.weave(around("engine:f", hooked))
+    assert held.call() == ("hooked", bare)
+    assert held.get() is engine.f
+    assert aspects.report().stale == ()
+    handle.disable()
+    assert held.get() is original
+    handle.enable()
+    assert held.call() == ("hooked", bare)
+    handle.remove()
+    assert held.call() == bare
+    assert held.get() is original
+    assert engine.f is original
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_copy_made_while_hooked_is_restored(engine: Any, name: str) -> None:
+    original = engine.f
+    handle = aspects.weave(around("engine:f", hooked))
+    held = HOLDERS[name](engine.f)
+    assert held.call()[0] == "hooked"
+    handle.remove()
+    assert held.call()[0] == "f"
+    assert held.get() is original
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_copies_of_other_functions_are_left_alone(engine: Any, name: str) -> None:
+    held = HOLDERS[name](engine.untouched)
+    with aspects.woven(around("engine:f", hooked)):
+        assert held.get() is engine.untouched
+        assert held.call()[0] == "untouched"
+
+
+def test_all_holders_at_once_and_several_targets_in_one_pass(engine: Any) -> None:
+    held = [make(function) for make in HOLDERS.values() for function in (engine.f, engine.untouched)]
+    originals = [entry.get() for entry in held]
+    with aspects.woven(around("engine:f", hooked), around("engine:untouched", hooked)):
+        called = [entry.call() for entry in held]
+    # The module globals of one name are shared by both: the second copy replaced the first.
+    assert sum(result[0] == "hooked" for result in called) == len(held)
+    for entry, original in zip(held, originals):
+        assert entry.get() is original
+
+
+@pytest.mark.parametrize("path", ["C.m", "C.c", "C.s"])
+def test_bound_and_plain_copies_of_methods(engine: Any, path: str) -> None:
+    made = engine.C()
+    name = path[2:]
+    made.cached = getattr(made, name)
+    made.callbacks = {"by name": getattr(made, name), "by class": getattr(engine.C, name)}
+    partial = functools.partial(getattr(made, name), 5)
+    copies: list[Any] = [made.cached, partial]
+
+    def calls() -> list[Any]:
+        by_class = made.callbacks["by class"]
+        return [
+            made.cached(1),
+            made.callbacks["by name"](2),
+            by_class(made, 3) if name == "m" else by_class(3),
+            copies[0](4),
+            partial(),
+        ]
+
+    bare = calls()
+    raw = vars(engine.C)[name]
+    function = raw if name == "m" else raw.__func__
+    with aspects.woven(around(f"engine:{path}", hooked)):
+        assert calls() == [("hooked", result) for result in bare]
+        assert aspects.report().stale == ()
+    assert calls() == bare
+    assert vars(engine.C)[name] is raw
+    assert getattr(made.cached, "__func__", made.cached) is function
+    assert made.cached == getattr(made, name)
+
+
+def test_a_class_attribute_alias_of_a_method_and_of_a_property(engine: Any) -> None:
+    engine.C.alias, engine.C.alias_c, engine.C.alias_p = (vars(engine.C)[name] for name in "mcp")
+
+    class Other:
+        m, p = engine.C.m, engine.C.p
+
+    with aspects.woven(*(around(f"engine:C.{name}", hooked) for name in "mcp")):
+        made = engine.C()
+        assert made.alias(1) == ("hooked", ("m", 1))
+        assert made.alias_c(1) == ("hooked", ("c", 1))
+        assert made.alias_p == Other().p == ("hooked", ("p", 0))
+        assert Other().m(1) == ("hooked", ("m", 1))
+    assert vars(engine.C)["alias"] is vars(engine.C)["m"] is vars(Other)["m"]
+    assert vars(engine.C)["alias_c"] is vars(engine.C)["c"]
+    assert vars(engine.C)["alias_p"] is vars(engine.C)["p"] is vars(Other)["p"]
+
+
+def test_a_hook_that_removes_a_staticmethod_copy_gives_the_identical_descriptor_back(engine: Any) -> None:
+    class Owner:
+        method = staticmethod(engine.f)
+        through_class: Any = classmethod(engine.f)
+
+    before = (vars(Owner)["method"], vars(Owner)["through_class"])  # a tuple is not rebound
+    with aspects.woven(around("engine:f", hooked)):
+        assert Owner.method(1) == ("hooked", ("f", 1))
+        assert Owner.through_class() == ("hooked", ("f", Owner))
+        assert vars(Owner)["method"] is not before[0]
+    assert vars(Owner)["method"] is before[0]
+    assert vars(Owner)["through_class"] is before[1]
+    assert before[0].__func__ is before[1].__func__ is engine.f
+
+
+def test_the_rest_of_a_holder_stays_as_it_was(engine: Any) -> None:
+    marker = object()
+    as_list = [marker, engine.f, [marker], engine.f]
+    as_dict = {"z": marker, "f": engine.f, "a": 1}
+    as_set = {marker, engine.f, 3}
+    partial = functools.partial(engine.f, marker, key=marker)
+    partial.note = marker  # type: ignore[attr-defined]
+
+    def defaults(a: Any = marker, f: Any = engine.f, *, g: Any = engine.f, h: Any = marker) -> None: ...
+
+    for _ in range(2):
+        with aspects.woven(around("engine:f", hooked)):
+            assert as_list == [marker, engine.f, [marker], engine.f]
+            assert list(as_dict.items()) == [("z", marker), ("f", engine.f), ("a", 1)]
+            assert as_set == {marker, engine.f, 3}
+            assert (partial.args, partial.keywords) == ((marker,), {"key": marker})
+            assert partial.note is marker  # type: ignore[attr-defined]
+            assert defaults.__defaults__ == (marker, engine.f)
+            assert defaults.__kwdefaults__ == {"g": engine.f, "h": marker}
+    assert as_list == [marker, engine.f, [marker], engine.f]
+    assert list(as_dict) == ["z", "f", "a"]
+
+
+# -- callables that are no plain functions --------------------------------------------------------------
+
+PROXIED = """
+import functools, math, operator
+def f(x): return ("f", x)
+cached = functools.lru_cache(maxsize=None)(lambda x: ("cached", x))
+partial = functools.partial(f, 1)
+builtin = operator.neg
+class Callable:
+    def __call__(self, x): return ("instance", x)
+instance = Callable()
+"""
+
+
+@pytest.mark.parametrize("name", ["cached", "partial", "builtin", "instance"])
+def test_copies_of_callables_that_are_no_functions(name: str) -> None:
+    with module_of(PROXIED) as engine, module_of("", "importer") as importer:
+        original = getattr(engine, name)
+        importer.copy = original
+        registry, namespace = [original], types.SimpleNamespace(copy=original)
+        argument = () if name == "partial" else (5,)
+        bare = original(*argument)
+        with aspects.woven(around(f"engine:{name}", hooked)):
+            for copy in (importer.copy, registry[0], namespace.copy, getattr(engine, name)):
+                assert copy(*argument) == ("hooked", bare)
+        assert importer.copy is registry[0] is namespace.copy is getattr(engine, name) is original
+
+
+# -- what cannot be reached -----------------------------------------------------------------------------
+
+
+def unreachable() -> dict[str, tuple[Callable[[Any], Any], str]]:
+    def suspended(f: Any) -> Any:
+        def generator() -> Iterator[Any]:
+            local = f
+            yield local
+
+        made = generator()
+        next(made)
+        return made
+
+    return {
+        "a tuple": (lambda f: (1, f), "a tuple of 2"),
+        "a named tuple": (lambda f: collections.namedtuple("Named", "f")(f), "a Named of 1"),
+        "a tuple in a list": (lambda f: [(f, 1, 2)], "a tuple of 3"),
+        "a frozenset": (lambda f: frozenset([f]), "a frozenset of 1"),
+        "a key of a dict": (lambda f: {f: 1}, "a key of a dictionary of 1 entries"),
+        "lru_cache": (functools.lru_cache, "a functools._lru_cache_wrapper (f)"),
+        "a generic alias": (lambda f: list[f], "a tuple of 1 in a types.GenericAlias"),  # type: ignore[valid-type]
+        "a C iterator": (lambda f: map(f, [1]), "a builtins.map"),
+        "a suspended generator": (suspended, "generator"),
+        "a weak reference": (weakref.ref, "a weak reference"),
+        "a WeakSet": (lambda f: weakref.WeakSet([f]), "a weak reference"),
+    }
+
+
+@pytest.mark.parametrize("name", unreachable())
+def test_what_cannot_be_reached_is_named(engine: Any, name: str) -> None:
+    make, expected = unreachable()[name]
+    held = make(engine.f)
+    handle = aspects.weave(around("engine:f", hooked))
+    stale = [entry for entry in aspects.report().stale if expected in entry.holder]
+    assert [entry.target for entry in stale] == ["engine:f"]
+    assert f"engine:f is still held by {stale[0].holder}" in str(aspects.report())
+    assert "still held by" in aspects.explain("engine:f")
+    handle.remove()
+    assert aspects.report().stale == ()
+    del held
+
+
+def test_nothing_is_named_where_nothing_is_stale(engine: Any) -> None:
+    with aspects.woven(*(around(f"engine:{path}", hooked) for path in ("f", "C.m", "C.c", "C.s", "C.p"))):
+        assert aspects.report().stale == ()
+
+
+# -- somebody else's patches ----------------------------------------------------------------------------
+
+
+def test_a_patch_on_top_stays_when_ours_goes(engine: Any) -> None:
+    original = engine.f
+    handle = aspects.weave(around("engine:f", hooked))
+    below = engine.f
+
+    def patch(x: int = 0) -> Any:
+        return ("patch", below(x))
+
+    engine.f = patch
+    assert aspects.report().displaced == ("engine:f",)
+    handle.remove()
+    assert engine.f is patch
+    assert engine.f(1) == ("patch", ("f", 1))
+    assert below is original  # a closure of theirs is a holder like any other
+
+
+def test_a_patch_on_top_stays_while_ours_is_switched(engine: Any) -> None:
+    handle = aspects.weave(around("engine:f", hooked))
+    patch = functools.wraps(engine.f)(lambda *args, _below=[engine.f]: ("patch", _below[0](*args)))
+    engine.f = patch
+    handle.disable()
+    assert engine.f is patch
+    assert engine.f(1) == ("patch", ("f", 1))
+    handle.enable()
+    assert "patch" in str(engine.f(1))
+    assert "hooked" in str(engine.f(1))
+    handle.remove()
+    assert engine.f is patch
+    assert engine.f(1) == ("patch", ("f", 1))
+
+
+def test_a_patch_that_comes_and_goes_leaves_ours(engine: Any) -> None:
+    original = engine.f
+    handle = aspects.weave(around("engine:f", hooked))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "f", lambda x: ("patch", x))
+        assert engine.f(1) == ("patch", 1)
+        assert aspects.report().displaced == ("engine:f",)
+    assert engine.f(1) == ("hooked", ("f", 1))
+    assert aspects.report().displaced == ()
+    handle.remove()
+    assert engine.f is original
+
+
+# -- never in the way -----------------------------------------------------------------------------------
+
+
+def test_no_lazy_module_is_woken(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text("raise AssertionError('a lazy module was woken')\n")
+    spec = importlib.util.spec_from_file_location("sleeper", tmp_path / "sleeper.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sleeper = importlib.util.module_from_spec(spec)
+
+    class Waking:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of a stand-in for a module was asked for")
+
+    class LazyModule(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of a lazy module was asked for")
+
+    class Proxying:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise AssertionError("the dictionary of what a proxy stands for was asked for")
+
+    class ProxyingModule(Proxying, types.ModuleType):
+        pass
+
+    strange: dict[str, Any] = {
+        "sleeper": sleeper,
+        "waking": Waking(),
+        "lazy_module": LazyModule("lazy_module"),
+        "proxying": Proxying(),
+        "proxying_module": ProxyingModule("proxying_module"),
+        "nothing": None,
+        "number": 5,
+    }
+    odd: Any = types.ModuleType("odd")
+    odd.__name__ = None
+    registry = [engine.f]
+    sys.modules.update(strange, odd=odd)
+    try:
+        spec.loader.exec_module(sleeper)
+        with aspects.woven(around("engine:f", hooked), around("engine:C.m", hooked)):
+            assert registry[0](1) == ("hooked", ("f", 1))
+    finally:
+        for name in (*strange, "odd"):
+            del sys.modules[name]
+
+
+def test_frames_that_run_keep_what_they_began_with(engine: Any) -> None:
+    local = engine.f
+    with aspects.woven(around("engine:f", hooked)):
+        assert local(1) == ("f", 1)
+        assert engine.f(1) == ("hooked", ("f", 1))
+
+
+def test_what_is_garbage_stays_garbage(engine: Any) -> None:
+    """Rebinding neither keeps holders alive nor leaves anything of its own behind."""
+
+    class Owner:
+        pass
+
+    made: Any = Owner()
+    made.bound, made.function = types.MethodType(engine.f, made), engine.f
+    gone = weakref.ref(made)
+    with aspects.woven(around("engine:f", hooked)):
+        pass
+    del made
+    gc.collect()
+    assert gone() is None
+
+    woven = None
+    for _ in range(2):
+        with aspects.woven(around("engine:f", hooked)):
+            woven = weakref.ref(engine.f)
+    gc.collect()
+    assert woven is not None
+    assert woven() is None
+
+
+def test_many_bound_methods_are_rebound_in_few_passes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `self._forward_method = self.forward_cuda` on every layer of a model."""
+    layers = [types.SimpleNamespace() for _ in range(300)]
+    made = engine.C()
+    for layer in layers:
+        layer.forward = types.MethodType(engine.C.m, made)
+    passes: list[int] = []
+    referrers = gc.get_referrers
+
+    def counted(*objects: Any) -> list[Any]:
+        passes.append(len(objects))
+        return referrers(*objects)
+
+    monkeypatch.setattr(gc, "get_referrers", counted)
+    with aspects.woven(around("engine:C.m", hooked)):
+        assert all(layer.forward(1) == ("hooked", ("m", 1)) for layer in layers)
+    assert len(passes) <= 8
+
+
+def test_a_replaced_function_is_rebound_and_its_replacement_keeps_the_original(engine: Any) -> None:
+    with module_of("from engine import f\ndef mine(x=0): return ('mine', f(x))", "plugin") as plugin:
+        registry = [engine.f]
+        with aspects.woven(advice("engine:f", HookType.REPLACE, plugin.mine)):
+            assert registry[0](1) == ("mine", ("f", 1))
+            assert engine.f(1) == ("mine", ("f", 1))
+        assert registry[0] is engine.f is plugin.f
+
+
+def test_rebinding_reaches_hooks_of_other_targets(engine: Any) -> None:
+    """A default argument of a hooked function is a holder, of the original and of ours."""
+    exec("def g(x, function=f): return function(x)", vars(engine))
+    g = engine.g
+    with aspects.woven(around("engine:g", hooked)):
+        with aspects.woven(around("engine:f", hooked)):
+            assert engine.g(1) == ("hooked", ("hooked", ("f", 1)))
+        assert engine.g(1) == ("hooked", ("f", 1))
+        assert inspect.signature(engine.g).parameters["function"].default is engine.f
+    assert g.__defaults__ == (engine.f,)
+    assert engine.g(1) == ("f", 1)

@@ -1,0 +1,447 @@
+"""Weaving while calls run: nothing lost, nothing doubled, nothing half hooked; and random chains of hooks."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+def f(ticket, scale=1):
+    return [ticket * scale]
+class C:
+    def m(self, ticket, scale=1):
+        return [ticket * scale]
+def g(ticket, scale=1):
+    yield ticket * scale
+"""
+THREADS = 8
+
+
+@pytest.fixture(autouse=True)
+def often_switching() -> Iterator[None]:
+    """Threads change places a hundred times as often as they do by default."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.00005)
+    yield
+    sys.setswitchinterval(before)
+
+
+@contextmanager
+def calling(*calls: Callable[[int], list[Any]], pause: float = 0) -> Iterator[list[Caller]]:
+    """Threads that call all the time; at the end, that all of their calls went well.
+
+    :param pause: seconds that each of them leaves to the others after some calls.
+    """
+    stop = threading.Event()
+    threads = [Caller(calls[index % len(calls)], index * 10**9, stop, pause) for index in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=60)
+    assert [fault for thread in threads for fault in thread.faults] == []
+    assert all(thread.count > 100 and not thread.is_alive() for thread in threads)
+
+
+def callers(module: Any) -> dict[str, Callable[[int], list[Any]]]:
+    made = module.C()
+    bound, copy = made.m, module.f
+    return {
+        "f": lambda ticket: module.f(ticket),
+        "f by keyword": lambda ticket: module.f(scale=1, ticket=ticket),
+        "a copy of f": lambda ticket: copy(ticket),
+        "C.m": lambda ticket: made.m(ticket),
+        "a bound C.m": lambda ticket: bound(ticket, scale=1),
+        "g": lambda ticket: next(iter(module.g(ticket))),
+    }
+
+
+class Pair:
+    """Two hooks woven together: a call sees both or neither. The observer leaves as often as it enters."""
+
+    def __init__(self, target: str) -> None:
+        self.local = threading.local()
+        self.entered, self.left = itertools.count(), itertools.count()
+        self.faults: list[str] = []
+        self.advices = (
+            advice(target, HookType.OBSERVE, self),
+            around(target, self.around),
+        )
+
+    def enter(self, args: Any, kwargs: Any) -> int:
+        next(self.entered)
+        self.local.depth = getattr(self.local, "depth", 0) + 1
+        return self.local.depth  # type: ignore[no-any-return]
+
+    def exit(self, token: int, result: Any, error: Any) -> None:
+        next(self.left)
+        if self.local.depth != token:
+            self.faults.append(f"left at depth {self.local.depth}, entered at {token}")
+        self.local.depth -= 1
+
+    def around(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.local, "depth", 0) < 1:
+            self.faults.append("an around hook ran without the observer that came with it")
+        return original(*args, **kwargs)
+
+
+@dataclass
+class Caller(threading.Thread):
+    """Calls all the time, and checks each answer."""
+
+    call: Callable[[int], list[Any]]
+    start_at: int
+    stop: threading.Event
+    pause: float
+    faults: list[str] = field(default_factory=list)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+
+    __hash__ = threading.Thread.__hash__
+
+    def run(self) -> None:
+        ticket = self.start_at
+        while not self.stop.is_set():
+            ticket += 1
+            self.count += 1
+            if self.pause and not self.count % 20:
+                time.sleep(self.pause)
+            try:
+                answer = self.call(ticket)
+            except BaseException as error:  # noqa: BLE001  whatever it is, it is a fault
+                self.faults.append(repr(error))
+                return
+            # "replaced" is the only thing a hook here does to a result.
+            if answer not in ([ticket], ["replaced", ticket], ticket):
+                self.faults.append(f"{ticket} gave {answer}")
+
+
+def replacement(*args: Any, **kwargs: Any) -> list[Any]:
+    """Another signature than the target's, methods included."""
+    return ["replaced", kwargs["ticket"] if "ticket" in kwargs else next(a for a in args if type(a) is int)]
+
+
+def renamed(number: int, factor: int = 1) -> list[Any]:
+    """Takes no `scale`: a call that is half way to it would fail. Only for callers by position."""
+    return ["replaced", number]
+
+
+class Comings:
+    """Random hooks that come and go, on functions that threads call meanwhile."""
+
+    def __init__(self, targets: list[str]) -> None:
+        self.targets = targets
+        self.choose = random.Random(5)
+        self.pairs: list[Pair] = []
+        self.handles: list[aspects.Handle] = []
+
+    def step(self) -> None:
+        target = self.choose.choice(self.targets)
+        kind = self.choose.choice(["pair", "pair", "replace", "native", "many", "remove", "switch"])
+        if kind == "pair":
+            self.weave_pairs(target, 1)
+        elif kind == "many":
+            self.weave_pairs(target, self.choose.randrange(2, 6))
+        elif kind == "replace" and target != "engine:g":
+            self.handles.append(aspects.weave(advice(target, HookType.REPLACE, replacement)))
+        elif kind == "native":
+            native = advice(target, HookType.NATIVE, lambda proceed, args, kwargs: proceed(args, kwargs))
+            self.handles.append(aspects.weave(native))
+        elif kind == "switch" and self.handles:
+            handle = self.choose.choice(self.handles)
+            handle.disable()
+            handle.enable()
+        if kind == "remove" or len(self.handles) > 6:
+            while len(self.handles) > 3:
+                self.handles.pop(self.choose.randrange(len(self.handles))).remove()
+
+    def weave_pairs(self, target: str, count: int) -> None:
+        pairs = [Pair(target) for _ in range(count)]
+        self.pairs += pairs
+        self.handles.append(aspects.weave(*(one for pair in pairs for one in pair.advices)))
+
+    def end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def check(self) -> None:
+        assert [fault for pair in self.pairs for fault in pair.faults] == []
+        assert all(next(pair.entered) == next(pair.left) for pair in self.pairs)
+
+
+TARGETS = ["engine:f", "engine:C.m", "engine:g"]
+
+
+def test_calls_of_many_threads_while_functions_are_woven_and_restored() -> None:
+    with module_of(SOURCE) as module:
+        originals = (module.f, module.C.m, module.g)
+        comings = Comings(TARGETS)
+        with calling(*callers(module).values()):
+            for _ in range(60):
+                comings.step()
+            comings.end()
+        comings.check()
+        assert (module.f, module.C.m, module.g) == originals
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_weaves_and_unweaves_under_eight_threads_leave_nothing_behind() -> None:
+    """In a process of its own: each weave looks through all modules, and here may be thousands."""
+    program = "import tests.weaving.test_soak as test; test.soak()"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def soak() -> None:
+    """No call is lost, doubled or half hooked; at the end the originals are back, and nothing has grown."""
+    sys.setswitchinterval(0.00005)
+    finders = list(sys.meta_path)
+    choose = random.Random(7)
+    observed: list[Pair] = []
+    sizes: list[int] = []
+
+    def hooks(target: str) -> list[aspects.Advice]:
+        kind = choose.randrange(3)
+        if kind == 0:
+            observed[:] = [Pair(target)]
+            return [*observed[0].advices]
+        if kind == 1:
+            return [advice(target, HookType.NATIVE, _pass_on)]
+        return [advice(target, HookType.REPLACE, replacement)]
+
+    with module_of(SOURCE) as module:
+        originals = (module.f, module.C.__dict__["m"])
+        every = callers(module)
+        # Those without copies: each copy costs a scan of the process, and is what the next test is for.
+        del every["a copy of f"], every["a bound C.m"], every["g"]
+        with calling(*every.values(), pause=0.001):
+            for number in range(10_000):
+                aspects.weave(*hooks(choose.choice(TARGETS[:2]))).remove()
+                assert [fault for pair in observed for fault in pair.faults] == []
+                if number in (1_000, 9_999):
+                    gc.collect()
+                    sizes.append(len(gc.get_objects()))
+        assert (module.f, module.C.__dict__["m"]) == originals
+        assert aspects.report().hooks == ()
+        assert sys.meta_path == finders
+        assert sizes[1] - sizes[0] < 500, sizes
+
+
+def _pass_on(proceed: Any, args: Any, kwargs: Any) -> Any:
+    return proceed(args, kwargs)
+
+
+def test_calls_of_many_threads_while_hooks_of_woven_functions_come_and_go() -> None:
+    with module_of(SOURCE) as module, aspects.woven(*(around(target) for target in TARGETS)):
+        comings = Comings(TARGETS)
+        with calling(*callers(module).values()):
+            for _ in range(2000):
+                comings.step()
+            comings.end()
+        comings.check()
+    assert module.f(3) == module.C().m(3) == [3]
+
+
+def test_a_replacement_of_another_signature_is_never_half_there() -> None:
+    """The call's convention and the function change together: a mixture would raise TypeError."""
+    with (
+        module_of(SOURCE) as module,
+        aspects.woven(around("engine:f")),
+        calling(lambda ticket: module.f(ticket, 1)),
+    ):
+        for _ in range(1500):
+            with aspects.woven(advice("engine:f", HookType.REPLACE, renamed)):
+                pass
+
+
+def test_every_call_is_counted_once() -> None:
+    with module_of(SOURCE) as module, aspects.woven(around("engine:f")):
+        each = 2000
+
+        def call() -> None:
+            for ticket in range(each):
+                module.f(ticket)
+
+        threads = [threading.Thread(target=call) for _ in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for _ in range(50):
+            with aspects.woven(Pair("engine:f").advices[0]):
+                pass
+        for thread in threads:
+            thread.join()
+        assert aspects.report().hooks[0].calls == each * THREADS
+
+
+# -- random chains against a model -------------------------------------------------------------------------
+
+
+@dataclass
+class Modelled:
+    """A hook, and what the model knows of it."""
+
+    name: str
+    kind: HookType
+    order: int
+    enabled: bool
+    sequence: int
+    handle: aspects.Handle
+
+
+def make_hook(name: str, kind: HookType, log: list[str]) -> Any:
+    """A hook of ``kind`` that writes down that it ran, and wraps the result in its name."""
+    if kind is HookType.BEFORE:
+
+        def before(x: int) -> Any:
+            log.append(name)
+            return (x + 1,), {}
+
+        return before
+    if kind is HookType.AFTER:
+
+        def after(result: str, x: int) -> str:
+            log.append(name)
+            return f"{name}({result})"
+
+        return after
+    if kind is HookType.AROUND:
+
+        def around_(original: Any, x: int) -> str:
+            log.append(f"+{name}")
+            result = original(x)
+            log.append(f"-{name}")
+            return f"{name}({result})"
+
+        return around_
+    if kind is HookType.NATIVE:
+
+        def native(proceed: Any, args: tuple[int], kwargs: dict[str, Any]) -> str:
+            log.append(f"+{name}")
+            result = proceed(args, kwargs)
+            log.append(f"-{name}")
+            return f"{name}({result})"
+
+        return native
+    if kind is HookType.REPLACE:
+
+        def replace(x: int) -> str:
+            log.append(name)
+            return f"{name}[{x}]"
+
+        return replace
+
+    class Observer:
+        def enter(self, args: Any, kwargs: Any) -> int:
+            log.append(f"+{name}")
+            assert kwargs == {}
+            return len(args)
+
+        def exit(self, token: int, result: Any, error: Any) -> None:
+            log.append(f"-{name}")
+            assert token == 1
+
+    return Observer()
+
+
+def expected(hooks: list[Modelled], x: int) -> tuple[str, list[str]]:
+    """What a call gives and logs: the rules of the order, written down a second time."""
+    active = [hook for hook in hooks if hook.enabled]
+    in_order = sorted(active, key=lambda hook: (hook.order, hook.sequence))
+    log: list[str] = []
+    observers = [hook for hook in in_order if hook.kind is HookType.OBSERVE]
+    chain = [hook for hook in in_order if hook.kind not in (HookType.OBSERVE, HookType.REPLACE)]
+    replaces = [hook for hook in in_order if hook.kind is HookType.REPLACE]
+
+    def run(depth: int, x: int) -> str:
+        if depth < 0:
+            if not replaces:
+                return f"f[{x}]"
+            log.append(replaces[-1].name)
+            return f"{replaces[-1].name}[{x}]"
+        hook = chain[depth]
+        if hook.kind is HookType.BEFORE:
+            log.append(hook.name)
+            return run(depth - 1, x + 1)
+        if hook.kind is HookType.AFTER:
+            result = run(depth - 1, x)
+            log.append(hook.name)
+            return f"{hook.name}({result})"
+        log.append(f"+{hook.name}")
+        result = run(depth - 1, x)
+        log.append(f"-{hook.name}")
+        return f"{hook.name}({result})"
+
+    log += [f"+{hook.name}" for hook in reversed(observers)]
+    result = run(len(chain) - 1, x)
+    log += [f"-{hook.name}" for hook in observers]
+    return result, log
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("weave"), st.sampled_from(list(HookType)), st.integers(-2, 2)),
+        st.tuples(st.sampled_from(["disable", "enable", "remove"]), st.integers(0, 20), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("target", ["f", "C.m"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_random_chains_do_what_the_model_says(target: str, steps: list[tuple[str, Any, int]]) -> None:
+    source = "def f(x): return f'f[{x}]'\nclass C:\n    @staticmethod\n    def m(x): return f'f[{x}]'\n"
+    with module_of(source) as module:
+        original = module.f if target == "f" else vars(module.C)["m"]
+        log: list[str] = []
+        hooks: list[Modelled] = []
+        names = itertools.count()
+        try:
+            for step, which, order in steps:
+                if step == "weave":
+                    name = f"{which.value}{next(names)}"
+                    made = advice(f"engine:{target}", which, make_hook(name, which, log), order=order)
+                    hooks.append(Modelled(name, which, order, True, made.sequence, aspects.weave(made)))
+                elif hooks:
+                    hook = hooks[which % len(hooks)]
+                    getattr(hook.handle, step)()
+                    hook.enabled = step == "enable"
+                    if step == "remove":
+                        hooks.remove(hook)
+                log.clear()
+                call = module.f if target == "f" else module.C.m
+                assert (call(1), log) == expected(hooks, 1)
+                standing = module.f if target == "f" else vars(module.C)["m"]
+                assert (standing is original) == (not any(hook.enabled for hook in hooks))
+        finally:
+            for hook in hooks:
+                hook.handle.remove()
+        assert (module.f if target == "f" else vars(module.C)["m"]) is original
