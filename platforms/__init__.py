@@ -11,8 +11,7 @@ An engine never branches on a device's name; it asks :data:`current_platform`, a
     torch_device.py  what all devices share that torch serves through a module like torch.cuda
     cpu.py, cuda.py, rocm.py, xpu.py, npu.py, musa.py, mps.py, hpu.py, tpu.py
                      the built-in devices; builtins.py is their table
-    sglang_bridge.py a platform of ours in real SGLang; sglang_cpu.py: on the CPU; sglang_device.py: SGLang's
-                     device as one of ours
+    sglang_bridge.py the name under which users import the bridge to SGLang
     discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection; bounded.py: but not for ever
     current.py       current_platform, chosen at its first use
 

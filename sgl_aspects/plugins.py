@@ -10,7 +10,8 @@ import os
 import threading
 from importlib.metadata import EntryPoint, entry_points
 
-from sgl_aspects import adoption, env
+from sgl_aspects import env
+from sgl_aspects.engines.sglang import adoption
 from sgl_aspects.errors import AspectsError, ConfigError, MissingTargetError, Stop
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookSource, current_source
@@ -22,7 +23,7 @@ PLATFORMS_GROUP = "sgl_aspects.platforms"
 TRACING = EntryPoint("tracing", "sgl_aspects.tracing.plugin:activate", PLUGINS_GROUP)
 """Our own plugin: it asks its own variables whether it is wanted, and needs no installed metadata."""
 
-ATTACHING = EntryPoint("attach", "sgl_aspects.attach.plugin:activate", PLUGINS_GROUP)
+ATTACHING = EntryPoint("attach", "sgl_aspects.engines.sglang.attachments:activate", PLUGINS_GROUP)
 """Likewise, for operators and communication."""
 
 _lock = threading.RLock()
@@ -37,7 +38,7 @@ def load_plugins() -> None:
     Environment: ``SGLANG_PLUGINS`` (comma-separated names) allows only these, checked before a plugin's
     module is imported; with ``SGLANG_PLATFORM`` set, plugins of distributions that provide another
     platform are skipped unimported. A plugin that fails is logged with its name and distribution, and
-    the rest go on. With SGLang its registry's hooks are adopted (see adoption.py).
+    the rest go on. With SGLang its registry's hooks are adopted (see engines/sglang/adoption.py).
 
     :raises Stop: a hook that is marked as required cannot be woven, or a setting is wrong.
     """

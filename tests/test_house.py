@@ -23,19 +23,18 @@ ALLOWED = {
     "weaving": {"errors", "weaving"},
     "config": {"errors", "env", "weaving"},
     "process_reports": {"errors", "env", "weaving"},
-    "adoption": {"errors", "env", "weaving", "bootstrap"},
-    "plugins": {"errors", "env", "weaving", "config", "process_reports", "adoption"},
+    "plugins": {"errors", "env", "weaving", "config", "process_reports", "engines"},
     "platforms": {"errors", "env", "platforms"},
     "runtime": {"errors", "env", "platforms", "runtime", "plugins", "conformance", "__version__"},
     "conformance": {"errors", "env", "platforms", "runtime", "plugins", "conformance"},
-    "engines": {"errors", "engines", "platforms"},
+    "engines": {"errors", "env", "weaving", "bootstrap", "platforms", "runtime", "engines"},
     "bootstrap": {"plugins"},
-    "attach": {"errors", "env", "weaving", "engines", "platforms", "runtime", "attach"},
+    "attach": {"errors", "env", "weaving", "engines", "attach"},
     "tracing": {"errors", "env", "weaving", "config", "engines", "tracing", "plugins", "__version__"},
     "view": {"errors", "env", "tracing", "view", "__version__"},
 }
 # And which big packages it may import: torch, OpenTelemetry.
-TORCH = {"platforms", "runtime", "conformance"}
+TORCH = {"platforms", "runtime", "conformance", "engines"}
 OPENTELEMETRY = {"tracing", "view"}
 
 

@@ -17,7 +17,6 @@ The modules, in the order to read them:
     backends, flaggems, vendors/  where implementations come from
     configuration, live           what variables and files say; what `sgl-aspects ops` says to live processes
     shadow/                       two implementations compared, call by call, layer by layer, in graphs too
-    bridge                        other engines' layers, called as their engines call them
 """
 
 from sgl_aspects.runtime.dispatch.manager import OpManager

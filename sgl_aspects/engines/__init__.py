@@ -2,7 +2,7 @@
 
 from sgl_aspects.engines.catalog import Catalog, Role
 from sgl_aspects.engines.embedded import EMBEDDED
-from sgl_aspects.engines.sglang import SGLANG
+from sgl_aspects.engines.sglang.roles import SGLANG
 
 #: Every engine that the built-in aspects know.
 CATALOGS: tuple[Catalog, ...] = (EMBEDDED, SGLANG)

@@ -67,7 +67,7 @@ def through_sglang(rank: int, url: str) -> None:
     import torch.distributed as dist
 
     import sgl_aspects as aspects
-    from sgl_aspects.attach import sglang_communicator
+    from sgl_aspects.engines.sglang import communicator as sglang_communicator
 
     module = types.ModuleType("sglang.srt.distributed.parallel_state")
     source = (
@@ -162,7 +162,7 @@ def test_one_rank_alone() -> None:
 
 
 def test_a_communicator_for_sglang_is_one() -> None:
-    from sgl_aspects.attach import sglang_communicator
+    from sgl_aspects.engines.sglang import communicator as sglang_communicator
 
     with pytest.raises(ConfigError, match=r"SGL_ASPECTS_COMMUNICATOR='torch:Tensor': write 'torch' or"):
         sglang_communicator.attach("torch:Tensor")

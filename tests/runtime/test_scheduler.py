@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sgl_aspects.errors import InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.scheduling import scheduler as scheduler_module
 from sgl_aspects.runtime.execution.communicator import Communicator
 from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PageTable
 from sgl_aspects.runtime.processes.messages import (
@@ -25,6 +24,7 @@ from sgl_aspects.runtime.processes.messages import (
     TokenOutput,
     UpdateWeightsRequest,
 )
+from sgl_aspects.runtime.scheduling import scheduler as scheduler_module
 from sgl_aspects.runtime.scheduling.batch import Batch, ForwardMode, Req
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from tests.runtime.test_kv_cache import Memory

@@ -754,7 +754,7 @@ def main() -> None:
         from sgl_aspects import load_plugins
 
         load_plugins()
-        assert HookRegistry.apply_hooks.__func__.__module__ == "sgl_aspects.adoption"
+        assert HookRegistry.apply_hooks.__func__.__module__ == "sgl_aspects.engines.sglang.adoption"
     listener = Listener(logging.WARNING)
     hook_registry.logger.addHandler(listener)
     logging.getLogger("sgl_aspects").setLevel(logging.CRITICAL)

@@ -76,7 +76,7 @@ def activate():
     return "acme_platform.Acme"
 """
 PLATFORM_CLASS = """
-from sgl_aspects.platforms.sglang_cpu import SGLangCpuPlatform
+from sgl_aspects.engines.sglang.cpu_platform import SGLangCpuPlatform
 
 class Acme(SGLangCpuPlatform):
     device_name = "acme"
@@ -660,8 +660,8 @@ def test_the_platform_answers_what_the_installed_sglang_asks() -> None:
     """Anything else of its interface is a factory, where SGLang's own answer stands."""
     from sglang.srt.platforms.interface import SRTPlatform
 
+    from sgl_aspects.engines.sglang.cpu_platform import SGLangCpuPlatform
     from sgl_aspects.platforms.sglang_bridge import asked_by
-    from sgl_aspects.platforms.sglang_cpu import SGLangCpuPlatform
 
     left = [name for name in asked_by(SRTPlatform) if name not in vars(SGLangCpuPlatform)]
     assert [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sgl_aspects.engines.sglang.platform_bridge import bridged
 from sgl_aspects.platforms.cpu import CpuPlatform
-from sgl_aspects.platforms.sglang_bridge import bridged
 
 
 class _PlainCpu(CpuPlatform):

@@ -14,8 +14,8 @@ from typing import Any
 
 import wrapt
 
-from sgl_aspects.engines.sglang import SGLANG
-from sgl_aspects.engines.sglang_operators import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
+from sgl_aspects.engines.sglang.operator_targets import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
+from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.errors import AspectsError, Stop
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookType
@@ -61,9 +61,9 @@ def _layers_loaded(module: Any) -> None:
 
 def _before(own: Callable[..., Any], op_name: str) -> Callable[..., Any]:
     """Ours, and ``own`` for what ours does not."""
-    from sgl_aspects.runtime.dispatch import bridge
+    from sgl_aspects.engines.sglang import layers
 
-    ours: Callable[..., Any] = getattr(bridge, op_name)
+    ours: Callable[..., Any] = getattr(layers, op_name)
 
     def forward_dispatched(*args: Any, **kwargs: Any) -> Any:
         outcome = ours(*args, **kwargs)

@@ -158,7 +158,7 @@ def _is_follower(scheduler: Any) -> bool:
 
 @functools.cache  # asked with each forward pass
 def _platform_of(device: Any) -> Any:
-    from sgl_aspects.platforms.sglang_device import platform_of
+    from sgl_aspects.engines.sglang.device import platform_of
 
     return platform_of(str(device))
 

@@ -16,12 +16,12 @@ def activate() -> None:
     """
     try:
         if env.flag(OPERATORS_VARIABLE):
-            from sgl_aspects.attach import sglang_operators
+            from sgl_aspects.engines.sglang import operators
 
-            sglang_operators.attach()
+            operators.attach()
         if env.text(COMMUNICATOR_VARIABLE) is not None:
-            from sgl_aspects.attach import sglang_communicator
+            from sgl_aspects.engines.sglang import communicator
 
-            sglang_communicator.attach(str(env.text(COMMUNICATOR_VARIABLE)))
+            communicator.attach(str(env.text(COMMUNICATOR_VARIABLE)))
     except AspectsError as error:
         raise Stop(error) from error

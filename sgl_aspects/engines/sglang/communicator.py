@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_aspects.engines.sglang_operators import GROUP_COORDINATOR
+from sgl_aspects.engines.sglang.operator_targets import GROUP_COORDINATOR
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.weaving.faces import HookRegistry
 from sgl_aspects.weaving.hooks import HookType

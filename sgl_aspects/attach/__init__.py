@@ -1,1 +1,0 @@
-"""What puts the runtime's parts into other engines: operators and communication, into SGLang."""

@@ -1,0 +1,13 @@
+"""SGLang's room: everything that knows SGLang.
+
+    roles.py            which of its functions plays which role in a trace
+    adoption.py         hooks that plugins register with SGLang's own registry, woven by ours
+    operator_targets.py, operators.py, layers.py
+                        operator dispatch in its fused layers
+    communicator.py     a vendor's communicator in its groups
+    attachments.py      activates both where they are asked for
+    platform_bridge.py  a platform of ours in SGLang; cpu_platform.py: on the CPU
+    device.py           the device SGLang runs on, as a platform of ours
+
+Importing this package imports nothing of the engine.
+"""
