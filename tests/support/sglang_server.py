@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from tests.support.engine_server import Answer, EngineServer, start_server
 from tests.support.processes import free_port
 
-START_SECONDS = 240
+__all__ = ["Answer", "EngineServer", "Server", "serve"]
+
 ARGUMENTS = {
     "--dtype": "float32",
     "--host": "127.0.0.1",
@@ -35,53 +30,13 @@ LAUNCH = (sys.executable, "-m", "sglang.launch_server", "--model-path")
 SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
-@dataclass
-class Answer:
-    """What a client saw: text, SGLang's own numbers, and when it was sent and its first chunk came."""
+class Server(EngineServer):
+    """SGLang's own requests: ``/generate``, and an abort by its id."""
 
-    rid: str = ""
-    text: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
-    finish_reason: str = ""
-    sent_ns: int = 0
-    sent_until_ns: int = 0
-    first_ns: int = 0
-
-
-@dataclass
-class Server:
-    """``log`` holds what all its processes printed."""
-
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
-    start_seconds: float = 0.0
-
-    def post(
-        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, *, status: int = 200
-    ) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(
-            "POST", path, json.dumps(body), {"content-type": "application/json", **(headers or {})}
-        )
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        assert response.status == status, content
-        return json.loads(content)
-
-    def leave(self, text: str, headers: dict[str, str]) -> None:
+    def leave_generation(self, text: str, headers: dict[str, str]) -> None:
         """Ask for a long answer, and hang up after its first part."""
         body = {"text": text, "stream": True, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(
-            "POST", "/generate", json.dumps(body), {"content-type": "application/json", **headers}
-        )
-        response = connection.getresponse()
-        assert response.readline().startswith(b"data: ")
-        # The response keeps the socket open until it is closed itself.
-        response.close()
-        connection.close()
+        self.leave("/generate", body, headers)
 
     def abort(self, path: str, headers: dict[str, str], rid: str) -> None:
         """Ask for a long streamed answer, and have it aborted by its id after its first part."""
@@ -104,72 +59,6 @@ class Server:
         assert b"abort" in response.read()
         connection.close()
 
-    def get(self, path: str) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", path)
-        response = connection.getresponse()
-        response.read()
-        connection.close()
-        return response.status
-
-    def chat(self, text: str, *, headers: dict[str, str] | None = None, **options: Any) -> Answer:
-        """One streamed greedy answer."""
-        return self.chats([text], [headers or {}], **options)[0]
-
-    def chats(
-        self, texts: Sequence[str], headers: Sequence[dict[str, str]], *, max_tokens: int = 8
-    ) -> list[Answer]:
-        """All at once, each streamed."""
-        requests = [
-            {
-                "path": "/v1/chat/completions",
-                "headers": head,
-                "body": {
-                    "model": "mini",
-                    "messages": [{"role": "user", "content": text}],
-                    "max_tokens": max_tokens,
-                    "temperature": 0,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                },
-            }
-            for text, head in zip(texts, headers)
-        ]
-        results = self.exchange(requests)
-        assert [result["status"] for result in results] == [200] * len(requests), results
-        return [_answer(result) for result in results]
-
-    def exchange(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All at once, by a client that sees when the first parts come (``streaming_client``)."""
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.streaming_client", str(self.port)],
-            input=json.dumps(requests),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=Path(__file__).resolve().parents[2],
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        found: list[dict[str, Any]] = json.loads(done.stdout)
-        return found
-
-
-def _answer(result: dict[str, Any]) -> Answer:
-    answer = Answer(
-        sent_ns=result["sent_ns"], sent_until_ns=result["sent_until_ns"], first_ns=result["first_ns"]
-    )
-    for line in result["text"].splitlines():
-        if not line.startswith("data: {"):
-            continue
-        chunk = json.loads(line[len("data: ") :])
-        answer.rid = chunk["id"]
-        answer.usage = chunk.get("usage") or answer.usage
-        for choice in chunk["choices"]:
-            answer.text += choice["delta"].get("content") or ""
-            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-    return answer
-
 
 @contextmanager
 def serve(
@@ -188,45 +77,6 @@ def serve(
     port = free_port()
     words = [*prefix, *command, str(model), "--served-model-name", "mini", "--port", str(port), *SWITCHES]
     words += [word for pair in ARGUMENTS.items() for word in pair] + list(more)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL_ASPECTS", "OTEL_"))}
-    settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    start = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            words,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**clean, **settings, **(environment or {})},
-            cwd=log.parent,
-            start_new_session=True,
-        )
-    server = Server(port, process, log)
-    try:
-        _wait_until_ready(server)
-        server.start_seconds = time.monotonic() - start
+    settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", **(environment or {})}
+    with start_server(Server, words, port, log, settings) as server:
         yield server
-    finally:
-        _end(process)
-
-
-def _wait_until_ready(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        assert server.process.poll() is None, server.log.read_text()[-4000:]
-        assert time.monotonic() < deadline, server.log.read_text()[-4000:]
-        try:
-            if server.get("/health") == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.2)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(30)
-    # All of its session: of a server whose scheduler was killed, SGLang may leave others behind.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)

@@ -115,7 +115,7 @@ def ask_everything(server: Server) -> dict[str, Any]:
         results[name] = (result["status"], told(result["text"]))
     twins = server.exchange(TWINS)
     results["twins"] = sorted((result["status"], reason_of(result["text"])) for result in twins)
-    server.leave("to be left", parent(50))
+    server.leave_generation("to be left", parent(50))
     server.abort("/generate", parent(51), "to be aborted")
     results["in the end"] = server.exchange([generate(parent(52))])[0]["status"]
     return results

@@ -189,7 +189,7 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             whole = {"model": "mini", "messages": [{"role": "user", "content": "one piece"}], "max_tokens": 4}
             server.post("/v1/chat/completions", whole, parent(105))
             server.abort("/generate", parent(106), "running")
-            server.leave("to be left alone", parent(104))
+            server.leave_generation("to be left alone", parent(104))
             server.post(
                 "/generate",
                 {"text": ["one", "and another"], "sampling_params": {"max_new_tokens": 3}},
