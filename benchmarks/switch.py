@@ -10,7 +10,7 @@ from pathlib import Path
 # In each process of the engine: a thread that follows the file, and says when it has.
 _PLUGIN = """
 import os, threading, time
-from sgl_aspects.weaving.faces import weaver
+from sgl_aspects.weaving import weaver
 
 def follow():
     path, known = os.environ["SWITCH"], "on"

@@ -13,8 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from sgl_aspects import env
 from sgl_aspects.engines.sglang import adoption
 from sgl_aspects.errors import AspectsError, ConfigError, MissingTargetError, Stop
-from sgl_aspects.weaving.faces import HookRegistry
-from sgl_aspects.weaving.hooks import HookSource, current_source
+from sgl_aspects.weaving import HookRegistry, HookSource, current_source
 
 logger = logging.getLogger("sgl_aspects")
 

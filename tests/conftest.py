@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects.weaving.faces import weaver
+from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
 
 

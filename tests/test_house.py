@@ -88,6 +88,19 @@ def test_the_engine_knows_of_the_plugin_loader_and_of_nothing_else_that_watches_
     assert found <= {"sgl_aspects.plugins.load_plugins"}
 
 
+def test_nobody_outside_imports_a_module_of_the_weaving_core() -> None:
+    faults = [
+        f"{path}:{line}: {name}"
+        for folder in ("sgl_aspects", "platforms", "runtime", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        if "weaving" not in path.relative_to(ROOT).parts[:-1]
+        for line, name in imported(path)
+        if name.startswith("sgl_aspects.weaving.")
+        and (PACKAGE / "weaving" / f"{name.split('.')[2]}.py").exists()
+    ]
+    assert not faults, "\n".join(faults)
+
+
 def test_no_room_is_imported_by_its_bare_folder_name() -> None:
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         for line, name in imported(path):

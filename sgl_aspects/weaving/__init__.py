@@ -14,6 +14,7 @@ weaver      brings hooks to their places           reporting   what every hook d
 faces       decorators, handles, SGLang's names
 """
 
+from sgl_aspects.weaving.arguments import argument_reader
 from sgl_aspects.weaving.faces import (
     Aspect,
     Handle,
@@ -28,9 +29,10 @@ from sgl_aspects.weaving.faces import (
     replace,
     report,
     weave,
+    weaver,
     woven,
 )
-from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, Observer, Result, State
+from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, Observer, Result, State, current_source
 from sgl_aspects.weaving.rebind import Stale
 from sgl_aspects.weaving.reporting import HookReport, Report
 from sgl_aspects.weaving.targets import Target
@@ -50,8 +52,10 @@ __all__ = [
     "State",
     "Target",
     "after",
+    "argument_reader",
     "around",
     "before",
+    "current_source",
     "explain",
     "native",
     "observe",
@@ -59,5 +63,6 @@ __all__ = [
     "replace",
     "report",
     "weave",
+    "weaver",
     "woven",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects.weaving.faces import weaver
+from sgl_aspects.weaving import weaver
 
 
 @pytest.fixture(autouse=True)

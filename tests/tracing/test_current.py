@@ -31,7 +31,7 @@ from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
-from sgl_aspects.weaving.faces import weaver
+from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine, ForwardMode
 
 MANAGER = """

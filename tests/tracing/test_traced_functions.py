@@ -13,7 +13,7 @@ import pytest
 
 from sgl_aspects import config
 from sgl_aspects.errors import ConfigError, HookError
-from sgl_aspects.weaving.arguments import argument_reader
+from sgl_aspects.weaving import argument_reader
 from tests.support.otlp_receiver import Span, spans_of
 from tests.tracing.test_collector import read_file
 

@@ -20,9 +20,7 @@ import wrapt
 
 from sgl_aspects import bootstrap, env
 from sgl_aspects.errors import AspectsError, HookError
-from sgl_aspects.weaving.faces import HookRegistry, weaver
-from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State
-from sgl_aspects.weaving.targets import Target
+from sgl_aspects.weaving import Advice, HookRegistry, HookSource, HookType, State, Target, weaver
 
 logger = logging.getLogger("sgl_aspects")
 

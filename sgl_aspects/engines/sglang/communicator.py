@@ -12,8 +12,7 @@ from typing import Any
 
 from sgl_aspects.engines.sglang.operator_targets import GROUP_COORDINATOR
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.weaving.faces import HookRegistry
-from sgl_aspects.weaving.hooks import HookType
+from sgl_aspects.weaving import HookRegistry, HookType
 
 _attached = False
 

@@ -17,8 +17,7 @@ import wrapt
 from sgl_aspects.engines.sglang.operator_targets import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.errors import AspectsError, Stop
-from sgl_aspects.weaving.faces import HookRegistry
-from sgl_aspects.weaving.hooks import HookType
+from sgl_aspects.weaving import HookRegistry, HookType
 
 #: Exactly these classes: a subclass may compute something else.
 _OPERATORS = {target: op_name for op_name, targets in LAYERS.items() for target in targets}

@@ -14,7 +14,7 @@ from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import close_span, innermost
 from sgl_aspects.tracing.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType
-from sgl_aspects.weaving.arguments import argument_reader
+from sgl_aspects.weaving import argument_reader
 
 _LONGEST_TEXT = 1024
 _LONGEST_LIST = 256
