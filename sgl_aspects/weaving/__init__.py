@@ -10,7 +10,7 @@ rebind      every holder of the old object         holders     kinds of them
 references  is there any other holder?             fabric      all woven places
 importing   modules as they load                   interest    which hooks a module may be about
 lazy        attributes that modules make late      missing     targets that are not there
-weaver      brings hooks to their places           reporting   what every hook did
+core        brings hooks to their places           reporting   what every hook did
 faces       decorators, handles, SGLang's names
 """
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving import reporting
+from sgl_aspects.weaving.core import Weaver
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State
 from sgl_aspects.weaving.targets import Target
-from sgl_aspects.weaving.weaver import Weaver
 
 logger = logging.getLogger("sgl_aspects")
 

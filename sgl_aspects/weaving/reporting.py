@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sgl_aspects.weaving.core import Weaver
 from sgl_aspects.weaving.fabric import Point
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoint import JoinPoint
 from sgl_aspects.weaving.rebind import Stale
 from sgl_aspects.weaving.targets import Target
-from sgl_aspects.weaving.weaver import Weaver
 
 
 @dataclass(frozen=True)

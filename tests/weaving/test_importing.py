@@ -692,14 +692,14 @@ def test_what_goes_wrong_in_weaving_never_fails_the_import(
         assert "hands off" in guarded.detail
         assert hostile.Guarded().m() == []
         assert hostile.f() == ["hook"]
-    from sgl_aspects.weaving import weaver
+    from sgl_aspects.weaving import core
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
     engine.forget()
     with aspects.woven(mark("hostile:f")):
-        monkeypatch.setattr(weaver, "find", broken)
+        monkeypatch.setattr(core, "find", broken)
         assert engine.load("hostile").f() == []
         assert "a bug of ours" in caplog.text
         assert "hooks on hostile failed; the import goes on" in caplog.text
