@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from sgl_aspects.engines import CATALOGS, Catalog
+from sgl_aspects.engines import Engine, find_engines
 from sgl_aspects.engines.source import FoundRole, Source
 
 
 def show(paths: Sequence[str], *, as_json: bool) -> int:
-    """A table, roles by version. Exit status 1 where a role has no target in a version."""
+    """A table, roles by version. Exit status 1 where a required role is missing in a version."""
     sources = [Source(path) for path in paths]
-    catalog = max(CATALOGS, key=lambda one: sum(_found(source, one) for source in sources))
-    columns = [list(source.find_roles(catalog)) for source in sources]
+    engine = max(find_engines(), key=lambda one: sum(_found(source, one) for source in sources))
+    columns = [list(source.find_roles(engine)) for source in sources]
     if as_json:
         print(
             json.dumps(
@@ -25,17 +25,21 @@ def show(paths: Sequence[str], *, as_json: bool) -> int:
             )
         )
     else:
-        _print_table(catalog, [source.version for source in sources], columns)
-    return 1 if any(found.target is None for column in columns for found in column) else 0
+        _print_table(engine, [source.version for source in sources], columns)
+    return 1 if any(_is_error(engine, found) for column in columns for found in column) else 0
 
 
-def _found(source: Source, catalog: Catalog) -> int:
-    return sum(role.target is not None for role in source.find_roles(catalog))
+def _is_error(engine: Engine, found: FoundRole) -> bool:
+    return found.target is None and engine.roles[found.role].required
 
 
-def _print_table(catalog: Catalog, versions: list[str], columns: list[list[FoundRole]]) -> None:
-    width = max(len(role) for role in catalog.roles)
-    print(f"{catalog.engine:<{width}}  " + "  ".join(f"{version:>8}" for version in versions))
+def _found(source: Source, engine: Engine) -> int:
+    return sum(role.target is not None for role in source.find_roles(engine))
+
+
+def _print_table(engine: Engine, versions: list[str], columns: list[list[FoundRole]]) -> None:
+    width = max(len(role) for role in engine.roles)
+    print(f"{engine.name:<{width}}  " + "  ".join(f"{version:>8}" for version in versions))
     for row in zip(*columns):
         cells = [_cell(found) for found in row]
         print(f"{row[0].role:<{width}}  " + "  ".join(f"{cell:>8}" for cell in cells))

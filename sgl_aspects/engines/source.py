@@ -1,4 +1,4 @@
-"""Which of a catalog's targets an engine's source defines: read from a wheel or a folder, nothing is run.
+"""Which of an engine's targets an engine's source defines: read from a wheel or a folder, nothing is run.
 
 A method counts where its class or one of the bases that can be followed through imports defines it.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.errors import ConfigError
 
 
@@ -48,10 +48,10 @@ class Source:
         parts = self.path.name.split("-")
         return parts[1] if self._archive is not None and len(parts) > 1 else self.path.name
 
-    def find_roles(self, catalog: Catalog) -> Iterator[FoundRole]:
-        """Every role of ``catalog`` that is this package's to play, in the catalog's order."""
+    def find_roles(self, engine: Engine) -> Iterator[FoundRole]:
+        """Every role of ``engine`` that is this package's to play, in their order."""
         packages = {name.partition(".")[0] for name in self.modules}
-        for name, role in catalog.roles.items():
+        for name, role in engine.roles.items():
             if not any(target.partition(".")[0] in packages for target in role.targets):
                 continue  # the HTTP server's, say
             found = next((target for target in role.targets if self.defines(target)), None)

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.engines import SGLANG
-from sgl_aspects.engines.catalog import AttributeReader, Catalog, Role
+from sgl_aspects.engines.base import AttributeReader, Engine, Role
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
 
@@ -76,8 +76,8 @@ def test_a_target_is_found_where_it_would_be_at_run_time(source: Source, target:
 
 def test_the_first_alternate_that_exists_plays_the_role(source: Source) -> None:
     targets = ("engine.gone:f", "engine.loop:Loop.step", "engine.base:Outputs.stream")
-    catalog = Catalog("engine", "engine", {"step": Role(targets, ("self",))})
-    (found,) = source.find_roles(catalog)
+    engine = Engine("engine", "engine", {"step": Role(targets, ("self",))})
+    (found,) = source.find_roles(engine)
     assert found.target == "engine.loop:Loop.step"
 
 
@@ -87,9 +87,7 @@ def test_what_an_object_does_not_have_reads_as_none_and_costs_the_others_nothing
         "req.length": lambda req: len(req.ids),
         "req.rid": "rid",
     }
-    read = Catalog("engine", "engine", {}, sources).values_reader(
-        "req", ("top_p", "length", "unknown", "rid")
-    )
+    read = Engine("engine", "engine", {}, sources).values_reader("req", ("top_p", "length", "unknown", "rid"))
     whole = SimpleNamespace(sampling=SimpleNamespace(top_p=0.5), ids=[1, 2], rid="a")
     assert list(read(whole)) == [0.5, 2, None, "a"]
     assert list(read(SimpleNamespace(sampling=None, rid="b"))) == [None, None, None, "b"]

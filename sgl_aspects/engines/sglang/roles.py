@@ -15,7 +15,7 @@ import functools
 import time
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.catalog import Catalog, Role
+from sgl_aspects.engines.base import Engine, Role
 
 # The HTTP server that SGLang uses, but for its option --enable-http2.
 _HTTP = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
@@ -177,8 +177,8 @@ def _piece(place: tuple[Any, int]) -> str | None:
     return texts[index] if texts and isinstance(texts[index], str) else None
 
 
-SGLANG = Catalog(
-    engine="sglang",
+SGLANG = Engine(
+    name="sglang",
     provider_name="sglang",
     roles={
         # In the process with the HTTP server, and in each of its tokenizer workers.

@@ -1,4 +1,4 @@
-"""The aspects that trace an engine, each written against roles that a catalog fills.
+"""The aspects that trace an engine, each written against roles that an engine's room fills.
 
 An aspect is a set of observers: for a role, a pair ``enter(args, kwargs) -> token`` and
 ``exit(token, result, error)``. They look and record; they cannot change what the engine does.
@@ -11,7 +11,7 @@ from functools import partial
 
 import sgl_aspects as aspects
 from sgl_aspects import config
-from sgl_aspects.engines import CATALOGS
+from sgl_aspects.engines import find_engines
 from sgl_aspects.tracing.aspects.detail import DetailAspect
 from sgl_aspects.tracing.aspects.detokenizer import DetokenizerAspect
 from sgl_aspects.tracing.aspects.exchanged import ExchangeAspect
@@ -31,7 +31,7 @@ _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
 
 
 def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list[Callable[[], None]]:
-    """Weaves the aspects for every engine that has a catalog, importing none of it.
+    """Weaves the aspects for every engine that has a room, importing none of it.
 
     Those of all levels, because the level may change at any time: each looks at the recorder's with each
     request and step. What it returns undoes it: call them last to first.
@@ -39,28 +39,28 @@ def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list
     undo: list[Callable[[], None]] = []
     advices: list[aspects.Advice] = []
     states: list[SchedulerState] = []
-    for catalog in CATALOGS:
+    for engine in find_engines():
         state = SchedulerState(recorder)
         states.append(state)
         found: list[Observation] = []
-        loop_is_a_function = "step" in catalog.roles
+        loop_is_a_function = "step" in engine.roles
         if loop_is_a_function:
-            found += RequestAspect(recorder, catalog, options).observations()
-            found += ScheduledRequestAspect(recorder, catalog, state).observations()
+            found += RequestAspect(recorder, engine, options).observations()
+            found += ScheduledRequestAspect(recorder, engine, state).observations()
         else:
-            found += ExchangeAspect(catalog).observations()
-            found += ServedRequestAspect(recorder, catalog, options).observations()
-            found += DetokenizerAspect(recorder, catalog).observations()
-            found += OverlappedRequestAspect(recorder, catalog, state).observations()
+            found += ExchangeAspect(engine).observations()
+            found += ServedRequestAspect(recorder, engine, options).observations()
+            found += DetokenizerAspect(recorder, engine).observations()
+            found += OverlappedRequestAspect(recorder, engine, state).observations()
         step = StepAspect if loop_is_a_function else OverlappedStepAspect
-        found += step(recorder, catalog, state, options).observations()
-        found += PreparationAspect(recorder, catalog).observations()
-        found += DetailAspect(recorder, catalog, state).observations()
-        forward = ForwardAspect(recorder, catalog, state)
+        found += step(recorder, engine, state, options).observations()
+        found += PreparationAspect(recorder, engine).observations()
+        found += DetailAspect(recorder, engine, state).observations()
+        forward = ForwardAspect(recorder, engine, state)
         undo.append(forward.flush)
         found += forward.observations()
         for observation in found:
-            role = catalog.roles.get(observation.role)
+            role = engine.roles.get(observation.role)
             if role is not None:
                 target = aspects.Target.parse(role.targets)
                 advices.append(aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.recorder import Recorder
@@ -33,11 +33,11 @@ class DetailAspect:
     A graph that is replayed runs no Python: its layers leave no spans.
     """
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, state: SchedulerState) -> None:
         self._details = {
             role: _Detail(recorder, state, SpanType(name))
             for role, name in _SPANS.items()
-            if role in catalog.roles
+            if role in engine.roles
         }
 
     def observations(self) -> list[Observation]:

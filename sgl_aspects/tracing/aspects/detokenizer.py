@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation
 from sgl_aspects.tracing.aspects.request import DETOKENIZE
 from sgl_aspects.tracing.recorder import Recorder
@@ -26,13 +26,13 @@ class _Detokenized:
 class DetokenizerAspect:
     """Spans ``detokenize``; the time of a call is shared out over the requests in it."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
         self._recorder = recorder
         self._write = recorder.spans(DETOKENIZE)
         self._live: dict[str, _Detokenized] = {}
-        self._batch = catalog.roles["detokenize"].argument("outputs")
-        self._each = catalog.reader("outputs.each")
-        self._is_probe = catalog.reader("rid.is_probe")
+        self._batch = engine.call_reader("detokenize", "outputs")
+        self._each = engine.reader("outputs.each")
+        self._is_probe = engine.reader("rid.is_probe")
 
     def observations(self) -> list[Observation]:
         return [Observation("detokenize", self._enter, self._exit)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, nothing
 
 
@@ -43,11 +43,11 @@ current_exchange: Callable[[], Exchange | None] = _exchange.get
 class ExchangeAspect:
     """No spans: what it notes belongs to the request's span."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._transport = catalog.reader("cycle.transport")
-        self._cycle = catalog.roles["exchange"].argument("cycle")
-        self._message = catalog.roles["respond"].argument("message")
-        self._has_content = catalog.reader("message.has_content")
+    def __init__(self, engine: Engine) -> None:
+        self._transport = engine.reader("cycle.transport")
+        self._cycle = engine.call_reader("exchange", "cycle")
+        self._message = engine.call_reader("respond", "message")
+        self._has_content = engine.reader("message.has_content")
 
     def observations(self) -> list[Observation]:
         return [

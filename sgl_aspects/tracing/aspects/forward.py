@@ -6,7 +6,7 @@ import collections
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import close_span
@@ -32,7 +32,7 @@ _DEVICE_TIME = 4  # the place of its value
 class ForwardAspect:
     """Spans ``forward``. The device's events are read with a batch's result or later, never waited for."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, state: SchedulerState) -> None:
         self._recorder = recorder
         self._write = recorder.spans(FORWARD)
         self._state = state
@@ -46,15 +46,15 @@ class ForwardAspect:
         self._asks_for_graph = False
         self._has_events = True
         self._device_name: str | None = None
-        # How the forward pass at hand runs; None where the engine's catalog knows no graphs.
-        self._eager = "eager" if "graph_replay" in catalog.roles else None
+        # How the forward pass at hand runs; None where the engine has no role for graphs.
+        self._eager = "eager" if "graph_replay" in engine.roles else None
         self._graph = self._eager
-        role, reader = catalog.roles["forward"], catalog.reader
-        self._runner = role.argument("model_runner")
-        self._batch = role.argument("batch")
+        reader = engine.reader
+        self._runner = engine.call_reader("forward", "model_runner")
+        self._batch = engine.call_reader("forward", "batch")
         self._platform = reader("model_runner.platform")
         self._graph_runner = reader("model_runner.graph_runner")
-        self._batch_values = catalog.values_reader("batch", ("mode", "batch_size", "num_tokens"))
+        self._batch_values = engine.values_reader("batch", ("mode", "batch_size", "num_tokens"))
 
     def observations(self) -> list[Observation]:
         return [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any, Generic, TypeVar
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, SchedulerState
@@ -80,23 +80,23 @@ class _Prefill:
 class OverlappedRequestAspect:
     """Level 1: spans ``queue``, ``prefill`` (one for each chunk) and ``decode``."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, state: SchedulerState) -> None:
         self._recorder = recorder
         self._state = state
         self._launched: _Launched[_Prefill] = _Launched()
         self._processed: _Prefill | None = None
-        roles, reader = catalog.roles, catalog.reader
-        self._added = roles["add_request"].argument("message")
-        self._adding = roles["add_request"].argument("scheduler")
+        call, reader = engine.call_reader, engine.reader
+        self._added = call("add_request", "message")
+        self._adding = call("add_request", "scheduler")
         self._is_follower = reader("scheduler.is_follower")
-        self._scheduler = roles["abort_scheduled_request"].argument("scheduler")
-        self._aborted = roles["abort_scheduled_request"].argument("message")
-        self._ran = roles["run_batch"].argument("batch")
-        self._processed_batch = roles["process_batch_result"].argument("batch")
-        self._result = roles["process_batch_result"].argument("result")
-        self._streamed = roles["stream_output"].argument("reqs")
-        self._refused = roles["reject_request"].argument("req")
-        self._retracted = roles["retract"].argument("req")
+        self._scheduler = call("abort_scheduled_request", "scheduler")
+        self._aborted = call("abort_scheduled_request", "message")
+        self._ran = call("run_batch", "batch")
+        self._processed_batch = call("process_batch_result", "batch")
+        self._result = call("process_batch_result", "result")
+        self._streamed = call("stream_output", "reqs")
+        self._refused = call("reject_request", "req")
+        self._retracted = call("retract", "req")
         self._message_rid = reader("message.rid")
         self._is_probe = reader("message.is_probe")
         self._abort_all = reader("message.abort_all")
@@ -229,7 +229,7 @@ class OverlappedStepAspect:
     def __init__(
         self,
         recorder: Recorder,
-        catalog: Catalog,
+        engine: Engine,
         state: SchedulerState,
         options: AspectOptions = DEFAULTS,
     ) -> None:
@@ -243,18 +243,18 @@ class OverlappedStepAspect:
         self._links: list[int] = []
         self._is_decided = False  # whether the step to come is recorded
         self._launched: _Launched[_Step] = _Launched()
-        roles, reader = catalog.roles, catalog.reader
-        self._ran = roles["run_batch"].argument("batch")
-        self._to_sample = roles["launch_sample"].argument("result")
-        self._processing = roles["process_batch_result"].argument("scheduler")
-        self._processed_batch = roles["process_batch_result"].argument("batch")
-        self._result = roles["process_batch_result"].argument("result")
+        call, reader = engine.call_reader, engine.reader
+        self._ran = call("run_batch", "batch")
+        self._to_sample = call("launch_sample", "result")
+        self._processing = call("process_batch_result", "scheduler")
+        self._processed_batch = call("process_batch_result", "batch")
+        self._result = call("process_batch_result", "result")
         self._batch_of = reader("schedule.batch")
         self._rid = reader("req.rid")
         self._reqs = reader("batch.reqs")
         self._step_number = reader("batch.step_id")
-        self._batch_values = catalog.values_reader("batch", ("mode", "batch_size", "num_tokens"))
-        self._scheduler_values = catalog.values_reader("scheduler", ("waiting", "running", "kv_usage"))
+        self._batch_values = engine.values_reader("batch", ("mode", "batch_size", "num_tokens"))
+        self._scheduler_values = engine.values_reader("scheduler", ("waiting", "running", "kv_usage"))
 
     def observations(self) -> list[Observation]:
         return [

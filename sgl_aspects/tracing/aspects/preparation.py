@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, error_type
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
@@ -26,11 +26,11 @@ _SPANS = {
 class PreparationAspect:
     """Spans ``load_model``, ``init_kv_cache``, ``capture_graphs`` and ``update_weights``."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
         self._preparations = {
             role: _Preparation(recorder, SpanType(name))
             for role, name in _SPANS.items()
-            if role in catalog.roles
+            if role in engine.roles
         }
 
     def observations(self) -> list[Observation]:

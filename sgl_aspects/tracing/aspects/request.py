@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions, no_headers
@@ -67,24 +67,23 @@ class _Live:
 class RequestAspect:
     """Spans ``chat {model}`` or ``text_completion {model}``, from its receipt to its finish."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, options: AspectOptions = DEFAULTS) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, options: AspectOptions = DEFAULTS) -> None:
         self._recorder = recorder
         self._options = options
         self._content = options.content
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
         self._write_detokenize = recorder.spans(DETOKENIZE)
-        self._provider = catalog.provider_name
+        self._provider = engine.provider_name
         self._live: dict[str, _Live] = {}
-        roles, reader = catalog.roles, catalog.reader
-        self._received = roles["receive_request"].argument("request")
-        self._tokenized = roles["tokenize_request"].argument("state")
-        self._sent = roles["send_request"].argument("state")
-        self._detokenized = roles["detokenize"].argument("state")
-        finish = roles["finish_request"]
-        self._finished = finish.argument("state")
-        self._finish_reason = finish.argument("finish_reason")
-        self._finish_error = finish.argument("error")
+        call, reader = engine.call_reader, engine.reader
+        self._received = call("receive_request", "request")
+        self._tokenized = call("tokenize_request", "state")
+        self._sent = call("send_request", "state")
+        self._detokenized = call("detokenize", "state")
+        self._finished = call("finish_request", "state")
+        self._finish_reason = call("finish_request", "finish_reason")
+        self._finish_error = call("finish_request", "error")
         self._headers = reader("request.headers") if options.takes_context else no_headers
         self._operation = reader("request.operation")
         self._request_rid = reader("request.rid")

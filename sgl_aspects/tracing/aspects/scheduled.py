@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter, in_sample
 from sgl_aspects.tracing.records import RequestSeen, SpanType
@@ -142,18 +142,18 @@ def _untold(*fields: Any, **named: Any) -> None:
 class ScheduledRequestAspect:
     """Spans ``queue``, ``prefill`` (one for each chunk) and ``decode``, children of the request's span."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, state: SchedulerState) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, state: SchedulerState) -> None:
         self._recorder = recorder
         self._state = state
         self._last_run_end_ns = 0
-        roles, reader = catalog.roles, catalog.reader
-        self._added = roles["add_request"].argument("message")
-        self._adding = roles["add_request"].argument("scheduler")
+        call, reader = engine.call_reader, engine.reader
+        self._added = call("add_request", "message")
+        self._adding = call("add_request", "scheduler")
         self._is_follower = reader("scheduler.is_follower")
-        self._ran = roles["run_batch"].argument("batch")
-        self._ended = roles["end_scheduled_request"].argument("req")
-        self._retracted = roles["retract"].argument("req")
-        self._end_reason = roles["end_scheduled_request"].argument("finish_reason")
+        self._ran = call("run_batch", "batch")
+        self._ended = call("end_scheduled_request", "req")
+        self._retracted = call("retract", "req")
+        self._end_reason = call("end_scheduled_request", "finish_reason")
         self._message_rid = reader("message.rid")
         self._rid = reader("req.rid")
         self._output_tokens = reader("req.output_tokens")

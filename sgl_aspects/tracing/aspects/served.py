@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
@@ -86,25 +86,25 @@ _serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar(
 class ServedRequestAspect:
     """Spans ``chat {model}`` or ``text_completion {model}``, with ``tokenize`` below them."""
 
-    def __init__(self, recorder: Recorder, catalog: Catalog, options: AspectOptions = DEFAULTS) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, options: AspectOptions = DEFAULTS) -> None:
         self._recorder = recorder
         self._options = options
         self._content = options.content
-        self._messages = catalog.reader("request.messages")
-        self._piece = catalog.reader("outputs.text")
+        self._messages = engine.reader("request.messages")
+        self._piece = engine.reader("outputs.text")
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
-        self._provider = catalog.provider_name
+        self._provider = engine.provider_name
         self._live: dict[str, _Answer] = {}
-        roles, reader = catalog.roles, catalog.reader
-        self._manager = roles["serve_request"].argument("manager")
-        self._http = roles["serve_request"].argument("http")
-        self._received = roles["receive_request"].argument("request")
-        self._tokenized = roles["tokenize_request"].argument("request")
-        self._sent = roles["send_request"].argument("tokenized")
-        self._all_sent = roles["send_requests"].argument("tokenized")
-        self._got = roles["receive_outputs"].argument("outputs")
-        self._aborted = roles["receive_abort"].argument("message")
+        call, reader = engine.call_reader, engine.reader
+        self._manager = call("serve_request", "manager")
+        self._http = call("serve_request", "http")
+        self._received = call("receive_request", "request")
+        self._tokenized = call("tokenize_request", "request")
+        self._sent = call("send_request", "tokenized")
+        self._all_sent = call("send_requests", "tokenized")
+        self._got = call("receive_outputs", "outputs")
+        self._aborted = call("receive_abort", "message")
         self._rids = reader("request.rids")
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")

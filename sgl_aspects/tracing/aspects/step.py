@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog
+from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions
 from sgl_aspects.tracing.aspects.scheduled import SchedulerState
@@ -54,7 +54,7 @@ class StepAspect:
     def __init__(
         self,
         recorder: Recorder,
-        catalog: Catalog,
+        engine: Engine,
         state: SchedulerState,
         options: AspectOptions = DEFAULTS,
     ) -> None:
@@ -67,14 +67,14 @@ class StepAspect:
         self._links: Sequence[int] = ()
         self._linked_reqs: list[Any] = []
         self._step_links: list[int] = []
-        roles, reader = catalog.roles, catalog.reader
-        self._stepped = roles["step"].argument("scheduler")
-        self._ran = roles["run_batch"].argument("batch")
+        call, reader = engine.call_reader, engine.reader
+        self._stepped = call("step", "scheduler")
+        self._ran = call("run_batch", "batch")
         self._rid = reader("req.rid")
         self._reqs = reader("batch.reqs")
-        self._batch_values = catalog.values_reader("batch", ("step_id", "mode", "batch_size", "num_tokens"))
+        self._batch_values = engine.values_reader("batch", ("step_id", "mode", "batch_size", "num_tokens"))
         self._is_idle = reader("scheduler.is_idle")
-        self._scheduler_values = catalog.values_reader("scheduler", ("waiting", "running", "kv_usage"))
+        self._scheduler_values = engine.values_reader("scheduler", ("waiting", "running", "kv_usage"))
 
     def observations(self) -> list[Observation]:
         return [

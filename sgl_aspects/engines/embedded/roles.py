@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_aspects.engines.catalog import Catalog, Role
+from sgl_aspects.engines.base import Engine, Role
 
 _MANAGER = "sgl_aspects.runtime.frontend.manager:RequestManager"
 _SCHEDULER = "sgl_aspects.runtime.scheduling.scheduler:Scheduler"
@@ -36,8 +36,8 @@ def _text(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-EMBEDDED = Catalog(
-    engine="embedded",
+EMBEDDED = Engine(
+    name="embedded",
     provider_name="sgl_aspects",
     roles={
         # In the process of the caller.

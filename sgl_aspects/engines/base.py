@@ -1,0 +1,159 @@
+"""The contract of an engine's room: which functions play which roles, and how to read what they say.
+
+An engine is one :class:`Engine`, found by the entry-point group ``sgl_aspects.engines`` (name → object). It
+names everything as text: reading it imports nothing of the engine. The observers of
+:mod:`sgl_aspects.tracing.observers` are written against roles ("run_batch") and nouns ("batch"), and tell
+the trackers of :mod:`sgl_aspects.tracing.lifecycle` what happened; they fit every engine that has a room.
+What no generic observer can translate, the room observes itself (``Engine.observers``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, TypeAlias
+
+from sgl_aspects.errors import ConfigError
+
+#: ``(args, kwargs, result=None)`` → one thing of a whole call: its arguments as the caller wrote them, and
+#: its result, which on entry is None.
+CallReader: TypeAlias = Callable[..., Any]
+AttributeReader: TypeAlias = Callable[[Any], Any]
+ValuesReader: TypeAlias = Callable[[Any], Sequence[Any]]
+
+#: The entry-point group by which packages add engines.
+GROUP = "sgl_aspects.engines"
+
+
+class Outcome(str, enum.Enum):
+    """How a request ended; each engine translates its own reasons (``"reason.outcome"``)."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A function of the engine, by its target (alternates for its versions: the first that exists).
+
+    ``parameters``: the nouns that its parameters stand for, in order, ``self`` included; the engine's own
+    name for one goes after a colon (``"state:request_state"``) where it differs. ``reads``: nouns that are
+    not simply a parameter, each with its reader of the whole call. ``required``: without it the engine's
+    requests or steps cannot be traced; a version that lacks it is an error.
+    """
+
+    targets: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    reads: Mapping[str, CallReader] = field(default_factory=dict)
+    required: bool = False
+
+    def reader(self, noun: str) -> CallReader:
+        """Reads a noun from a call; None where the role does not have it or the call leaves it out."""
+        if noun in self.reads:
+            return self.reads[noun]
+        nouns = [parameter.partition(":")[0] for parameter in self.parameters]
+        if noun not in nouns:
+            return _no_noun
+        position = nouns.index(noun)
+        name = self.parameters[position].partition(":")[2] or noun
+
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+            return args[position] if position < len(args) else kwargs.get(name)
+
+        return read
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: its provider name for spans, its roles, and the attributes of its nouns.
+
+    ``attributes`` maps ``"noun.attribute"`` to an attribute path (``"sampling_params.top_p"``) or to a
+    function of the object. What an engine or a version does not have is left out, or reads as None.
+    ``observers``: observations of the room's own, beside the generic ones: ``(trackers) -> observations``.
+    """
+
+    name: str
+    provider_name: str
+    roles: Mapping[str, Role]
+    attributes: Mapping[str, str | AttributeReader] = field(default_factory=dict)
+    observers: Callable[[Any], Iterable[Any]] | None = None
+
+    def call_reader(self, role: str, noun: str) -> CallReader:
+        """Reads a noun from a call of the function that plays ``role``; None where there is no such thing."""
+        found = self.roles.get(role)
+        return _no_noun if found is None else found.reader(noun)
+
+    def reader(self, name: str) -> AttributeReader:
+        """Reads ``"noun.attribute"`` from a noun's object; None where the object does not have it."""
+        source = self.attributes.get(name, _nothing)
+        read: AttributeReader = _make_reader("{}", [source], _nothing)
+        return read
+
+    def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
+        """Reads several attributes of a noun's object at once, in order; None for what it does not have."""
+        each = [self.reader(f"{noun}.{name}") for name in names]
+        sources = [self.attributes.get(f"{noun}.{name}", _nothing) for name in names]
+        otherwise: ValuesReader = lambda subject: [read(subject) for read in each]  # noqa: E731
+        read_all: ValuesReader = _make_reader("{}, " * len(names), sources, otherwise)
+        return read_all
+
+    def missing_role(self, role: str) -> str:
+        """The sentence that tells that a required role is not there: engine, role, what was looked for."""
+        looked_for = " | ".join(self.roles[role].targets)
+        return f"{self.name}: the required role {role!r} is missing; looked for {looked_for}"
+
+
+def find_engines() -> tuple[Engine, ...]:
+    """Every engine that has a room: the built-in ones, then those of installed packages, by name.
+
+    :raises ConfigError: an entry point does not name an :class:`Engine`, or names one that exists.
+    """
+    from sgl_aspects.engines import BUILT_IN
+
+    found = {engine.name: engine for engine in BUILT_IN}
+    for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
+        engine = point.load()
+        where = f"entry point {point.name!r} of {GROUP} ({point.value})"
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"{where} is a {type(engine).__name__}: name an Engine object")
+        if engine.name in found:
+            raise ConfigError(
+                f"{where}: there is an engine named {engine.name!r} already; choose another name"
+            )
+        found[engine.name] = engine
+    return tuple(found.values())
+
+
+_SOURCE = """
+def read(subject):
+    try:
+        return {}
+    except AttributeError:
+        return otherwise(subject)
+"""
+
+
+def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise: AttributeReader) -> Any:
+    """One function that reads all of them in one expression: it is called with each step of an engine."""
+    known: dict[str, Any] = {"otherwise": otherwise}
+    terms = []
+    for number, source in enumerate(sources):
+        if isinstance(source, str):
+            terms.append(f"subject.{source}" if source else "subject")
+        else:
+            known[f"get_{number}"] = source
+            terms.append(f"get_{number}(subject)")
+    exec(_SOURCE.format(form.format(*terms)), known)
+    return known["read"]
+
+
+def _no_noun(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:
+    return None
+
+
+def _nothing(subject: Any) -> None:
+    return None
