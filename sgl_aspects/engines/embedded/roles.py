@@ -41,31 +41,33 @@ EMBEDDED = Engine(
     provider_name="sgl_aspects",
     roles={
         # In the process of the caller.
-        "receive_request": Role((f"{_MANAGER}.receive_request",), ("manager:self", "request")),
+        "receive_request": Role((f"{_MANAGER}.receive_request",), ("manager:self", "request"), required=True),
         "tokenize_request": Role((f"{_MANAGER}.tokenize_request",), ("manager:self", "state:handle")),
-        "send_request": Role((f"{_MANAGER}.send_request",), ("manager:self", "state:handle")),
+        "send_request": Role((f"{_MANAGER}.send_request",), ("manager:self", "state:handle"), required=True),
         "detokenize": Role((f"{_MANAGER}.detokenize",), ("manager:self", "state:handle", "token_ids")),
         "finish_request": Role(
-            (f"{_MANAGER}.finish_request",), ("manager:self", "state:handle", "finish_reason", "error")
+            (f"{_MANAGER}.finish_request",),
+            ("manager:self", "state:handle", "finish_reason", "error"),
+            required=True,
         ),
         # In the scheduler's process.
-        "add_request": Role((f"{_SCHEDULER}.add_request",), ("scheduler:self", "message")),
+        "add_request": Role((f"{_SCHEDULER}.add_request",), ("scheduler:self", "message"), required=True),
         "end_scheduled_request": Role(
-            (f"{_SCHEDULER}.finish_request",), ("scheduler:self", "req", "finish_reason")
+            (f"{_SCHEDULER}.finish_request",), ("scheduler:self", "req", "finish_reason"), required=True
         ),
         "receive_messages": Role((f"{_SCHEDULER}.recv_requests",), ("scheduler:self",)),
         "step": Role((f"{_SCHEDULER}.step",), ("scheduler:self",)),
-        "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",)),
-        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
+        "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",), required=True),
+        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch"), required=True),
         "process_batch_result": Role(
-            (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
+            (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result"), required=True
         ),
         "update_weights": Role((f"{_SCHEDULER}.update_weights",), ("scheduler:self", "message")),
         "retract": Role((f"{_SCHEDULER}.retract_request",), ("scheduler:self", "req")),
         "cache_match": Role((f"{_KV_CACHE}.match_prefix",), ("kv_cache:self", "req")),
         "kv_alloc": Role((f"{_KV_CACHE}.alloc",), ("kv_cache:self", "num_tokens")),
         "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
-        "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch")),
+        "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch"), required=True),
         "graph_capture": Role((f"{_GRAPHS}.capture",), ("graph_runner:self",)),
         "graph_decision": Role((f"{_GRAPHS}.can_run",), ("graph_runner:self", "batch")),
         "graph_replay": Role((f"{_GRAPHS}.replay",), ("graph_runner:self", "batch")),

@@ -185,21 +185,24 @@ SGLANG = Engine(
         "exchange": Role((f"{_HTTP}.run_asgi",), ("cycle:self",)),
         "respond": Role((f"{_HTTP}.send",), ("cycle:self", "message")),
         "serve_request": Role(
-            (f"{_TOKENIZER}.generate_request",), ("manager:self", "request:obj", "http:request")
+            (f"{_TOKENIZER}.generate_request",),
+            ("manager:self", "request:obj", "http:request"),
+            required=True,
         ),
         "receive_request": Role(
             (f"{_TOKENIZER}._init_req_state", f"{_TOKENIZER}._req_stats_init"),
             ("manager:self", "request:obj", "http:request"),
+            required=True,
         ),
         "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("manager:self", "request:obj")),
         "send_request": Role(
-            (f"{_TOKENIZER}._send_one_request",), ("manager:self", "tokenized:tokenized_obj")
+            (f"{_TOKENIZER}._send_one_request",), ("manager:self", "tokenized:tokenized_obj"), required=True
         ),
         "send_requests": Role(
             (f"{_TOKENIZER}._send_batch_request",), ("manager:self", "tokenized:tokenized_objs")
         ),
         "receive_outputs": Role(
-            (f"{_TOKENIZER}._handle_batch_output",), ("manager:self", "outputs:recv_obj")
+            (f"{_TOKENIZER}._handle_batch_output",), ("manager:self", "outputs:recv_obj"), required=True
         ),
         "receive_abort": Role((f"{_TOKENIZER}._handle_abort_req",), ("manager:self", "message:recv_obj")),
         # In the detokenizer's process.
@@ -208,7 +211,7 @@ SGLANG = Engine(
         ),
         # In each scheduler's process.
         "add_request": Role(
-            (f"{_SCHEDULER}.handle_generate_request",), ("scheduler:self", "message:recv_req")
+            (f"{_SCHEDULER}.handle_generate_request",), ("scheduler:self", "message:recv_req"), required=True
         ),
         "add_embedding_request": Role(
             (f"{_SCHEDULER}.handle_embedding_request",), ("scheduler:self", "message:recv_req")
@@ -218,14 +221,14 @@ SGLANG = Engine(
         ),
         "reject_request": Role((f"{_REQ}.set_finish_with_abort",), ("req:self",)),
         "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
-        "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",)),
-        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch")),
+        "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",), required=True),
+        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch"), required=True),
         # Where a grammar has to see the tokens of the batch before: after those were processed.
         "launch_sample": Role(
             (f"{_SCHEDULER}.launch_batch_sample_if_needed",), ("scheduler:self", "result:batch_result")
         ),
         "process_batch_result": Role(
-            (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result")
+            (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result"), required=True
         ),
         "stream_output": Role(
             (
@@ -234,7 +237,7 @@ SGLANG = Engine(
             ),
             ("streamer:self", "reqs"),
         ),
-        "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch")),
+        "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch"), required=True),
         "sample": Role(
             (f"{_RUNNER}.sample",), ("model_runner:self", "logits:logits_output", "batch:forward_batch")
         ),
