@@ -48,11 +48,20 @@ class CudaPlatform(CudaDeviceMixin, SRTPlatform):
     def get_graph_runner_cls(self) -> type | str:
         return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
 
+    def supports_fp8(self) -> bool:
+        """Arithmetic in float8 came with compute capability 8.9."""
+        capability = self.get_device_capability()
+        return capability is not None and capability >= (8, 9)
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "inductor"
 
     def get_piecewise_backend_cls(self) -> type | str:
         return "sgl_aspects.runtime.execution.piecewise:PiecewiseBackend"
+
+
+#: SGLang's name for its own platform of this device.
+CudaSRTPlatform = CudaPlatform
 
 
 def _has_triton() -> bool:

@@ -189,8 +189,10 @@ class DeviceMixin:
 
         return torch.inference_mode()
 
-    def seed_everything(self, seed: int) -> None:
-        """Seed Python's, numpy's (where it is loaded) and torch's generators, on all devices."""
+    def seed_everything(self, seed: int | None = None) -> None:
+        """Seed Python's, numpy's (where it is loaded) and torch's generators. None does nothing."""
+        if seed is None:
+            return
         import random
         import sys
 

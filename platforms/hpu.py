@@ -24,9 +24,10 @@ class HpuDeviceMixin(TorchDeviceMixin):
     def empty_cache(self) -> None:
         """Nothing to do: Gaudi's allocator has no call for it."""
 
-    def seed_everything(self, seed: int) -> None:
+    def seed_everything(self, seed: int | None = None) -> None:
         super().seed_everything(seed)
-        self.torch_module.manual_seed_all(seed)  # torch.manual_seed knows nothing of this device
+        if seed is not None:
+            self.torch_module.manual_seed_all(seed)  # torch.manual_seed knows nothing of this device
 
 
 class HpuPlatform(HpuDeviceMixin, SRTPlatform):

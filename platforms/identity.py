@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class PlatformEnum(enum.Enum):
@@ -53,25 +54,20 @@ _MACHINE_PREFIXES: tuple[tuple[tuple[str, ...], CpuArchEnum], ...] = (
 )
 
 
-@dataclass(frozen=True, order=True)
-class DeviceCapability:
+class DeviceCapability(NamedTuple):
     """A device's compute capability, compared as a pair: (9, 0) is above (8, 9)."""
 
     major: int
     minor: int
-
-    def __post_init__(self) -> None:
-        if self.major < 0 or not 0 <= self.minor <= 9:
-            raise ValueError(
-                f"DeviceCapability({self.major}, {self.minor}): major is 0 or more, minor is one digit"
-            )
 
     def as_version_str(self) -> str:
         """``"9.0"``."""
         return f"{self.major}.{self.minor}"
 
     def to_int(self) -> int:
-        """``90``: ten times major, plus minor."""
+        """``90``: ten times major, plus minor. ValueError where minor has more than one digit."""
+        if not 0 <= self.minor <= 9:
+            raise ValueError(f"{self}: minor is one digit")
         return self.major * 10 + self.minor
 
 

@@ -71,6 +71,10 @@ class SRTPlatform(DeviceMixin):
         """True where whole decode steps can be captured and replayed."""
         return self.capabilities.graph_capture
 
+    def support_device_graph(self) -> bool:
+        """Another name of ``support_cuda_graph``."""
+        return self.support_cuda_graph()
+
     def support_piecewise_cuda_graph(self) -> bool:
         """True where a step can be captured in pieces."""
         return self.capabilities.piecewise_graph

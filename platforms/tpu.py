@@ -76,9 +76,10 @@ class TpuDeviceMixin(DeviceMixin):
 
         return torch.no_grad()
 
-    def seed_everything(self, seed: int) -> None:
+    def seed_everything(self, seed: int | None = None) -> None:
         super().seed_everything(seed)
-        _xla("core.xla_model").set_rng_state(seed)
+        if seed is not None:
+            _xla("core.xla_model").set_rng_state(seed)
 
     def get_torch_distributed_backend_str(self) -> str:
         return "xla"

@@ -63,9 +63,10 @@ def test_device_capability_compares_and_prints() -> None:
     assert DeviceCapability(9, 0) > DeviceCapability(8, 9) > DeviceCapability(8, 0)
     assert DeviceCapability(9, 0).as_version_str() == "9.0"
     assert DeviceCapability(8, 9).to_int() == 89
-    assert DeviceCapability(*(8, 9)) == DeviceCapability(8, 9)
+    major, minor = DeviceCapability(8, 9)
+    assert (major, minor) == DeviceCapability(8, 9) >= (8, 0)
     with pytest.raises(ValueError, match="minor is one digit"):
-        DeviceCapability(8, 10)
+        DeviceCapability(8, 10).to_int()
 
 
 def test_capabilities_are_frozen_and_nothing_is_assumed() -> None:
@@ -243,6 +244,13 @@ def test_cpu_seed_gives_the_same_numbers_again() -> None:
     assert draw() != first
 
 
+def test_without_a_seed_nothing_is_seeded() -> None:
+    before = torch.get_rng_state()
+    CpuPlatform().seed_everything(None)
+    CpuPlatform().seed_everything()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_cpu_memory_is_what_the_machine_has() -> None:
     free, total = CpuPlatform().get_available_memory()
     assert 0 < free <= total == CpuPlatform().get_device_total_memory()
@@ -345,6 +353,35 @@ def test_cuda_identity_needs_no_gpu() -> None:
     assert cuda.get_default_attention_backend() in ("triton", "torch_native")
     assert cuda.support_cuda_graph()
     assert len(cuda.get_profiler_activities()) == 2
+
+
+def test_sglangs_names_for_the_same_things_exist() -> None:
+    from sgl_aspects.platforms.cuda import CudaSRTPlatform
+    from sgl_aspects.platforms.rocm import RocmPlatform, RocmSRTPlatform
+
+    assert CudaSRTPlatform is CudaPlatform
+    assert RocmSRTPlatform is RocmPlatform
+    assert CudaPlatform().support_device_graph() is CudaPlatform().support_cuda_graph()
+
+
+@pytest.mark.parametrize(
+    ("platform_class", "capability", "can"),
+    [
+        ("cuda:CudaPlatform", (8, 0), False),
+        ("cuda:CudaPlatform", (8, 9), True),
+        ("cuda:CudaPlatform", (9, 0), True),
+        ("rocm:RocmPlatform", (9, 0), False),
+        ("rocm:RocmPlatform", (9, 4), True),
+        ("rocm:RocmPlatform", (11, 0), False),
+        ("rocm:RocmPlatform", (12, 0), True),
+    ],
+)
+def test_float8_is_what_the_device_can(
+    platform_class: str, capability: tuple[int, int], can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: capability)
+    cls = platforms.resolve_qualified_name(f"sgl_aspects.platforms.{platform_class}")
+    assert cls().supports_fp8() is can
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")

@@ -422,7 +422,7 @@ class DeclaresNccl(LoopbackPlatform):
 class ForgetsSeed(LoopbackPlatform):
     """Seeds nothing."""
 
-    def seed_everything(self, seed: int) -> None:
+    def seed_everything(self, seed: int | None = None) -> None:
         return None
 
 

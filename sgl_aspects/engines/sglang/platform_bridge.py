@@ -3,17 +3,21 @@
     group ``sglang.srt.platforms``: name -> a function that returns the name of a class made here
 
 ``bridged(MyPlatform)`` makes a subclass of SGLang's ``SRTPlatform`` whose device operations are those of
-``MyPlatform``. A factory (KV pool, allocator, graph runner) goes over only where ``MyPlatform`` wrote its
-own: the defaults of this package name classes of the embedded runtime, and SGLang has its own.
+``MyPlatform``. A class (KV pool, allocator, graph runner) goes over where the vendor wrote one. Classes of
+the embedded runtime never do: in their place SGLang takes its own, for graphs on devices whose graphs are
+those of torch.cuda.
 
 SGLang is imported when a bridge is made, never with this module.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 from typing import Any
 
 from sgl_aspects import env
+from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms.discovery import resolve_qualified_name
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
@@ -21,11 +25,11 @@ CPU_NAME = "sgl_aspects_cpu"
 
 #: Asked of the device itself, with the same meaning on both sides.
 _DEVICE_METHODS = (
-    "get_device",
     "set_device",
     "get_device_name",
     "get_device_uuid",
     "reindex_device_id",
+    "seed_everything",
     "get_device_total_memory",
     "get_available_memory",
     "empty_cache",
@@ -39,19 +43,34 @@ _DEVICE_METHODS = (
     "init_backend",
     "post_load_model",
 )
-#: Passed on where the platform wrote its own, else SGLang's answer stands: name -> is it a class?
-_FACTORIES = {
-    "get_paged_allocator_cls": True,
-    "get_graph_runner_cls": True,
-    "get_piecewise_backend_cls": True,
-    "get_compile_backend": False,
-    "get_quantization_config": False,
-    "get_communicator_class": True,
-    "verify_quantization": False,
-    "supports_speculative_algorithm": False,
-    "get_speculative_worker_cls": True,
-    "get_speculative_graph_runner_cls": True,
+#: Passed on where the vendor wrote them, else SGLang's answer stands.
+_FACTORIES = (
+    "get_compile_backend",
+    "get_quantization_config",
+    "verify_quantization",
+    "supports_speculative_algorithm",
+)
+#: Likewise, and the answer is a class or its name.
+_CLASS_FACTORIES = (
+    "get_paged_allocator_cls",
+    "get_graph_runner_cls",
+    "get_piecewise_backend_cls",
+    "get_communicator_class",
+    "get_speculative_worker_cls",
+    "get_speculative_graph_runner_cls",
+)
+#: The embedded runtime: its classes work with its own scheduler only.
+_RUNTIME = "sgl_aspects.runtime."
+#: SGLang's runners and compilers of graphs for devices that torch.cuda drives, by version, newest first.
+_CUDA_CLASSES = {
+    "get_graph_runner_cls": (
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",  # from 0.5.16
+        "sglang.srt.model_executor.cuda_graph_runner:CudaGraphRunner",
+    ),
+    "get_piecewise_backend_cls": ("sglang.srt.compilation.cuda_piecewise_backend:CUDAPiecewiseBackend",),
 }
+#: Capabilities that are worth nothing without a class.
+_NEEDS = {"graph_capture": "get_graph_runner_cls", "piecewise_graph": "get_piecewise_backend_cls"}
 #: SGLang's capability to ours.
 _CAPABILITIES = (
     "supports_triton",
@@ -60,11 +79,18 @@ _CAPABILITIES = (
     "hicache_device_kernels",
     "supports_pynccl",
 )
-#: What SGLang up to 0.5.22 demands of a platform where newer ones take None for "yours will do".
+#: What SGLang up to 0.5.22 demands of a platform where newer ones take None for "yours will do": kinds of
+#: pools by SGLang's method, and its own classes.
+_POOL_KINDS = {
+    "get_mha_kv_pool_cls": "mha",
+    "get_mla_kv_pool_cls": "mla",
+    # Two names of one pool, in this order.
+    "get_nsa_kv_pool_cls": "dsa",
+    "get_dsa_kv_pool_cls": "dsa",
+}
 _IN_TREE = {
     "get_mha_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
     "get_mla_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool",
-    # Two names of one pool, in this order.
     "get_nsa_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:NSATokenToKVPool",
     "get_dsa_kv_pool_cls": "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool",
     "get_paged_allocator_cls": "sglang.srt.mem_cache.allocator:PagedTokenToKVPoolAllocator",
@@ -95,27 +121,32 @@ def bridged(platform_class: type[SRTPlatform]) -> type:
         "__init__": _init(platform_class),
         "get_current_memory_usage": _get_current_memory_usage,
         "is_pin_memory_available": _is_pin_memory_available,
-        "seed_everything": _seed_everything,
         "get_cpu_architecture": _get_cpu_architecture,
         "get_device_capability": _get_device_capability,
         "get_torch_profiler_activity": _get_torch_profiler_activity,
         "get_torch_profiler_activity_str": _get_torch_profiler_activity_str,
-        **{name: _forward(name, False) for name in _DEVICE_METHODS},
+        "get_device": _get_device,
+        **{name: _forward(name) for name in _DEVICE_METHODS},
     }
-    for name, is_class in _FACTORIES.items():
-        if _is_own(platform_class, name):
-            members[name] = _forward(name, is_class)
+    for name in _FACTORIES:
+        if _is_vendors(platform_class, name):
+            members[name] = _forward(name)
+    for name in _CLASS_FACTORIES:
+        if _has_class(platform_class, name):
+            members[name] = _forward_class(name)
     capabilities = getattr(interface, "PlatformCapabilities", None)
     if capabilities is not None:
         members["capabilities"] = capabilities(**_known_capabilities(platform_class, capabilities))
     members.update(_pools(platform_class, base))
     # Older names of the same answers; on a newer SGLang nobody asks.
     for name in ("support_cuda_graph", "support_piecewise_cuda_graph", "supports_fp8"):
-        members[name] = _forward(name, False)
+        members[name] = _forward(name)
     # What only SGLang knows of, where the platform's author wrote it for SGLang.
     for name in asked_by(base):
         if name not in members and hasattr(platform_class, name) and not hasattr(SRTPlatform, name):
-            members[name] = _forward(name, False)
+            members[name] = _forward(name)
+    # SGLang's messages name the platform's class.
+    members.update(__module__=platform_class.__module__, __qualname__=platform_class.__qualname__)
     return type(platform_class.__name__, (base,), members)
 
 
@@ -133,13 +164,80 @@ def _init(platform_class: type[SRTPlatform]) -> Any:
     return __init__
 
 
-def _forward(name: str, is_class: bool) -> Any:
+def _forward(name: str) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = getattr(self.platform, name)(*args, **kwargs)
-        return resolve_qualified_name(answer) if is_class and answer is not None else answer
+        return getattr(self.platform, name)(*args, **kwargs)
 
     forward.__name__ = name
     return forward
+
+
+def _forward_class(name: str) -> Any:
+    """A factory of the vendor's; where it names none that SGLang can use, SGLang's own class."""
+
+    def factory(self: Any, *args: Any, **kwargs: Any) -> type | None:
+        cls = type(self.platform)
+        if not _is_vendors(cls, name):
+            return _cuda_class(cls, name)
+        method = getattr(self.platform, name)
+        answer = method(*args, **_accepted(method, kwargs))
+        if answer is None:
+            return None
+        found = _resolved(answer, cls, name)
+        runtime = next((base for base in found.__mro__ if base.__module__.startswith(_RUNTIME)), None)
+        if runtime is None:
+            return found
+        own = _cuda_class(cls, name)
+        if own is None and name in _NEEDS.values():
+            raise PlatformError(
+                f"{_method_name(cls, name)} names {found.__module__}:{found.__qualname__}, made for the "
+                f"embedded runtime ({runtime.__module__}:{runtime.__qualname__}): for SGLang write a class "
+                f"of your own, or start it with --disable-cuda-graph"
+            )
+        return own
+
+    factory.__name__ = name
+    return factory
+
+
+def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that ``method`` takes: newer versions of SGLang pass more."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return keywords
+    return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def _resolved(answer: type | str, cls: type, name: str) -> type:
+    try:
+        return resolve_qualified_name(answer)
+    except PlatformError as error:
+        raise type(error)(f"{_method_name(cls, name)}: {error}") from error
+
+
+def _method_name(cls: type, name: str) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}.{name}()"
+
+
+def _cuda_class(platform_class: type, name: str) -> type | None:
+    """SGLang's own class for devices that torch.cuda drives; None on others."""
+    if getattr(platform_class, "device_type", "") != "cuda":
+        return None
+    names = _CUDA_CLASSES.get(name, ())
+    found = next((each for each in names if _has_module(each.partition(":")[0])), None)
+    return None if found is None else resolve_qualified_name(found)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package on the way
+        return False
+
+
+def _get_device(self: Any, device_id: int | None = 0) -> Any:
+    """SGLang asks for None where no device was chosen, and wants the name of the device's type then."""
+    return self.device_type if device_id is None else self.platform.get_device(device_id)
 
 
 def _get_current_memory_usage(self: Any, device: Any = None) -> float:
@@ -165,11 +263,6 @@ def _get_cpu_architecture(self: Any) -> Any:
     return CpuArchEnum[self.platform.get_cpu_architecture().name]
 
 
-def _seed_everything(self: Any, seed: int | None = None) -> None:
-    if seed is not None:
-        self.platform.seed_everything(seed)
-
-
 def _get_torch_profiler_activity(self: Any) -> Any:
     return self.platform.get_profiler_activities()[-1]
 
@@ -178,41 +271,53 @@ def _get_torch_profiler_activity_str(self: Any) -> str:
     return str(self.platform.get_profiler_activities()[-1].name)
 
 
-def _is_own(platform_class: type, name: str) -> bool:
-    """Whether the platform's author wrote the method, or it is this package's default."""
+def _is_vendors(platform_class: type, name: str) -> bool:
+    """Whether the platform's author wrote the method, or it comes with sgl_aspects."""
     method = getattr(platform_class, name, None)
-    return method is not None and method is not getattr(SRTPlatform, name, None)
+    return method is not None and not str(method.__module__).startswith("sgl_aspects.")
 
 
 def _known_capabilities(platform_class: type[SRTPlatform], capabilities: Any) -> dict[str, bool]:
+    """Ours, by SGLang's names; none that needs a class where there is none to hand over."""
     known = getattr(capabilities, "__struct_fields__", ()) or capabilities.__annotations__
     ours = platform_class.capabilities
-    return {name: getattr(ours, name) for name in _CAPABILITIES if name in known and hasattr(ours, name)}
+    return {
+        name: getattr(ours, name) and (name not in _NEEDS or _has_class(platform_class, _NEEDS[name]))
+        for name in _CAPABILITIES
+        if name in known and hasattr(ours, name)
+    }
+
+
+def _has_class(platform_class: type[SRTPlatform], factory: str) -> bool:
+    """Decided without an import: a bridge is made while SGLang's modules are half imported."""
+    on_cuda = platform_class.device_type == "cuda" and factory in _CUDA_CLASSES
+    return on_cuda or _is_vendors(platform_class, factory)
 
 
 def _pools(platform_class: type[SRTPlatform], base: type) -> dict[str, Any]:
     """KV pools and allocator, by the names that this SGLang asks for."""
     if hasattr(base, "get_kv_pool_cls"):
         return {"get_kv_pool_cls": _get_kv_pool_cls}
-    members: dict[str, Any] = {}
-    for name, in_tree in _IN_TREE.items():
-        ours = "get_nsa_kv_pool_cls" if name == "get_dsa_kv_pool_cls" else name
-        if hasattr(base, name):
-            members[name] = _forward(ours, True) if _is_own(platform_class, ours) else _named(in_tree)
-    return members
+    return {name: _or_in_tree(name) for name in _IN_TREE if hasattr(base, name)}
 
 
 def _get_kv_pool_cls(self: Any, *, kind: str) -> type | None:
     """None lets SGLang take its own pool, which runs on every torch device."""
-    names = {"mha": "get_mha_kv_pool_cls", "mla": "get_mla_kv_pool_cls", "dsa": "get_nsa_kv_pool_cls"}
-    cls = type(self.platform)
-    if _is_own(cls, "get_kv_pool_cls") or _is_own(cls, names.get(kind, "")):
-        return resolve_qualified_name(self.platform.get_kv_pool_cls(kind=kind))
-    return None
+    own = {"mha": "get_mha_kv_pool_cls", "mla": "get_mla_kv_pool_cls", "dsa": "get_nsa_kv_pool_cls"}
+    if _is_vendors(type(self.platform), "get_kv_pool_cls"):
+        found: type | None = _forward_class("get_kv_pool_cls")(self, kind=kind)
+    else:
+        found = _forward_class(own[kind])(self) if kind in own else None
+    return found
 
 
-def _named(qualified_name: str) -> Any:
+def _or_in_tree(name: str) -> Any:
+    """An older SGLang does without None: it gets its own class."""
+
     def factory(self: Any) -> type:
-        return resolve_qualified_name(qualified_name)
+        kind = _POOL_KINDS.get(name)
+        found = _get_kv_pool_cls(self, kind=kind) if kind else _forward_class(name)(self)
+        return found or resolve_qualified_name(_IN_TREE[name])
 
+    factory.__name__ = name
     return factory

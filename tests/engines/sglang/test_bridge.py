@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from sgl_aspects.platforms import CpuArchEnum, DeviceCapability, PlatformCapabilities
+from sgl_aspects.errors import PlatformError
+from sgl_aspects.platforms import CpuArchEnum, DeviceCapability, PlatformCapabilities, SRTPlatform
 from sgl_aspects.platforms.cpu import CpuPlatform
+from sgl_aspects.platforms.cuda import CudaPlatform
+from sgl_aspects.platforms.rocm import RocmPlatform
 from sgl_aspects.platforms.sglang_bridge import activate_cpu, bridged
 from tests.support.stand_ins import Engine
 
@@ -81,7 +84,7 @@ class Acme(CpuPlatform):
         return DeviceCapability(9, 1)
 
 
-def bridge(engine: Engine, interface: str, platform: type[CpuPlatform]) -> Any:
+def bridge(engine: Engine, interface: str, platform: type[SRTPlatform]) -> Any:
     engine.write("sglang/srt/platforms/device_mixin.py", DEVICE_MIXIN)
     engine.write("sglang/srt/platforms/interface.py", interface)
     for path, text in IN_TREE.items():
@@ -148,6 +151,107 @@ def test_a_vendors_pool_goes_over_to_an_older_sglang(engine: Engine) -> None:
     assert platform.get_mha_kv_pool_cls() is collections.OrderedDict
     assert platform.support_cuda_graph()
     assert isinstance(platform.platform.get_cpu_architecture(), CpuArchEnum)
+
+
+# -- CUDA, and what a vendor makes of it -------------------------------------------------------------------
+
+RUNNERS = {
+    "new": ("model_executor/runner/decode_cuda_graph_runner.py", "DecodeCudaGraphRunner"),
+    "old": ("model_executor/cuda_graph_runner.py", "CudaGraphRunner"),
+}
+
+
+class Embedded(CudaPlatform):
+    """A vendor's, with the embedded runtime's runner by its own word."""
+
+    def get_graph_runner_cls(self) -> type | str:
+        return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
+
+
+class VendorOfCuda(CudaPlatform):
+    def get_graph_runner_cls(self) -> type | str:
+        return "collections:Counter"
+
+
+@pytest.mark.parametrize("version", ["new", "old"])
+@pytest.mark.parametrize("platform_class", [CudaPlatform, RocmPlatform, Embedded])
+def test_graphs_on_cuda_are_those_of_sglangs_own_runner(
+    engine: Engine, version: str, platform_class: type[SRTPlatform]
+) -> None:
+    path, name = RUNNERS[version]
+    engine.write(f"sglang/srt/{path}", f"class {name}: ...")
+    engine.write("sglang/srt/compilation/cuda_piecewise_backend.py", "class CUDAPiecewiseBackend: ...")
+    platform = bridge(engine, NEW if version == "new" else OLD, platform_class)
+    # SGLang makes its platform while it is half imported: no more of it may be imported for that.
+    assert not any("model_executor" in module or "compilation" in module for module in engine.modules())
+    runner = platform.get_graph_runner_cls()
+    assert runner is getattr(engine.load(f"sglang.srt.{path[:-3].replace('/', '.')}"), name)
+    backend = engine.load("sglang.srt.compilation.cuda_piecewise_backend").CUDAPiecewiseBackend
+    assert platform.get_piecewise_backend_cls() is backend
+    assert platform.support_cuda_graph()
+    if version == "new":
+        assert platform.capabilities.given["graph_capture"]
+
+
+def test_a_vendor_who_derives_from_cuda_keeps_a_runner_of_its_own(engine: Engine) -> None:
+    import collections
+
+    assert bridge(engine, NEW, VendorOfCuda).get_graph_runner_cls() is collections.Counter
+
+
+def test_classes_of_the_embedded_runtime_are_never_handed_over(engine: Engine) -> None:
+    class Loopback(Acme):
+        def get_graph_runner_cls(self) -> type | str:
+            return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
+
+        def get_mha_kv_pool_cls(self) -> type | str:
+            return "sgl_aspects.runtime.kv_cache:MHATokenPool"
+
+    platform = bridge(engine, NEW, Loopback)
+    assert platform.get_kv_pool_cls(kind="mha") is None
+    with pytest.raises(PlatformError) as error:
+        platform.get_graph_runner_cls()
+    assert f"{__name__}.test_classes" in str(error.value)
+    assert "sgl_aspects.runtime.execution.graph_runner:GraphRunner" in str(error.value)
+    assert "--disable-cuda-graph" in str(error.value)
+
+
+def test_a_capability_without_a_class_for_it_is_not_claimed(engine: Engine) -> None:
+    class Bare(CpuPlatform):
+        capabilities = PlatformCapabilities(graph_capture=True)
+
+    assert not bridge(engine, NEW, Bare).capabilities.given["graph_capture"]
+
+
+def test_the_bridges_class_is_named_as_the_platforms_is(engine: Engine) -> None:
+    bridge_class = type(bridge(engine, NEW, Acme))
+    assert f"{bridge_class.__module__}.{bridge_class.__qualname__}" == f"{__name__}.Acme"
+
+
+def test_a_class_that_cannot_be_loaded_is_told_with_the_method_that_names_it(engine: Engine) -> None:
+    class Wrong(Acme):
+        def get_graph_runner_cls(self) -> type | str:
+            return "no_such_module:Runner"
+
+    with pytest.raises(PlatformError, match=r"Wrong\.get_graph_runner_cls\(\): 'no_such_module:Runner'"):
+        bridge(engine, NEW, Wrong).get_graph_runner_cls()
+
+
+@pytest.mark.parametrize("platform_class", [CpuPlatform, CudaPlatform, Acme])
+def test_without_a_chosen_device_sglang_gets_the_name_of_the_devices_type(
+    engine: Engine, platform_class: type[SRTPlatform]
+) -> None:
+    assert bridge(engine, NEW, platform_class).get_device(None) == platform_class.device_type
+
+
+def test_a_newer_sglang_may_pass_more_than_a_vendor_takes(engine: Engine) -> None:
+    class Drafting(Acme):
+        def get_speculative_graph_runner_cls(self, algorithm: str) -> type | str:
+            return "collections:Counter"
+
+    platform = bridge(engine, NEW, Drafting)
+    found = platform.get_speculative_graph_runner_cls(algorithm="EAGLE", phase="draft_decode")
+    assert found.__name__ == "Counter"
 
 
 @pytest.mark.parametrize("chosen", [None, "cuda", "acme", "sgl_aspects_cpu_2"])
