@@ -1,13 +1,14 @@
 """What tracing costs a real SGLang server with a real small model (in .sglang-venv):
 
     python -m benchmarks.sglang_overhead [--minutes 4] [--model FOLDER] [--sizes 1 16] [--subjects 2 3]
+    python -m benchmarks.sglang_overhead --device cuda --model FOLDER --sizes 1 16 64 [--eager] [--turn 60]
 
 One server that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`):
 the level is changed live, so that nothing else differs. A step goes from one call of the scheduler's
-``process_batch_result`` to the next, stamped there. "attached" compares level 0 with hooks and level 0
-without any, each other function SGLang's own again; "nothing" compares level 0 with itself: its distance from
-0 is noise. SGLang's own tracing (--enable-trace, level 3) is decided with each request: there turns are
-requests, timed by their client.
+``process_batch_result`` to the next, stamped there, on the wall and by the thread's own processor time.
+"attached" compares level 0 with hooks and level 0 without any, each other function SGLang's own again;
+"nothing" compares level 0 with itself: its distance from 0 is noise. SGLang's own tracing (--enable-trace,
+level 3) is decided with each request: there turns are requests, timed by their client.
 
 All export over OTLP to one receiver. Our collector is stopped while the level is 0: what it has to do for a
 level is done in that level's turns.
@@ -27,13 +28,14 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks.receiver import receiver
-from benchmarks.step_times import StepTimes
+from benchmarks.step_times import StepTimes, thread_mean
 from benchmarks.switch import Switch
-from benchmarks.turns import Pair, alternate, more, step_aside
+from benchmarks.turns import compare, interval, step_aside
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.tracing.control import Control, runs, write_control
 from tests.support import sglang_server
@@ -54,6 +56,7 @@ class Traced:
 
     def __init__(self, server: Server, switch: Switch, steps: StepTimes) -> None:
         self.server, self.steps, self._switch = server, steps, switch
+        self.tokens, self.few_tokens = TOKENS, FEW_TOKENS
         (first,) = (ring for run in runs() for ring in run.glob(f"{server.process.pid}-*.ring"))
         self._rings = list(first.parent.glob("*.ring"))
         (self._collector,) = (
@@ -84,7 +87,7 @@ class Traced:
         def ask() -> None:
             step_aside()  # of Linux' threads each has its own priority
             while not is_over.is_set():
-                for _ in self._answer(size, TOKENS):
+                for _ in self._answer(size, self.tokens):
                     if is_over.is_set():
                         break
 
@@ -100,8 +103,8 @@ class Traced:
         """The seconds of a step in a whole batch."""
         while True:
             start = time.perf_counter()
-            list(self._answer(size, FEW_TOKENS))
-            yield (time.perf_counter() - start) / FEW_TOKENS
+            list(self._answer(size, self.few_tokens))
+            yield (time.perf_counter() - start) / self.few_tokens
 
     def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
         body = {
@@ -116,8 +119,11 @@ class Traced:
 
 
 @contextmanager
-def traced_server(given: str | None) -> Iterator[Traced]:
-    """``given``: the folder of a model; None: of SmolLM2, made here."""
+def traced_server(given: str | None, device: Device | None = None) -> Iterator[Traced]:
+    """A server of the model in the folder ``given``; None: of SmolLM2, made here.
+
+    ``device``: None leaves the options of the test server as they are.
+    """
     with tempfile.TemporaryDirectory() as name, receiver() as url:
         folder = Path(name)
         model = Path(given) if given else hugging_face_folder(ensure_model(), folder / "model")
@@ -131,52 +137,140 @@ def traced_server(given: str | None) -> Iterator[Traced]:
             "OTEL_BSP_SCHEDULE_DELAY": "500",
             "SGLANG_TRACE_LEVEL": "0",
         }
-        sglang_server.ARGUMENTS["--dtype"] = "bfloat16"
+        if device is not None:
+            sglang_server.ARGUMENTS.update(device.arguments)
+            sglang_server.SWITCHES = device.switches
+            environment.update(device.environment)
         traces = ("--otlp-traces-endpoint", f"{url}/sglangs/v1/traces")
         sglang_server.SWITCHES = (*sglang_server.SWITCHES, "--enable-trace", *traces)
         with serve(model, folder / "log", environment=environment) as server:
             traced = Traced(server, switch, steps)
+            if device is not None:
+                traced.tokens, traced.few_tokens = device.tokens, device.few_tokens
             try:
                 yield traced
             finally:
                 traced.collect(True)
 
 
-def measure(traced: Traced, size: int, subjects: Sequence[str], seconds: float) -> None:
-    """Prints one line a subject."""
-    found: dict[str, list[Pair]] = {subject: [] for subject in subjects}
+@dataclass(frozen=True)
+class Device:
+    """What a server is started with on a device, and how its steps are measured.
+
+    A turn has ``turn`` steps, the first ``skip`` after a switch left out; ``warm_up`` steps come before.
+    """
+
+    arguments: dict[str, str]
+    switches: tuple[str, ...]
+    environment: dict[str, str]
+    turn: int
+    skip: int
+    warm_up: int
+    tokens: int
+    few_tokens: int
+
+
+def make_device(name: str, *, eager: bool, largest_batch: int) -> Device:
+    """The CPU of any machine, or a GPU that SGLang's own platform drives, by captured graphs or eagerly."""
+    report = "--enable-cache-report"
+    if name == "cpu":
+        return Device({"--dtype": "bfloat16"}, ("--disable-cuda-graph", report), {}, 5, 1, 20, 400, 8)
+    arguments = {
+        "--device": name,
+        "--dtype": "bfloat16",
+        "--attention-backend": "triton",
+        "--context-length": "8192",
+        "--max-total-tokens": "131072",
+        "--max-running-requests": str(max(32, largest_batch)),
+        "--mem-fraction-static": "0.5",
+    }
+    graphs = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", str(largest_batch))
+    switches = (report, *(("--disable-cuda-graph",) if eager else graphs))
+    # SGLang's own platform, with what is installed of its kernels.
+    environment = {
+        "SGLANG_PLATFORM": "",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return Device(arguments, switches, environment, 60, 5, 300, 1000, 64)
+
+
+def measure(
+    traced: Traced, device: Device, size: int, subjects: Sequence[str], seconds: float
+) -> Iterator[str]:
+    """The rows of a table, one for each subject: what a step takes beyond one without it."""
+    found: dict[str, list[tuple[float, ...]]] = {subject: [] for subject in subjects}
     traced.be("2", False)
     traced.be(SGLANGS, False)
     with traced.at_work(size):
-        step = statistics.median(next(traced.steps) for _ in range(20))
+        for _ in range(device.warm_up):
+            next(traced.steps)
+        steps = [next(traced.steps) for _ in range(device.warm_up)]
+    wall, thread = statistics.median(steps), thread_mean(steps)
+    print(f"batch of {size}: a step takes {wall * 1e3:.3f} ms, its thread {thread * 1e3:.3f} ms", flush=True)
     for _ in range(ROUNDS):
         for subject in random.sample(subjects, len(subjects)):
             switch, share = partial(traced.be, subject), seconds / ROUNDS / len(subjects)
             if subject == SGLANGS:
-                found[subject] += alternate(traced.requests(size), switch, share, skip=0, count=1)
+                kinds = (statistics.median, statistics.fmean)
+                found[subject] += compare(traced.requests(size), switch, share, kinds, skip=0, count=2)
                 continue
             with traced.at_work(size):
-                if subject == ATTACHED:  # which takes a while
-                    found[subject] += alternate(traced.steps, switch, share, skip=1, count=15)
+                # To take hooks off takes a while: longer turns.
+                count = device.turn * (3 if subject == ATTACHED else 1)
+                kinds = (statistics.median, statistics.fmean, thread_mean)
+                found[subject] += compare(traced.steps, switch, share, kinds, skip=device.skip, count=count)
+                if subject == ATTACHED:
                     switch(True)
-                else:
-                    found[subject] += alternate(traced.steps, switch, share, skip=1)
-    print(f"batch of {size}, a step of {step * 1e3:.0f} ms")
     for subject, pairs in found.items():
-        medians, means = (more([1 / ratio for ratio in ratios]) for ratios in zip(*pairs))
-        print(f"  {subject}: throughput {medians}, all steps {means}, {len(pairs)} pairs", flush=True)
+        cells = [_change(ratios, base) for ratios, base in zip(zip(*pairs), (wall, wall, thread))]
+        cells += ["-"] * (3 - len(cells))  # of a request its client sees no thread
+        yield " | ".join(
+            ["", f"{size}", f"{wall * 1e3:.2f} ms", subject, *cells, f"{len(pairs)}", ""]
+        ).strip()
+
+
+def _change(ratios: Sequence[float], base: float) -> str:
+    """The median of the ratios with its 95 % interval, as per cent and as microseconds of ``base``."""
+    low, middle, high = (value - 1 for value in interval(ratios))
+    return (
+        f"{middle:+.2%} ({low:+.2%} to {high:+.2%}), "
+        f"{middle * base * 1e6:+.1f} µs ({low * base * 1e6:+.1f} to {high * base * 1e6:+.1f})"
+    )
+
+
+HEADER = """
+| batch | step | subject | median step | all steps | processor time of the scheduler's thread | pairs |
+| ---: | ---: | --- | --- | --- | --- | ---: |"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang_overhead")
     parser.add_argument("--minutes", type=float, default=4, help="of measuring, in all")
     parser.add_argument("--model", help="the folder of a model; SmolLM2 is made otherwise")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, or one that SGLang's own platform drives (cuda)"
+    )
+    parser.add_argument("--eager", action="store_true", help="decode without captured graphs")
+    parser.add_argument("--turn", type=int, help="steps of one turn")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests in a batch")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument("--page", type=Path, help="a file that the table is added to")
     given = parser.parse_args()
-    with traced_server(given.model) as traced:
+    device = make_device(given.device, eager=given.eager, largest_batch=max(given.sizes))
+    if given.turn:
+        device = replace(device, turn=given.turn)
+    rows = [HEADER]
+    with traced_server(given.model, device) as traced:
+        print(f"ready after {traced.server.start_seconds:.0f} s", flush=True)
         for size in given.sizes:
-            measure(traced, size, given.subjects, given.minutes * 60 / len(given.sizes))
+            share = given.minutes * 60 / len(given.sizes)
+            rows += measure(traced, device, size, given.subjects, share)
+            print("\n".join(rows), flush=True)
+    if given.page:
+        with given.page.open("a") as page:
+            page.write("\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,13 +20,31 @@ class Pair(NamedTuple):
     mean: float
 
 
+Measure = Callable[[Sequence[float]], float]
+
+
 def alternate(
     steps: Iterator[float], switch: Callable[[bool], None], seconds: float, *, skip: int = 1, count: int = 5
 ) -> list[Pair]:
-    """For so many seconds: it is switched on and off every few steps, the first ones of which do not count.
+    """The pairs of :func:`compare`, by the median and by the mean of each turn's steps."""
+    measures = (median, fmean)
+    return [Pair(*ratios) for ratios in compare(steps, switch, seconds, measures, skip=skip, count=count)]
 
-    ``steps`` gives the seconds of a step, forever. A machine that gets slower or faster for a while does so
-    for all parts of a ratio.
+
+def compare(
+    steps: Iterator[float],
+    switch: Callable[[bool], None],
+    seconds: float,
+    measures: Sequence[Measure],
+    *,
+    skip: int,
+    count: int,
+) -> list[tuple[float, ...]]:
+    """Switch on and off in turns of ``count`` steps for ``seconds``; a ratio for each turn and measure.
+
+    :param steps: the seconds of a step, without end. A machine that gets slower or faster for a while does so
+        for all parts of a ratio.
+    :param skip: how many steps after each switch do not count.
     """
 
     def turn(is_on: bool) -> list[float]:
@@ -35,12 +53,12 @@ def alternate(
             next(steps)
         return [next(steps) for _ in range(count)]
 
-    found: list[Pair] = []
+    found: list[tuple[float, ...]] = []
     end = time.monotonic() + seconds
     before = turn(False)
     while time.monotonic() < end:
         during, after = turn(True), turn(False)
-        found.append(Pair(*(kind(during) / kind(before + after) for kind in (median, fmean))))
+        found.append(tuple(measure(during) / measure(before + after) for measure in measures))
         before = after
     return found
 

@@ -1,7 +1,9 @@
-"""The earlier place of :mod:`tests.support.sglang_server`: scripts outside the tree import it from here."""
+"""Earlier name of :mod:`tests.support.sglang_server`, for scripts outside the tree: the same module."""
 
 from __future__ import annotations
 
-from tests.support.sglang_server import Server, serve
+import sys
 
-__all__ = ["Server", "serve"]
+from tests.support import sglang_server
+
+sys.modules[__name__] = sglang_server
