@@ -36,7 +36,7 @@ class CudaPlatform(CudaDeviceMixin, SRTPlatform):
     """The embedded runtime on NVIDIA GPUs, with kernels in Triton where Triton is installed."""
 
     capabilities: ClassVar[PlatformCapabilities] = PlatformCapabilities(
-        supports_triton=True, graph_capture=True, piecewise_graph=True, supports_pynccl=True
+        supports_triton=True, graph_capture=True, supports_pynccl=True
     )
 
     def get_default_attention_backend(self) -> str:
@@ -55,9 +55,6 @@ class CudaPlatform(CudaDeviceMixin, SRTPlatform):
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "inductor"
-
-    def get_piecewise_backend_cls(self) -> type | str:
-        return "sgl_aspects.runtime.execution.piecewise:PiecewiseBackend"
 
 
 #: SGLang's name for its own platform of this device.

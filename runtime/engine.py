@@ -31,7 +31,7 @@ from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.processes.link import SchedulerLink
 from sgl_aspects.runtime.processes.messages import StatsRequest, UpdateWeightsRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.runtime.server_args import ServerArgs
+from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 
 __all__ = ["Engine", "GenerationResult", "RequestHandle", "StreamChunk"]
 
@@ -47,8 +47,9 @@ class Engine:
         if server_args is not None and fields:
             raise ConfigError("give Engine a ServerArgs or its fields, not both")
         _refuse_second_import()
-        self.server_args = args = server_args or ServerArgs(**fields)
+        args = server_args or ServerArgs(**fields)
         load_plugins()
+        self.server_args = args = with_platform_defaults(args)
         checkpoint = open_checkpoint(str(args.model_path))
         config = checkpoint.config
         link = SchedulerLink(args)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,12 +54,18 @@ class ServerArgs:
     disable_graphs: bool = False
     #: True: a step is scheduled when the one before it is done, also where the device could work meanwhile.
     disable_overlap: bool = False
-    #: True: layers are compiled in pieces, where the platform can. The first steps take much longer.
+    #: True: layers are compiled, where the platform can. The first steps take much longer.
     compile: bool = False
+    #: What the platform's compiler is to be told, in its own words: see ``get_compile_backend``.
+    compile_mode: str | None = None
     #: Seconds to wait for the scheduler process to load the model.
     startup_timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """ConfigError for a value that is bad in itself."""
         if not isinstance(self.model_path, (str, os.PathLike)) or not str(self.model_path):
             raise ConfigError(
                 f"model_path={self.model_path!r}: give a Hugging Face folder or a GGUF file as a path"
@@ -89,6 +96,20 @@ class ServerArgs:
             raise ConfigError(f"startup_timeout={self.startup_timeout!r}: write a number of seconds above 0")
         if self.random_seed is not None and not is_seed(self.random_seed):
             raise ConfigError(f"random_seed={self.random_seed!r}: write a whole number of 64 bits, or None")
+
+
+def with_platform_defaults(given: ServerArgs) -> ServerArgs:
+    """A copy in which the current platform has set what the user left open.
+
+    Made once, where an engine starts, and given to each of its processes: the same holds in all of them.
+    """
+    args = replace(given)
+    current_platform.apply_server_args_defaults(args)
+    try:
+        args.check()
+    except ConfigError as error:
+        raise ConfigError(f"{error} (set by platform {current_platform.device_name!r})") from error
+    return args
 
 
 def _check_count(name: str, value: object) -> None:

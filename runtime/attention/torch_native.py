@@ -113,12 +113,25 @@ class TorchNativeBackend(AttentionBackend):
         return sparse_attention(self.kv_pool, self.page_table, query, index, layer, batch)
 
     def _gather(self, layer: Attention, pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer."""
-        source = self.kv_pool.get_page_buffer(layer.layer_id)
+        """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer.
+
+        Of a pool that knows no pages: copies, slot by slot.
+        """
+        pool = self.kv_pool
+        if not hasattr(pool, "get_page_buffer"):
+            slots = self._slots(pages).view(requests, -1)
+            buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+            keys, values = (buffer[slots].transpose(1, 2) for buffer in buffers)
+            return keys, values
+        source = pool.get_page_buffer(layer.layer_id)
         buffer = self._buffer(len(pages), source)
         torch.index_select(source, 0, pages, out=buffer)
-        keys, values = self.kv_pool.split_pages(buffer, requests)
+        keys, values = pool.split_pages(buffer, requests)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _slots(self, pages: Tensor) -> Tensor:
+        size = self.page_table.page_size
+        return (pages.unsqueeze(1) * size + torch.arange(size, device=pages.device)).flatten()
 
     _scratch: Tensor | None = None
 

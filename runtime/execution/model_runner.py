@@ -17,6 +17,7 @@ from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.dispatch import follow_requests
 from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
 from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
@@ -133,6 +134,10 @@ class ModelRunner:
             dtype=self.dtype,
             layer_num=config.num_layers,
             device=self.device,
+            # As SGLang makes its pools: one stage has all layers, and no memory is given up meanwhile.
+            enable_memory_saver=False,
+            start_layer=0,
+            end_layer=config.num_layers - 1,
             **row,
         )
         self.page_table = PageTable(
@@ -156,15 +161,19 @@ class ModelRunner:
         )
 
     def compile_model(self) -> None:
-        """Compile the model's layers in pieces, where that is asked for."""
+        """Compile the model's layers, where that is asked for: by the platform's own class where it declares
+        ``piecewise_graph``, else by its compiler."""
         if not self.server_args.compile:
             return
-        if not self.platform.support_piecewise_cuda_graph():
+        pieces: Any = PiecewiseBackend
+        if self.platform.support_piecewise_cuda_graph():
+            pieces = resolve_qualified_name(self.platform.get_piecewise_backend_cls())
+        try:
+            pieces(self).compile()
+        except NotImplementedError as error:
             raise ConfigError(
-                f"compile=True: platform {self.platform.device_name!r} does not declare piecewise_graph "
-                "(PlatformCapabilities). Leave it out here."
-            )
-        resolve_qualified_name(self.platform.get_piecewise_backend_cls())(self).compile()
+                f"compile=True: platform {self.platform.device_name!r} has no compiler: {error}"
+            ) from error
 
     def init_graphs(self) -> None:
         """The platform's graph runner, and what it captures; None where there is nothing to capture with."""

@@ -1,4 +1,4 @@
-"""Piecewise compilation: each layer's work before and after attention becomes one compiled piece.
+"""Compiled layers: each one's work before and after attention becomes one compiled piece.
 
 Attention stays as it is: its backend has kernels of its own, and reads sizes that differ from step to step.
 """
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class PiecewiseBackend:
-    """What ``SRTPlatform.get_piecewise_backend_cls`` names. A vendor's own has ``compile``."""
+    """For platforms that name no class of their own (``get_piecewise_backend_cls``), which has ``compile``.
+
+    Nothing is captured: a platform whose pieces are replayed as graphs declares ``piecewise_graph``.
+    """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self._runner = model_runner
@@ -25,7 +28,7 @@ class PiecewiseBackend:
         """Each piece is compiled at its first call, by the platform's backend, for any number of tokens."""
         attention: Any = self._runner.attention_backend
         attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
-        backend = self._runner.platform.get_compile_backend()
+        backend = self._runner.platform.get_compile_backend(self._runner.server_args.compile_mode)
         for module in self._runner.model.modules():
             if isinstance(module, DecoderLayer):
                 module.compile(backend=backend, dynamic=True)

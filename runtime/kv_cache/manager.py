@@ -32,8 +32,8 @@ class KVCache:
         self.page_size = allocator.page_size
         self.prefix_cache = PrefixCache(allocator.page_size, allocator.free)
         self._keeps_prefixes = prefix_cache
-        # A page of one token is written before it is read.
-        self._clears_pages = clears_pages and allocator.page_size > 1
+        # A page of one token is written before it is read; a pool without `clear` begins with zeros.
+        self._clears_pages = clears_pages and allocator.page_size > 1 and hasattr(pool, "clear")
 
     @property
     def total_size(self) -> int:

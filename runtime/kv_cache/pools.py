@@ -6,8 +6,10 @@
     "dsa"   │ the row of "mla" │ indexer key │                        what picks the tokens to read
 
 A slot is the place of one token; page 0, the first ``page_size`` slots, is padding that no request owns.
-Every pool has ``dtype``, ``clear``, ``set_kv_buffer``, ``get_key_buffer`` and ``get_value_buffer``; one that
-attention backends may gather whole pages from has ``get_page_buffer`` and ``split_pages`` too.
+Every pool has ``dtype``, ``set_kv_buffer``, ``get_key_buffer`` and ``get_value_buffer``, and is made with the
+keywords that SGLang gives: size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer
+(the last one that it has), and the sizes of a row. What else the engine can use of a pool, where it has it:
+``clear``, and for attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
 """
 
 from __future__ import annotations
@@ -17,21 +19,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.runtime.kv_cache.pages import copy_to
 
 
 def token_bytes(kind: str, dtype: torch.dtype, layer_num: int, **row: int) -> int:
     """Bytes of one token in all layers; ``row`` are the sizes that a pool of this kind is made with."""
-    width = 2 * row["head_num"] * row["head_dim"] if kind == "mha" else sum(row.values())
-    return layer_num * width * dtype.itemsize
+    if kind == "mha":
+        return layer_num * 2 * row["head_num"] * row["head_dim"] * dtype.itemsize
+    key = row.get("kv_cache_dim") or row["kv_lora_rank"] + row["qk_rope_head_dim"]
+    return layer_num * (key + row.get("index_head_dim", 0)) * dtype.itemsize
 
 
 class TokenPool:
-    """One row of ``width`` numbers a token, in pages: what the pools here share. ``size`` in tokens."""
+    """One row of ``width`` numbers a token, in pages: what the pools here share. ``size`` in tokens.
+
+    ConfigError for ``enable_memory_saver``: what is allocated here stays.
+    """
 
     def __init__(
-        self, size: int, page_size: int, dtype: torch.dtype, layer_num: int, device: torch.device, width: int
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device,
+        width: int,
+        enable_memory_saver: bool = False,
+        start_layer: int = 0,
+        end_layer: int | None = None,
     ) -> None:
+        if enable_memory_saver:
+            raise ConfigError("enable_memory_saver: the pools of this engine keep their memory")
+        self.start_layer = start_layer
+        self.end_layer = start_layer + layer_num - 1 if end_layer is None else end_layer
         self.dtype = dtype
         self.width = width
         pages = size // page_size + 1  # page 0 is the padding
@@ -54,21 +75,21 @@ class TokenPool:
 
     def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value [tokens, heads, head_dim] of one layer into ``slots``."""
-        keys, values = self._buffers[layer_id]
+        keys, values = self._buffers[layer_id - self.start_layer]
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         """[slots, heads, head_dim], a view."""
-        return self._buffers[layer_id][0]
+        return self._buffers[layer_id - self.start_layer][0]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
         """[slots, heads, v_head_dim], a view."""
-        return self._buffers[layer_id][1]
+        return self._buffers[layer_id - self.start_layer][1]
 
     def get_page_buffer(self, layer_id: int) -> Tensor:
         """[pages, page_size * width], a view: what a gather by pages reads."""
-        return self._pages[layer_id]
+        return self._pages[layer_id - self.start_layer]
 
     def split_pages(self, gathered: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Pages of requests, as many of each, as keys and values [requests, tokens, heads, head_dim]."""
@@ -130,4 +151,4 @@ class NSATokenPool(MLATokenPool):
 
     def get_index_key_buffer(self, layer_id: int) -> Tensor:
         """[slots, index_head_dim], a view."""
-        return self.rows[layer_id][:, self.index_start :]
+        return self.rows[layer_id - self.start_layer][:, self.index_start :]

@@ -188,7 +188,9 @@ class ModelConfig:
         if self.mla is None:
             return {"head_num": max(self.num_kv_heads // num_ranks, 1), "head_dim": self.head_dim}
         row = {"kv_lora_rank": self.mla.kv_lora_rank, "qk_rope_head_dim": self.mla.qk_rope_head_dim}
-        return row if self.mla.indexer is None else {**row, "index_head_dim": self.mla.indexer.head_dim}
+        if self.mla.indexer is None:
+            return row
+        return {**row, "kv_cache_dim": sum(row.values()), "index_head_dim": self.mla.indexer.head_dim}
 
 
 def _require(name: str, value: str, supported: tuple[str, ...]) -> None:

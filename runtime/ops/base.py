@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,14 +11,30 @@ from torch import nn
 
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch import get_manager
+from sgl_aspects.runtime.dispatch.process import process_manager
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
 
 
-class Operator(nn.Module):
+class _Operators(type):
+    """A form that is written into a class later serves from the next call on."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name.startswith("forward_"):
+            _choose_anew()
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        if name.startswith("forward_"):
+            _choose_anew()
+
+
+class Operator(nn.Module, metaclass=_Operators):
     """Runs what the policy chooses for ``op_name``: a form of its class, or an operator's function.
 
     ``forward_native`` is plain PyTorch, works on every device, and is what the others are compared with.
-    ``forward_<key>`` is the form for platforms of that dispatch key, a vendor's implementation by that name.
+    ``forward_<key>`` is the form for platforms of that dispatch key, a vendor's implementation by that name;
+    :meth:`register_oot_forward` gives one from outside, under the name that SGLang's operators have for it.
     Functions of :mod:`~sgl_aspects.runtime.dispatch` come in through :meth:`call_function`.
     """
 
@@ -25,6 +42,17 @@ class Operator(nn.Module):
     op_name: ClassVar[str] = ""
     #: True where ``call_function`` is written.
     takes_functions: bool = False
+    #: Dispatch key → class → the form that was registered from outside.
+    oot_forwards: ClassVar[dict[str, dict[type, Callable[..., Any]]]] = {}
+
+    @classmethod
+    def register_oot_forward(cls, op_cls: type, fn: Callable[..., Any], platform_key: str) -> None:
+        """Let ``fn(layer, ...)`` serve layers of exactly ``op_cls`` where the dispatch key is ``platform_key``.
+
+        It comes before a method ``forward_<platform_key>``, and serves from the next call on.
+        """
+        cls.oot_forwards.setdefault(platform_key, {})[op_cls] = fn
+        _choose_anew()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -57,10 +85,10 @@ class Operator(nn.Module):
     def forms(cls) -> tuple[OpImpl, ...]:
         """The class's own implementations: its methods ``forward_native`` and ``forward_<key>``."""
         here = current_platform.get_dispatch_key_name()
+        registered = cls.oot_forwards.get(here, {}).get(cls)
+        own = {name for name in dir(cls) if name.startswith("forward_")}
         found = []
-        for name in dir(cls):
-            if not name.startswith("forward_"):
-                continue
+        for name in sorted(own | ({f"forward_{here}"} if registered else set())):
             key = name.removeprefix("forward_")
             native = key == "native"
             against = f"the platform's dispatch key is {here!r}"
@@ -69,7 +97,7 @@ class Operator(nn.Module):
                     cls.op_name,
                     f"{cls.__name__}.{name}",
                     ImplKind.REFERENCE if native else ImplKind.VENDOR,
-                    getattr(cls, name),
+                    registered if registered and key == here else getattr(cls, name),
                     vendor=None if native else key,
                     is_available=_answer(True if native or key == here else against),
                     takes_layer=True,
@@ -95,6 +123,12 @@ class Operator(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._site = get_manager().site(self.op_name, self)
+
+
+def _choose_anew() -> None:
+    manager = process_manager()
+    if manager is not None:
+        manager.choose_anew()
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -70,6 +70,8 @@ class FailureMessage:
     error_type: str
     message: str
     traceback: str
+    #: The requests that the scheduler was at work on.
+    rids: list[str] = field(default_factory=list)
     #: When, of ``time.monotonic_ns``: the first error of several ranks led to the others.
     time_ns: int = field(default_factory=time.monotonic_ns)
 

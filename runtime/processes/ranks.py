@@ -16,6 +16,10 @@ from sgl_aspects.runtime.processes.worker import run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
 
 
+#: Of a batch that failed, so many requests are named.
+_NAMED = 8
+
+
 class RankProcesses:
     """Started when it is made. The first of ``connections`` is the pipe to rank 0, which answers for all."""
 
@@ -89,13 +93,21 @@ class RankProcesses:
         if self.failures and not killed:
             rank = min(self.failures, key=lambda rank: self.failures[rank].time_ns)
             failure = self.failures[rank]
-            what = f"failed with {failure.error_type}: {failure.message}"
+            what = f"failed with {failure.error_type}: {failure.message}{_at_work_on(failure.rids)}"
         else:
             ended = [rank for rank, code in exits.items() if code is not None]
             rank = (killed or ended or [0])[0]
             what = exit_in_words(exits[rank])
         who = f"the scheduler process of rank {rank}" if len(exits) > 1 else "the scheduler process"
         return f"{who} {what}", failure
+
+
+def _at_work_on(rids: list[str]) -> str:
+    if not rids:
+        return ""
+    named = ", ".join(map(repr, rids[:_NAMED]))
+    more = f" and {len(rids) - _NAMED} more" if len(rids) > _NAMED else ""
+    return f", at work on request{'s' if len(rids) > 1 else ''} {named}{more}"
 
 
 def _start_deaf_to_ctrl_c(process: Any) -> None:

@@ -27,14 +27,21 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # OpenMP's threads spin for their next work by default: beside one busy neighbour that costs tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    scheduler = None
     try:
         load_plugins()
         from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
-        Scheduler(server_args, connection, ranks).event_loop()
+        scheduler = Scheduler(server_args, connection, ranks)
+        scheduler.event_loop()
     except Exception as error:
         logger.debug("the scheduler ends", exc_info=True)
-        failure = FailureMessage(type(error).__name__, str(error), traceback.format_exc())
+        failure = FailureMessage(
+            type(error).__name__,
+            str(error),
+            traceback.format_exc(),
+            [] if scheduler is None else scheduler.at_work_on,
+        )
         try:
             connection.send(failure)
         except OSError:

@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sgl_aspects.errors import EngineError, InvalidRequestError, ModelLoadError, QueueFullError
-from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.processes.messages import (
     AbortRequest,
@@ -54,7 +53,6 @@ class Scheduler:
         self.server_args = server_args
         self.connection = connection
         self.ranks = ranks or RankLinks()
-        current_platform.apply_server_args_defaults(server_args)
         self.model_runner = ModelRunner(server_args, self.ranks)
         self.kv_cache = self.model_runner.kv_cache
         #: In the order in which they are served. One that had to give way is where it was before.
@@ -67,6 +65,8 @@ class Scheduler:
         self.in_flight: tuple[Batch, SampledTokens] | None = None
         #: Asked for, and waiting for the requests that have begun with the old weights.
         self.weight_updates: deque[UpdateWeightsRequest] = deque()
+        #: The requests that the scheduler is at work on: named where it dies of an error.
+        self.at_work_on: list[str] = []
         self._arrivals = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
         self._owner = os.getppid()
@@ -126,6 +126,7 @@ class Scheduler:
             self.connection.send(message)
 
     def handle_message(self, message: Any) -> None:
+        self.at_work_on = [message.rid] if isinstance(message, TokenizedRequest) else []
         if isinstance(message, TokenizedRequest):
             self.add_request(message)
         elif isinstance(message, AbortRequest):
@@ -222,6 +223,7 @@ class Scheduler:
         batch = self.schedule()
         if batch is None:
             return
+        self.at_work_on = [req.rid for req in batch.reqs]
         result = self.run_batch(batch)
         self.collect()
         self.in_flight = batch, result
@@ -234,6 +236,7 @@ class Scheduler:
             return
         batch, result = self.in_flight
         self.in_flight = None
+        self.at_work_on = [req.rid for req in batch.reqs]
         outputs = self.process_batch_result(batch, result)
         if outputs:
             self._send(outputs)

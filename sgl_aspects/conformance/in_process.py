@@ -12,7 +12,7 @@ from typing import Any
 from sgl_aspects.runtime.processes.messages import TokenizedRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
-from sgl_aspects.runtime.server_args import ServerArgs
+from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 
 _TOKENS = 12
 
@@ -57,8 +57,9 @@ def generating(folder: Path, **fields: Any) -> Iterator[Generating]:
     """A scheduler on the current platform with the model in ``folder``; ``fields`` of ServerArgs."""
     ours, theirs = multiprocessing.Pipe()
     settings = {"dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4}
+    args = with_platform_defaults(ServerArgs(folder, **{**settings, **fields}))
     try:
-        yield Generating(Scheduler(ServerArgs(folder, **{**settings, **fields}), theirs), ours)
+        yield Generating(Scheduler(args, theirs), ours)
     finally:
         ours.close()
         theirs.close()

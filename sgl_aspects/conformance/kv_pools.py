@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 ROWS: dict[str, dict[str, int]] = {
     "mha": {"head_num": 3, "head_dim": 8},
     "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4},
-    "dsa": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "index_head_dim": 6},
+    "dsa": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "kv_cache_dim": 16, "index_head_dim": 6},
 }
 #: What a token has in a pool of each kind: the part, and the shape of it.
 _PARTS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -40,6 +40,9 @@ def make_pool(
         dtype=dtype,
         layer_num=layers,
         device=bench.device,
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=layers - 1,
         **(rows or ROWS[kind]),
     )
 
@@ -106,7 +109,14 @@ def write(bench: Bench, kind: str = "mha") -> str:
 
 @check(write="clear of the pool", expects="the pages named to be zero, others unchanged")
 def clear(bench: Bench, kind: str = "mha") -> str:
-    """Two pages are zeroed."""
+    """Two pages are zeroed. Optional: a pool without it begins with zeros."""
+    if not hasattr(make_pool(bench, _DTYPES[0], kind), "clear"):
+        pool = make_pool(bench, _DTYPES[0], kind)
+        for part in _PARTS[kind]:
+            for layer in range(LAYERS):
+                left = int(_buffer(pool, part, layer).count_nonzero())
+                require(left == 0, "a new pool of zeros where it has no clear", f"{left} others")
+        return "no clear: zeros at first"
     for dtype in _DTYPES:
         pool, expected = _filled(bench, dtype, kind)
         pool.clear([2, 5])

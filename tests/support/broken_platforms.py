@@ -472,7 +472,7 @@ FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     CapturesHostSizes: {"graphs.decode_steps"},
     NothingToCapture: {"graphs.decode_steps"},
     DeclaresTriton: {"capabilities.triton"},
-    NoSuchCompiler: {"capabilities.piecewise"},
+    NoSuchCompiler: {"capabilities.compiled"},
     DeclaresNccl: {"capabilities.pynccl"},
     ForgetsSeed: {"determinism.seed"},
 }

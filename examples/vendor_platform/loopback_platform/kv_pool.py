@@ -6,7 +6,7 @@ import torch
 
 
 class LoopbackTokenPool:
-    """[layers, slots, heads, head_dim], twice. Slots 0 to page_size - 1 are page 0, the padding."""
+    """[layers, slots, heads, head_dim], twice, of the layers from ``start_layer`` to ``end_layer``. Slots 0 to page_size - 1 are page 0, the padding."""
 
     def __init__(
         self,
@@ -17,9 +17,13 @@ class LoopbackTokenPool:
         device: torch.device,
         head_num: int,
         head_dim: int,
+        enable_memory_saver: bool,
+        start_layer: int,
+        end_layer: int,
     ) -> None:
         self.dtype = dtype
         self.page_size = page_size
+        self.start_layer = start_layer
         slots = (size // page_size + 1) * page_size
         self.keys = torch.zeros(layer_num, slots, head_num, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -33,11 +37,11 @@ class LoopbackTokenPool:
     def set_kv_buffer(
         self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        self.keys[layer_id, slots] = key
-        self.values[layer_id, slots] = value
+        self.keys[layer_id - self.start_layer, slots] = key
+        self.values[layer_id - self.start_layer, slots] = value
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.keys[layer_id]
+        return self.keys[layer_id - self.start_layer]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.values[layer_id]
+        return self.values[layer_id - self.start_layer]

@@ -10,7 +10,7 @@ from sgl_aspects.platforms import MMPlatform, PlatformCapabilities, SRTPlatform
 
 class LoopbackPlatform(LoopbackDevice, SRTPlatform):
     # Declare only what works: nothing that is not declared is used.
-    capabilities = PlatformCapabilities(graph_capture=True, piecewise_graph=True)
+    capabilities = PlatformCapabilities(graph_capture=True)
 
     def init_backend(self) -> None:
         from loopback_platform.operators import register
@@ -28,11 +28,8 @@ class LoopbackPlatform(LoopbackDevice, SRTPlatform):
         return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        # torch traces the pieces and runs them as they are. A real device names its own compiler.
+        # torch traces the layers and runs them as they are. A real device names its own compiler.
         return "eager"
-
-    def get_piecewise_backend_cls(self) -> type | str:
-        return "sgl_aspects.runtime.execution.piecewise:PiecewiseBackend"
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "loopback_platform.kv_pool:LoopbackTokenPool"

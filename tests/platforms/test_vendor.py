@@ -1,0 +1,154 @@
+"""What a vendor's own package is asked for in the embedded engine, and that its answers are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_aspects.errors import ConfigError, InvalidRequestError, SchedulerDiedError
+from sgl_aspects.platforms import set_current_platform
+from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.runtime.dispatch import get_manager
+from sgl_aspects.runtime.ops import Operator, SiluAndMul
+from tests.runtime.test_equality import prompts_of
+from tests.support.acme import AcmePlatform
+from tests.support.tiny_models import greedy, make_llama, make_model
+
+NEW_TOKENS = 10
+
+
+@pytest.fixture
+def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The platform is chosen in all processes; what of it was used is written here."""
+    choose(monkeypatch, "AcmePlatform")
+    path = tmp_path / "used"
+    path.touch()
+    monkeypatch.setenv("ACME_USED", str(path))
+    return path
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    set_current_platform(None)
+    monkeypatch.setenv("SGLANG_PLATFORM", f"acme=tests.support.acme:{name}")
+
+
+@pytest.fixture(autouse=True)
+def _choose_again() -> Any:
+    yield
+    set_current_platform(None)
+
+
+COMMON = {"allocator", "forward_acme of RMSNorm", "forward_acme of Linear"}
+GATED = {"register_oot_forward of SiluAndMul"}
+EXPERTS = GATED | {"register_oot_forward of FusedExperts"}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "expected"),
+    [
+        pytest.param(
+            "llama",
+            {"compile": True, "compile_mode": "fast"},
+            GATED | {"mha pool", "pieces", "compile mode fast"},
+            id="compiled",
+        ),
+        pytest.param("llama", {"tp_size": 2}, GATED | {"mha pool", "all_reduce"}, id="heads"),
+        pytest.param(
+            "deepseek v3",
+            {"tp_size": 2},
+            EXPERTS | {"mla pool", "all_reduce"},
+            id="mla",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "deepseek v3.2", {"tp_size": 2}, EXPERTS | {"dsa pool", "mla pool", "all_reduce"}, id="dsa"
+        ),
+    ],
+)
+def test_a_vendor_whose_everything_is_its_own_answers_as_transformers(
+    family: str, fields: dict[str, Any], expected: set[str], used: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    model = make_model(folder, family)
+    prompts = prompts_of(model.config.vocab_size)
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    with Engine(model_path=folder, chunked_prefill_size=32, max_total_tokens=2048, **fields) as engine:
+        found = [result.output_ids for result in engine.generate(prompts, params)]
+    assert found == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert set(used.read_text().splitlines()) == COMMON | expected
+
+
+def test_what_a_platform_sets_holds_in_the_callers_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llama(tmp_path)
+    choose(monkeypatch, "ShortAcmePlatform")
+    with Engine(model_path=tmp_path) as engine:
+        assert engine.context_length == engine.server_args.context_length == 40
+        with pytest.raises(InvalidRequestError, match="context length of 40"):
+            engine.generate(list(range(3, 103)), SamplingParams(max_new_tokens=4))
+        assert len(engine.generate([3, 4, 5], SamplingParams(max_new_tokens=4, ignore_eos=True)).output_ids) == 4
+
+
+def test_what_a_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_llama(tmp_path)
+    choose(monkeypatch, "ShortAcmePlatform")
+    with Engine(model_path=tmp_path, context_length=64) as engine:
+        assert engine.context_length == 64
+
+
+def test_what_a_platform_sets_is_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_llama(tmp_path)
+    choose(monkeypatch, "WrongAcmePlatform")
+    with pytest.raises(ConfigError, match="page_size=0.*set by platform 'acme'"):
+        Engine(model_path=tmp_path)
+
+
+def test_a_dead_scheduler_names_the_request_that_killed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llama(tmp_path)
+    choose(monkeypatch, "DyingAcmePlatform")
+    with Engine(model_path=tmp_path) as engine:
+        params = SamplingParams(max_new_tokens=4)
+        engine.generate([3, 4, 5], params, rid="harmless")
+        with pytest.raises(SchedulerDiedError, match="no more than 30 tokens.* at work on request 'too-long'"):
+            engine.generate(list(range(3, 60)), params, rid="too-long")
+
+
+# -- operators ----------------------------------------------------------------------------------------
+
+
+def test_a_registered_forward_takes_effect_after_the_first_call() -> None:
+    set_current_platform(AcmePlatform())
+    layer = SiluAndMul()
+    x = torch.randn(3, 8)
+    first = layer(x)
+    Operator.register_oot_forward(SiluAndMul, lambda self, x: torch.full((3, 4), 7.0), "acme")
+    try:
+        assert layer(x).eq(7).all()
+        assert layer.chosen().impl_id == "SiluAndMul.forward_acme"
+        Operator.register_oot_forward(SiluAndMul, lambda self, x: torch.full((3, 4), 8.0), "acme")
+        assert layer(x).eq(8).all()
+        Operator.register_oot_forward(SiluAndMul, lambda self, x: torch.full((3, 4), 9.0), "other")
+        assert layer(x).eq(8).all()
+    finally:
+        Operator.oot_forwards.clear()
+        get_manager().choose_anew()
+    assert not first.eq(7).all()
+
+
+def test_a_method_assigned_after_the_first_call_takes_effect() -> None:
+    set_current_platform(AcmePlatform())
+    layer = SiluAndMul()
+    x = torch.randn(3, 8)
+    first = layer(x)
+    try:
+        SiluAndMul.forward_acme = lambda self, x: torch.full((3, 4), 7.0)  # type: ignore[attr-defined]
+        assert layer(x).eq(7).all()
+    finally:
+        del SiluAndMul.forward_acme  # type: ignore[attr-defined]
+    assert layer(x).equal(first)

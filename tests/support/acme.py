@@ -1,0 +1,295 @@
+"""A vendor's package, as one would write it from SGLang's documentation: everything is its own.
+
+Pools take the arguments that SGLang gives, all of them required; the allocator hands high pages out first;
+pieces, collectives and operators are the vendor's. What was used is appended to the file ACME_USED.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from sgl_aspects.platforms import PlatformCapabilities, PlatformEnum, SRTPlatform
+from sgl_aspects.platforms.cpu import CpuDeviceMixin
+from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
+from sgl_aspects.runtime.execution.communicator import TorchCommunicator
+from sgl_aspects.runtime.models.decoder import DecoderLayer
+from sgl_aspects.runtime.ops import FusedExperts, Linear, Operator, RMSNorm, SiluAndMul
+
+
+@cache
+def used(name: str) -> None:
+    path = os.environ.get("ACME_USED")
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
+
+
+# -- the cache --------------------------------------------------------------------------------------------
+
+
+class MHATokenToKVPool:
+    """One buffer for the keys and one for the values of each layer."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: torch.device,
+        enable_memory_saver: bool,
+        start_layer: int,
+        end_layer: int,
+    ) -> None:
+        used("mha pool")
+        assert end_layer - start_layer == layer_num - 1
+        assert enable_memory_saver is False
+        self.dtype, self.start_layer = dtype, start_layer
+        shape = (size + page_size, head_num, head_dim)
+        self.k_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
+        self.v_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
+
+    def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        self.k_buffer[layer_id - self.start_layer][slots] = key
+        self.v_buffer[layer_id - self.start_layer][slots] = value
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.k_buffer[layer_id - self.start_layer]
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.v_buffer[layer_id - self.start_layer]
+
+
+class MLATokenToKVPool:
+    """One compressed row a token."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: torch.device,
+        enable_memory_saver: bool,
+        start_layer: int,
+        end_layer: int,
+    ) -> None:
+        used("mla pool")
+        self.dtype, self.kv_lora_rank, self.start_layer = dtype, kv_lora_rank, start_layer
+        shape = (size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
+        self.kv_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
+
+    def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        self.kv_buffer[layer_id - self.start_layer][slots] = key
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.kv_buffer[layer_id - self.start_layer]
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+
+class DSATokenToKVPool(MLATokenToKVPool):
+    """And the keys of an indexer."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        kv_lora_rank: int,
+        dtype: torch.dtype,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: torch.device,
+        index_head_dim: int,
+        enable_memory_saver: bool,
+        kv_cache_dim: int,
+        start_layer: int,
+        end_layer: int,
+    ) -> None:
+        used("dsa pool")
+        assert kv_cache_dim == kv_lora_rank + qk_rope_head_dim
+        super().__init__(
+            size,
+            page_size,
+            dtype,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            layer_num,
+            device,
+            enable_memory_saver,
+            start_layer,
+            end_layer,
+        )
+        shape = (size + page_size, index_head_dim)
+        self.index_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
+
+    def set_index_key_buffer(self, layer_id: int, slots: Tensor, index_key: Tensor) -> None:
+        self.index_buffer[layer_id - self.start_layer][slots] = index_key
+
+    def get_index_key_buffer(self, layer_id: int) -> Tensor:
+        return self.index_buffer[layer_id - self.start_layer]
+
+
+class HighPagesFirst:
+    def __init__(self, size: int, page_size: int) -> None:
+        used("allocator")
+        self.page_size = page_size
+        self.free_pages = set(range(1, size // page_size + 1))
+        self.total_size = len(self.free_pages) * page_size
+
+    def available_size(self) -> int:
+        return len(self.free_pages) * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def alloc(self, num_tokens: int) -> list[int] | None:
+        count = self.pages_for(num_tokens)
+        if count > len(self.free_pages):
+            return None
+        pages = sorted(self.free_pages, reverse=True)[:count]
+        self.free_pages.difference_update(pages)
+        return pages
+
+    def free(self, pages: list[int]) -> None:
+        self.free_pages.update(pages)
+
+
+# -- execution --------------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """Compiles each layer with the platform's backend, in the mode that the user asked for."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self.model_runner = model_runner
+
+    def compile(self) -> None:
+        used("pieces")
+        runner = self.model_runner
+        runner.attention_backend.forward = torch.compiler.disable(runner.attention_backend.forward)
+        backend = runner.platform.get_compile_backend(runner.server_args.compile_mode)
+        for module in runner.model.modules():
+            if isinstance(module, DecoderLayer):
+                module.compile(backend=backend, dynamic=True)
+
+
+class AcmeCommunicator(TorchCommunicator):
+    """Sums what it has gathered."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        used("all_reduce")
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.stack(parts).sum(0)
+
+
+# -- operators --------------------------------------------------------------------------------------------
+
+
+def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Any:
+    used("forward_acme of RMSNorm")
+    total = x if residual is None else x + residual
+    exact = total.float()
+    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+    return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), total)
+
+
+def linear(self: Linear, x: Tensor) -> Tensor:
+    used("forward_acme of Linear")
+    product = (self.weight @ x.T).T
+    return product if self.bias is None else product + self.bias
+
+
+def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
+    used("register_oot_forward of SiluAndMul")
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+def fused_experts(self: FusedExperts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    used("register_oot_forward of FusedExperts")
+    gate, up = torch.einsum("th,eih->tei", x, self.gate_up).chunk(2, -1)
+    each = torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.down)
+    shares = torch.zeros(len(x), len(self.down)).scatter_(1, experts, weights)
+    return torch.einsum("te,teh->th", shares, each.float()).to(x.dtype)
+
+
+# -- the platform -----------------------------------------------------------------------------------------
+
+
+class AcmePlatform(CpuDeviceMixin, SRTPlatform):
+    _enum = PlatformEnum.OOT
+    device_name = "acme"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities(piecewise_graph=True)
+
+    def init_backend(self) -> None:
+        RMSNorm.forward_acme = rms_norm  # type: ignore[attr-defined]
+        Linear.forward_acme = linear  # type: ignore[attr-defined]
+        Operator.register_oot_forward(SiluAndMul, silu_and_mul, "acme")
+        Operator.register_oot_forward(FusedExperts, fused_experts, "acme")
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "acme"
+
+    def get_kv_pool_cls(self, *, kind: str) -> type:
+        return {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}[kind]
+
+    def get_paged_allocator_cls(self) -> type:
+        return HighPagesFirst
+
+    def get_communicator_class(self) -> type:
+        return AcmeCommunicator
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        used(f"compile mode {mode}")
+        return "eager"
+
+    def get_piecewise_backend_cls(self) -> type:
+        return Pieces
+
+
+class ShortAcmePlatform(AcmePlatform):
+    """Sets what the user left open, as small devices do."""
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        if server_args.context_length is None:
+            server_args.context_length = 40
+
+
+class WrongAcmePlatform(AcmePlatform):
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        server_args.page_size = 0
+
+
+class DyingAcmePlatform(AcmePlatform):
+    """Its attention gives up on long prompts."""
+
+    def get_default_attention_backend(self) -> str:
+        return "acme"
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"acme": "tests.support.acme:ShortAttention"}
+
+
+class ShortAttention(TorchNativeBackend):
+    def prepare(self, batch: Any) -> None:
+        if max(batch.lengths) > 30:
+            raise RuntimeError("no more than 30 tokens")
+        super().prepare(batch)
