@@ -7,9 +7,9 @@
 
 A slot is the place of one token; page 0, the first ``page_size`` slots, is padding that no request owns.
 Every pool has ``dtype``, ``set_kv_buffer``, ``get_key_buffer`` and ``get_value_buffer``, and is made with the
-keywords that SGLang gives: size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer
-(the last one that it has), and the sizes of a row. What else the engine can use of a pool, where it has it:
-``clear``, and for attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
+keywords that SGLang gives: size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer,
+end_layer (the last one that it has), and the sizes of a row. What else the engine can use of a pool, where it
+has it: ``clear``, and for attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
 """
 
 from __future__ import annotations

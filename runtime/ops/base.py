@@ -47,7 +47,7 @@ class Operator(nn.Module, metaclass=_Operators):
 
     @classmethod
     def register_oot_forward(cls, op_cls: type, fn: Callable[..., Any], platform_key: str) -> None:
-        """Let ``fn(layer, ...)`` serve layers of exactly ``op_cls`` where the dispatch key is ``platform_key``.
+        """Let ``fn(layer, ...)`` serve layers of exactly ``op_cls`` under the dispatch key ``platform_key``.
 
         It comes before a method ``forward_<platform_key>``, and serves from the next call on.
         """

@@ -15,7 +15,6 @@ from sgl_aspects.runtime.processes.rank_links import RankLinks
 from sgl_aspects.runtime.processes.worker import run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
 
-
 #: Of a batch that failed, so many requests are named.
 _NAMED = 8
 

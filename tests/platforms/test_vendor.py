@@ -90,7 +90,9 @@ def test_what_a_platform_sets_holds_in_the_callers_process(
         assert engine.context_length == engine.server_args.context_length == 40
         with pytest.raises(InvalidRequestError, match="context length of 40"):
             engine.generate(list(range(3, 103)), SamplingParams(max_new_tokens=4))
-        assert len(engine.generate([3, 4, 5], SamplingParams(max_new_tokens=4, ignore_eos=True)).output_ids) == 4
+        assert (
+            len(engine.generate([3, 4, 5], SamplingParams(max_new_tokens=4, ignore_eos=True)).output_ids) == 4
+        )
 
 
 def test_what_a_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,7 @@ def test_what_a_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_platform_sets_is_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_llama(tmp_path)
     choose(monkeypatch, "WrongAcmePlatform")
-    with pytest.raises(ConfigError, match="page_size=0.*set by platform 'acme'"):
+    with pytest.raises(ConfigError, match=r"page_size=0.*set by platform 'acme'"):
         Engine(model_path=tmp_path)
 
 
@@ -115,7 +117,9 @@ def test_a_dead_scheduler_names_the_request_that_killed_it(
     with Engine(model_path=tmp_path) as engine:
         params = SamplingParams(max_new_tokens=4)
         engine.generate([3, 4, 5], params, rid="harmless")
-        with pytest.raises(SchedulerDiedError, match="no more than 30 tokens.* at work on request 'too-long'"):
+        with pytest.raises(
+            SchedulerDiedError, match=r"no more than 30 tokens.* at work on request 'too-long'"
+        ):
             engine.generate(list(range(3, 60)), params, rid="too-long")
 
 
@@ -147,7 +151,7 @@ def test_a_method_assigned_after_the_first_call_takes_effect() -> None:
     x = torch.randn(3, 8)
     first = layer(x)
     try:
-        SiluAndMul.forward_acme = lambda self, x: torch.full((3, 4), 7.0)  # type: ignore[attr-defined]
+        SiluAndMul.forward_acme = lambda self, x: torch.full((3, 4), 7.0)
         assert layer(x).eq(7).all()
     finally:
         del SiluAndMul.forward_acme  # type: ignore[attr-defined]

@@ -179,7 +179,8 @@ class Pieces:
     def compile(self) -> None:
         used("pieces")
         runner = self.model_runner
-        runner.attention_backend.forward = torch.compiler.disable(runner.attention_backend.forward)
+        disable: Any = torch.compiler.disable
+        runner.attention_backend.forward = disable(runner.attention_backend.forward)
         backend = runner.platform.get_compile_backend(runner.server_args.compile_mode)
         for module in runner.model.modules():
             if isinstance(module, DecoderLayer):
@@ -237,8 +238,8 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities(piecewise_graph=True)
 
     def init_backend(self) -> None:
-        RMSNorm.forward_acme = rms_norm  # type: ignore[attr-defined]
-        Linear.forward_acme = linear  # type: ignore[attr-defined]
+        RMSNorm.forward_acme = rms_norm
+        Linear.forward_acme = linear
         Operator.register_oot_forward(SiluAndMul, silu_and_mul, "acme")
         Operator.register_oot_forward(FusedExperts, fused_experts, "acme")
 

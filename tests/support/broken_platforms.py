@@ -160,7 +160,7 @@ class ForgetsResidual(LoopbackPlatform):
         def forgetful(self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             return rms_norm(self, x) if residual is None else (rms_norm(self, x), x + residual)
 
-        RMSNorm.forward_forgetful = forgetful  # type: ignore[attr-defined]
+        RMSNorm.forward_forgetful = forgetful
 
     def get_dispatch_key_name(self) -> str:
         return "forgetful"
@@ -175,7 +175,7 @@ class WritesInput(LoopbackPlatform):
             gate.copy_(torch.nn.functional.silu(gate))
             return gate * up
 
-        SiluAndMul.forward_overwriting = overwriting  # type: ignore[attr-defined]
+        SiluAndMul.forward_overwriting = overwriting
 
     def get_dispatch_key_name(self) -> str:
         return "overwriting"

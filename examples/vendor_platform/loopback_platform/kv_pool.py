@@ -6,7 +6,10 @@ import torch
 
 
 class LoopbackTokenPool:
-    """[layers, slots, heads, head_dim], twice, of the layers from ``start_layer`` to ``end_layer``. Slots 0 to page_size - 1 are page 0, the padding."""
+    """[layers, slots, heads, head_dim], twice, of the layers from ``start_layer`` to ``end_layer``.
+
+    Slots 0 to page_size - 1 are page 0, the padding.
+    """
 
     def __init__(
         self,
