@@ -114,19 +114,3 @@ def test_the_doctor_names_roles_that_a_version_lacks(
 def test_what_is_no_wheel_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a wheel nor a folder"):
         Source(tmp_path / "gone.whl")
-
-
-@pytest.mark.parametrize(
-    ("path", "operation"),
-    [
-        ("/v1/chat/completions", "chat"),
-        ("/v1/messages", "chat"),
-        ("/v1/responses", "chat"),
-        ("/api/chat", "chat"),
-        ("/v1/embeddings", "embeddings"),
-        ("/encode", "embeddings"),
-        ("/generate", None),
-    ],
-)
-def test_sglangs_routes_say_what_is_asked_for(path: str, operation: str | None) -> None:
-    assert SGLANG.reader("http.operation")(SimpleNamespace(scope={"path": path})) == operation

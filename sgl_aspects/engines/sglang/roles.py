@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Role
 
-# The HTTP server that SGLang uses, but for its option --enable-http2.
-_HTTP = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
@@ -75,21 +73,15 @@ def _samples(request: Any) -> int | None:
     return count if count and count > 1 else None
 
 
+def _answer_rids(request: Any) -> tuple[str, ...] | None:
+    """Of a batch of prompts. For n > 1 the answers get their ids one by one, later."""
+    return None if request.is_single or _samples(request) else _rids(request)
+
+
 def _answer_count(request: Any) -> int:
     """For n > 1 SGLang runs each prompt once more, before its samples."""
     count = _samples(request)
     return len(_rids(request)) if count is None else request.batch_size * (count + 1)
-
-
-def _has_content(message: Any) -> bool:
-    return bool(message["type"] == "http.response.body" and message.get("body"))
-
-
-def _operation(http: Any) -> str | None:
-    path = http.scope.get("path", "")
-    if "embed" in path or path == "/encode":
-        return "embeddings"
-    return "chat" if any(part in path for part in ("chat", "messages", "responses")) else None
 
 
 def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]:
@@ -182,8 +174,6 @@ SGLANG = Engine(
     provider_name="sglang",
     roles={
         # In the process with the HTTP server, and in each of its tokenizer workers.
-        "exchange": Role((f"{_HTTP}.run_asgi",), ("cycle:self",)),
-        "respond": Role((f"{_HTTP}.send",), ("cycle:self", "message")),
         "serve_request": Role(
             (f"{_TOKENIZER}.generate_request",),
             ("manager:self", "request:obj", "http:request"),
@@ -295,7 +285,6 @@ SGLANG = Engine(
         ),
     },
     attributes={
-        "cycle.transport": "transport",
         "request.rids": _rids,
         "request.is_probe": _is_probe,
         "request.is_single": "is_single",
@@ -303,6 +292,7 @@ SGLANG = Engine(
         "request.received_ns": _received_ns,
         "request.choice_count": _samples,
         "request.answer_count": _answer_count,
+        "request.answer_rids": _answer_rids,
         "request.stream": "stream",
         "request.max_tokens": _sampling("max_new_tokens"),
         "request.temperature": _sampling("temperature"),
@@ -313,7 +303,7 @@ SGLANG = Engine(
         "request.presence_penalty": _sampling("presence_penalty"),
         "request.stop_sequences": _stop,
         "http.headers": "headers",
-        "http.operation": _operation,
+        "http.path": "url.path",
         "manager.model": "served_model_name",
         "tokenized.rid": "rid",
         "tokenized.count": lambda tokenized: len(tokenized.input_ids),
@@ -323,7 +313,6 @@ SGLANG = Engine(
         "outputs.text": _piece,
         "request.messages": _messages,
         "reason.text": _reason_text,
-        "message.has_content": _has_content,
         "message.rid": "rid",
         "message.abort_all": "abort_all",
         "message.is_probe": lambda message: str(message.rid).startswith(_PROBE),

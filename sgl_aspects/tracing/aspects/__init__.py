@@ -6,15 +6,15 @@ An aspect is a set of observers: for a role, a pair ``enter(args, kwargs) -> tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import sgl_aspects as aspects
 from sgl_aspects import config
-from sgl_aspects.engines import find_engines
+from sgl_aspects.engines import Engine, Role, find_engines
 from sgl_aspects.tracing.aspects.detail import DetailAspect
 from sgl_aspects.tracing.aspects.detokenizer import DetokenizerAspect
-from sgl_aspects.tracing.aspects.exchanged import ExchangeAspect
+from sgl_aspects.tracing.aspects.exchanged import HTTP_ROLES, ExchangeAspect
 from sgl_aspects.tracing.aspects.forward import ForwardAspect
 from sgl_aspects.tracing.aspects.function import FunctionAspect
 from sgl_aspects.tracing.aspects.observer import Observation
@@ -39,6 +39,7 @@ def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list
     undo: list[Callable[[], None]] = []
     advices: list[aspects.Advice] = []
     states: list[SchedulerState] = []
+    by_http: list[Engine] = []
     for engine in find_engines():
         state = SchedulerState(recorder)
         states.append(state)
@@ -48,7 +49,7 @@ def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list
             found += RequestAspect(recorder, engine, options).observations()
             found += ScheduledRequestAspect(recorder, engine, state).observations()
         else:
-            found += ExchangeAspect(engine).observations()
+            by_http.append(engine)
             found += ServedRequestAspect(recorder, engine, options).observations()
             found += DetokenizerAspect(recorder, engine).observations()
             found += OverlappedRequestAspect(recorder, engine, state).observations()
@@ -59,14 +60,21 @@ def weave_aspects(recorder: Recorder, options: AspectOptions = DEFAULTS) -> list
         forward = ForwardAspect(recorder, engine, state)
         undo.append(forward.flush)
         found += forward.observations()
-        for observation in found:
-            role = engine.roles.get(observation.role)
-            if role is not None:
-                target = aspects.Target.parse(role.targets)
-                advices.append(aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE))
+        advices += _advices(engine.roles, found)
+    exchanges = ExchangeAspect(recorder, by_http, options).observations()
+    advices += _advices(HTTP_ROLES, exchanges)
     undo.append(aspects.weave(*advices).remove)
     undo += _trace_declared(recorder, states)
     return undo
+
+
+def _advices(roles: Mapping[str, Role], observations: Sequence[Observation]) -> Iterator[aspects.Advice]:
+    """Those whose role an engine has."""
+    for observation in observations:
+        role = roles.get(observation.role)
+        if role is not None:
+            target = aspects.Target.parse(role.targets)
+            yield aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
 
 
 def _trace_declared(recorder: Recorder, states: Sequence[SchedulerState]) -> Iterator[Callable[[], None]]:

@@ -4,7 +4,11 @@ The engine's own functions begin later, when the body is read and checked, and h
 it is formatted. And a busy event loop reads a request long after it came: 32 requests at once were read up to
 100 ms late, which their clients saw as time to first token. The kernel knows when they came.
 
-Known for uvicorn; under another server a request has no exchange, and the engine's times stand.
+What is refused before the engine hears of it (a field that is wrong, a model that is not there) has only
+this side: a request of its own, that ends with the status of the response.
+
+Known for uvicorn, whatever engine it serves; under another server a request has no exchange, and the engine's
+times stand.
 """
 
 from __future__ import annotations
@@ -12,25 +16,69 @@ from __future__ import annotations
 import contextvars
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.base import Engine
+from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.tracing import context
 from sgl_aspects.tracing.aspects.observer import Observation, nothing
+from sgl_aspects.tracing.aspects.options import AspectOptions
+from sgl_aspects.tracing.aspects.request import REQUEST
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin
+
+_SERVER = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
+#: The functions of the HTTP server; they belong to no engine.
+HTTP_ROLES = {
+    "exchange": Role((f"{_SERVER}.run_asgi",), ("cycle:self",)),
+    "respond": Role((f"{_SERVER}.send",), ("cycle:self", "message")),
+}
+
+# What is asked for at paths that end so: OpenAI's names, Anthropic's, and those of the engines themselves.
+_OPERATIONS = {
+    "chat": ("/chat/completions", "/messages", "/responses", "/chat"),
+    "embeddings": ("/embeddings", "/embed", "/encode", "/pooling"),
+    "text_completion": ("/completions", "/generate"),
+}
+
+
+def operation_of(path: str) -> str | None:
+    """The GenAI operation that is asked for at a path; None where no model is to be run."""
+    for operation, endings in _OPERATIONS.items():
+        if path.endswith(endings):
+            return operation
+    return None
 
 
 @dataclass(eq=False)
 class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
-    ``is_taken``: it is an engine's request. Further ones in the same exchange have times of their own.
+    ``scope``: what ASGI says of the request. ``status``: that of the response. ``is_taken``: it is an
+    engine's request; further ones in the same exchange have times of their own. ``tokenized``: what an engine
+    tokenized before it had a request (start, end, tokens, error), in order. ``at_end``: called when the
+    response is complete.
     """
 
+    scope: Mapping[str, Any]
     start_ns: int
     first_ns: int = 0
+    status: int = 0
     is_taken: bool = False
+    tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        return str(self.scope.get("path", ""))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        pairs: Sequence[tuple[bytes, bytes]] = self.scope.get("headers", ())
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
 # Set in the task that serves an HTTP request, and so in those that it starts.
@@ -41,13 +89,18 @@ current_exchange: Callable[[], Exchange | None] = _exchange.get
 
 
 class ExchangeAspect:
-    """No spans: what it notes belongs to the request's span."""
+    """Spans of requests that are refused; for all others what it notes belongs to the request's span.
 
-    def __init__(self, engine: Engine) -> None:
-        self._transport = engine.reader("cycle.transport")
-        self._cycle = engine.call_reader("exchange", "cycle")
-        self._message = engine.call_reader("respond", "message")
-        self._has_content = engine.reader("message.has_content")
+    ``engines``: those whose requests come by HTTP. A refused request belongs to the one that is loaded.
+    """
+
+    def __init__(self, recorder: Recorder, engines: Sequence[Engine], options: AspectOptions) -> None:
+        self._recorder = recorder
+        self._engines = engines
+        self._options = options
+        self._write_request = recorder.spans(REQUEST)
+        self._cycle = HTTP_ROLES["exchange"].reader("cycle")
+        self._message = HTTP_ROLES["respond"].reader("message")
 
     def observations(self) -> list[Observation]:
         return [
@@ -55,16 +108,50 @@ class ExchangeAspect:
             Observation("respond", self._respond_enter, nothing),
         ]
 
-    def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _exchange.set(Exchange(time_ns() - _unread_ns(self._transport(self._cycle(args, kwargs)))))
+    def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exchange:
+        cycle = self._cycle(args, kwargs, None)
+        exchange = Exchange(cycle.scope, time_ns() - _unread_ns(cycle.transport))
+        _exchange.set(exchange)
+        return exchange
 
-    def _exchange_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+    def _exchange_exit(self, exchange: Exchange, result: Any, error: BaseException | None) -> None:
         _exchange.set(None)
+        for end in exchange.at_end:
+            end()
+        if exchange.status >= 400 and not exchange.is_taken and self._recorder.level:
+            self._refused(exchange)
 
     def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         exchange = _exchange.get()
-        if exchange is not None and not exchange.first_ns and self._has_content(self._message(args, kwargs)):
+        if exchange is None or exchange.first_ns:
+            return
+        message = self._message(args, kwargs, None)
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+        elif message.get("body"):
             exchange.first_ns = time_ns()
+
+    def _refused(self, exchange: Exchange) -> None:
+        operation, recorder = operation_of(exchange.path), self._recorder
+        engine = next((engine for engine in self._engines if _is_loaded(engine)), None)
+        if operation is None or engine is None:
+            return
+        headers = exchange.headers if self._options.takes_context else None
+        origin = context.of_request(headers, recorder.sample, self._options.asks_parent)
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": engine.provider_name,
+        }
+        span_id, start_ns, status = recorder.new_id(), exchange.start_ns, exchange.status
+        recorder.write(RequestBegin(span_id, "", start_ns, *origin, operation, attributes))
+        values = [None] * (len(REQUEST.attributes) - 1)
+        self._write_request(span_id, span_id, 0, start_ns, time_ns(), [*values, status], str(status))
+
+
+def _is_loaded(engine: Engine) -> bool:
+    """Whether the engine serves requests in this process."""
+    role = engine.roles.get("serve_request")
+    return role is not None and any(target.partition(":")[0] in sys.modules for target in role.targets)
 
 
 # In Linux's `struct tcp_info`: milliseconds since data last came, told in the kernel's ticks (1 to 10 ms).

@@ -31,6 +31,8 @@ REQUEST = SpanType(
         "gen_ai.latency.time_to_first_token": float,
         "gen_ai.latency.e2e": float,
         OUTPUT: str,
+        # Of a request that failed: the last, where others end before it.
+        "http.response.status_code": int,
     },
 )
 

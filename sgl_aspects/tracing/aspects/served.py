@@ -5,18 +5,22 @@ fails, or the client is gone: so every request ends, whatever happens. One that 
 with the generator, when the server has its last part; others with their last output, for nobody has to
 exhaust the generator. A request for several answers (a batch of prompts, or n > 1) is one span, with a child
 span for each answer.
+
+Some engines tokenize before there is a request, and give a request its id late: what was done before waits
+for the request. Outputs say how much there is of an answer by now, or what is new of it.
 """
 
 from __future__ import annotations
 
 import contextvars
 from dataclasses import dataclass, field
+from functools import partial
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange
+from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange, operation_of
 from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
 from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions, no_headers
 from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
@@ -39,6 +43,8 @@ class _Answer:
     first_ns: int = 0
     #: The message with its latest output, and where in it that is.
     latest: tuple[Any, int] | None = None
+    #: Prompt, output and cached tokens, of an engine whose outputs say what is new.
+    tokens: tuple[int | None, int, int | None] | None = None
     #: Why it ended, once it has.
     reason: str | None = None
     is_recorded: bool = False
@@ -64,6 +70,7 @@ class _Serving:
     samples: int = 1
     answers_left: int = 0
     answers: list[_Answer] = field(default_factory=list)
+    tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
     rids: set[str] = field(default_factory=set)
 
     @property
@@ -104,16 +111,19 @@ class ServedRequestAspect:
         self._sent = call("send_request", "tokenized")
         self._all_sent = call("send_requests", "tokenized")
         self._got = call("receive_outputs", "outputs")
+        self._each_new = reader("outputs.new")
+        self._gets_new = "outputs.new" in engine.attributes
         self._aborted = call("receive_abort", "message")
         self._rids = reader("request.rids")
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")
         self._received_ns = reader("request.received_ns")
         self._answer_count = reader("request.answer_count")
+        self._answer_rids = reader("request.answer_rids")
         self._streams = reader("request.stream")
         self._headers = reader("request.headers") if options.takes_context else no_headers
         self._http_headers = reader("http.headers") if options.takes_context else no_headers
-        self._operation = reader("http.operation")
+        self._path = reader("http.path")
         self._model = reader("manager.model")
         self._choice_count = reader("request.choice_count")
         self._attributes = [
@@ -156,8 +166,13 @@ class ServedRequestAspect:
             answer = self._live.pop(rid, None)
             if answer is not None and answer is not root:
                 self._record(answer, problem or "unfinished")
-        if root is not None:
-            has_all = root.reason is not None or (serving.is_group and (closed or not serving.answers_left))
+        if root is None:
+            return
+        has_all = root.reason is not None or (serving.is_group and (closed or not serving.answers_left))
+        if problem and not has_all and serving.exchange is not None and not serving.exchange.first_ns:
+            # The response will say how it failed.
+            serving.exchange.at_end.append(partial(self._record, root, problem))
+        else:
             self._record(root, "" if has_all else problem)
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,9 +198,10 @@ class ServedRequestAspect:
         else:
             # Not over HTTP, or one of several that an HTTP request led to.
             serving.exchange, start_ns = None, self._received_ns(request) or serving.start_ns
-        headers = self._headers(request) or (self._http_headers(http) if http is not None else None)
+        headers = self._headers(request) or self._http_headers(http or exchange)
         serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent)
-        operation = (self._operation(http) if http is not None else None) or "text_completion"
+        path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
+        operation = operation_of(path) or "text_completion"
         model = str(self._model(serving.manager) or "unknown")
         serving.name = f"{operation} {model}"
         attributes = self._request_attributes(request, operation, model, rids[0])
@@ -194,14 +210,16 @@ class ServedRequestAspect:
             if prompt is not None:
                 attributes[INPUT] = prompt
         root = serving.root = self._begin(serving, rids[0], start_ns, serving.origin, attributes)
+        self._tell_tokenized(root, exchange)
+        answers = self._answer_rids(request)
         if error is not None:
             self._record(root, error_type(error))
-        elif not serving.is_group or samples:
+        elif answers:
+            self._begin_answers(serving, answers, request)
+        else:
             for rid in rids:
                 self._live[rid] = root
                 serving.rids.add(rid)
-        else:
-            self._begin_answers(serving, rids, request)
 
     def _begin_answers(self, serving: _Serving, rids: tuple[str, ...], request: Any) -> None:
         origin, root = serving.origin, serving.root
@@ -263,7 +281,9 @@ class ServedRequestAspect:
         end_ns, serving = time_ns(), answer.serving
         is_whole = answer is serving.root and serving.is_group
         latest = [answer] if not is_whole else serving.answers_of_the_caller
-        counts = [self._counts(one.latest) for one in latest if one.latest is not None]
+        counts = [
+            one.tokens or self._counts(one.latest) for one in latest if one.tokens or one.latest is not None
+        ]
         prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
         if is_whole:  # a prompt counts once, however many samples there are of it
             prompt, cached = (total and total // serving.samples for total in (prompt, cached))
@@ -287,13 +307,18 @@ class ServedRequestAspect:
             max(0, end_ns - answer.start_ns) / 1e9,
             None if self._content is None else self._content.output(answer.text, answer.reason or problem),
         ]
+        if problem and serving.exchange is not None and serving.exchange.status >= 400:
+            values.append(serving.exchange.status)
         span_id = answer.span_id
         self._write_request(span_id, span_id, 0, answer.start_ns, end_ns, values, problem)
 
     # -- on its way -----------------------------------------------------------------------------------------
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        answer = self._live.get(self._rids(self._tokenized(args, kwargs))[0])
+        request = self._tokenized(args, kwargs)
+        if request is None:
+            return time_ns() if self._recorder.level else None
+        answer = self._live.get(self._rids(request)[0])
         if answer is None:
             return None
         recorder, root = self._recorder, answer.span_id
@@ -303,11 +328,24 @@ class ServedRequestAspect:
     def _tokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
+        count = None if error is not None else self._token_count(result)
+        if isinstance(token, int):  # for a request that is still to come
+            place = _serving.get() or current_exchange()
+            if place is not None:
+                place.tokenized.append((token, time_ns(), count, error_type(error)))
+            return
         root, span_id, start_ns, opened = token
         end_ns = time_ns()
         context.close_span(opened)
-        count = None if error is not None else self._token_count(result)
         self._write_tokenize(span_id, root, root, start_ns, end_ns, (count,), error_type(error))
+
+    def _tell_tokenized(self, answer: _Answer, exchange: Exchange | None) -> None:
+        """What was tokenized for this request: of those of one exchange, the first that is left."""
+        place = answer.serving if answer.serving.tokenized else exchange
+        if place is not None and place.tokenized:
+            start_ns, end_ns, count, problem = place.tokenized.pop(0)
+            root = answer.span_id
+            self._write_tokenize(self._recorder.new_id(), root, root, start_ns, end_ns, (count,), problem)
 
     def _send_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = self._live.get(self._sent_rid(self._sent(args, kwargs)))
@@ -330,10 +368,13 @@ class ServedRequestAspect:
     # -- and back -------------------------------------------------------------------------------------------
 
     def _outputs_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._got(args, kwargs)
+        return args, kwargs
 
-    def _outputs_exit(self, outputs: Any, result: Any, error: BaseException | None) -> None:
-        live, index = self._live, -1
+    def _outputs_exit(self, call: Any, result: Any, error: BaseException | None) -> None:
+        outputs, live, index = self._got(*call, result), self._live, -1
+        if self._gets_new:
+            self._take_new(outputs)
+            return
         for rid, reason in self._each_output(outputs):
             index += 1
             answer = live.get(rid)
@@ -347,6 +388,22 @@ class ServedRequestAspect:
             if reason is not None:
                 del live[rid]
                 self._end(answer, self._reason_text(reason) or "unknown")
+
+    def _take_new(self, outputs: Any) -> None:
+        live = self._live
+        for rid, reason, new, prompt, cached in self._each_new(outputs):
+            answer = live.get(rid)
+            if answer is None:
+                continue
+            if answer.tokens is None:
+                answer.first_ns = time_ns()
+                answer.tokens = prompt, new, cached
+            else:
+                prompt, before, cached = answer.tokens
+                answer.tokens = prompt, before + new, cached
+            if reason is not None:
+                del live[rid]
+                self._end(answer, reason)
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         answer = self._live.pop(self._aborted_rid(self._aborted(args, kwargs)), None)

@@ -1,0 +1,27 @@
+"""What the HTTP server's side knows of a request, whatever engine answers it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_aspects.tracing.aspects.exchanged import operation_of
+
+
+@pytest.mark.parametrize(
+    ("path", "operation"),
+    [
+        ("/v1/chat/completions", "chat"),
+        ("/v1/messages", "chat"),
+        ("/v1/responses", "chat"),
+        ("/api/chat", "chat"),
+        ("/v1/completions", "text_completion"),
+        ("/generate", "text_completion"),
+        ("/v1/embeddings", "embeddings"),
+        ("/encode", "embeddings"),
+        ("/health", None),
+        ("/v1/models", None),
+        ("/tokenize", None),
+    ],
+)
+def test_a_path_says_what_is_asked_for(path: str, operation: str | None) -> None:
+    assert operation_of(path) == operation
