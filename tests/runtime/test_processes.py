@@ -342,5 +342,6 @@ def test_the_entry_point_imports_nothing_that_a_plugin_may_hook() -> None:
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    names = ("checks", "messages", "rank_links", "sampling_params", "scheduler_process", "server_args")
+    processes = ("processes", "processes.messages", "processes.rank_links", "processes.worker")
+    names = ("checks", *processes, "sampling_params", "server_args")
     assert output.stdout.strip() == f"{[f'sgl_aspects.runtime.{name}' for name in names]} False"
