@@ -111,11 +111,21 @@ class SRTPlatform(DeviceMixin):
     def supports_fp8(self) -> bool:
         return self.capabilities.supports_fp8
 
-    # -- quantization and speculative decoding --------------------------------------------------------
+    # -- quantization --------------------------------------------------------------------------------
+
+    def verify_quantization(self, quant: str) -> None:
+        """Raise ValueError where this device cannot run the quantization method ``quant``."""
+        if quant != "fp8" or not self.supports_fp8():
+            super().verify_quantization(quant)
 
     def get_quantization_config(self, quantization: str) -> type | str | None:
-        """The class that reads and runs ``quantization`` on this device; None: the engine's own."""
+        """The class that runs ``quantization`` on this device; None: the engine's own.
+
+        In the embedded engine it is made with the method's name, and has ``quantize(model)``.
+        """
         return None
+
+    # -- speculative decoding: asked by SGLang alone ---------------------------------------------------
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return False

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, overload
 
 from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
 from sgl_aspects.plugins import load_plugins
+from sgl_aspects.runtime.checks import is_integer
 from sgl_aspects.runtime.frontend.manager import Counters, RequestManager
 from sgl_aspects.runtime.frontend.request import (
     GenerateRequest,
@@ -29,7 +32,7 @@ from sgl_aspects.runtime.frontend.request import (
 )
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from sgl_aspects.runtime.processes.link import SchedulerLink
-from sgl_aspects.runtime.processes.messages import StatsRequest, UpdateWeightsRequest
+from sgl_aspects.runtime.processes.messages import ProfileRequest, StatsRequest, UpdateWeightsRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 
@@ -233,6 +236,22 @@ class Engine:
         """
         stats: dict[str, int] = self._link.ask(StatsRequest(), timeout)
         return stats
+
+    def profile(
+        self, num_steps: int, folder: str | os.PathLike[str] | None = None, timeout: float | None = None
+    ) -> list[Path]:
+        """Profile the next steps with PyTorch's profiler: a Chrome trace for each rank, in ``folder``.
+
+        None: a new folder among the temporary ones. It takes as long as requests come for so many steps;
+        TimeoutError after so many seconds. InvalidRequestError where another profile is being taken.
+        """
+        if not is_integer(num_steps) or num_steps < 1:
+            raise InvalidRequestError(f"num_steps={num_steps!r}: write a whole number of at least 1")
+        if folder is None:
+            folder = tempfile.mkdtemp(prefix="sgl-aspects-profile-")
+        os.makedirs(folder, exist_ok=True)
+        request = ProfileRequest(os.path.abspath(os.fspath(folder)), num_steps)
+        return [Path(file) for file in self._link.ask(request, timeout)]
 
     def update_weights(self, model_path: str | os.PathLike[str]) -> None:
         """Go on with the weights of another checkpoint of the same model.

@@ -54,6 +54,8 @@ class ServerArgs:
     disable_graphs: bool = False
     #: True: a step is scheduled when the one before it is done, also where the device could work meanwhile.
     disable_overlap: bool = False
+    #: "int8" or "fp8": linears keep their weights in 8 bits, where the platform can: less memory, not faster.
+    quantization: str | None = None
     #: True: layers are compiled, where the platform can. The first steps take much longer.
     compile: bool = False
     #: What the platform's compiler is to be told, in its own words: see ``get_compile_backend``.

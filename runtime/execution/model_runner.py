@@ -21,6 +21,7 @@ from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
 from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.loader.quantization import quantization_config
 from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Operator
 from sgl_aspects.runtime.processes.rank_links import RankLinks
@@ -93,12 +94,16 @@ class ModelRunner:
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()
         follow_requests()
+        method = self.server_args.quantization
+        quantization = None if method is None else quantization_config(method, self.platform)
         with self.device, self.platform.inference_mode():
             model = model_class(self.config.architecture)(
                 self.config, self.dtype, self.context_length, self.communicator
             )
             model.load_weights(checkpoint.weights())
             model.eval()
+            if quantization is not None:
+                quantization.quantize(model)
             for module in model.modules():
                 if isinstance(module, Operator):
                     module.prepare_weights()

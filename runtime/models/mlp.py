@@ -39,6 +39,8 @@ class GatedMLP(nn.Module):
 class Router(Linear):
     """One logit a token and expert. Small, and whole on each rank."""
 
+    keeps_precision = True
+
     def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, moe.num_experts, torch.float32 if moe.float32_router else dtype)
         self.e_score_correction_bias = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,6 +20,8 @@ class Linear(Operator):
 
     op_name = "linear"
     bias: nn.Parameter | None
+    #: True where a few bits less would change what the model does.
+    keeps_precision: ClassVar[bool] = False
 
     def __init__(
         self, in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False
@@ -29,7 +31,32 @@ class Linear(Operator):
         self.bias = parameter(out_features, dtype=dtype) if bias else None
         #: True where another operator uses the same weight, as with tied embeddings.
         self.shares_weight = False
+        #: [out_features]: of a weight that was quantized, by what each row is multiplied.
+        self.scale: Tensor | None = None
         self._packed: Tensor | None = None
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Keep the weight in ``dtype``, of 8 bits, each row as a share of its largest number."""
+        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        exact = self.weight.float()
+        largest = exact.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = largest / info.max
+        shares = exact / scale if dtype.is_floating_point else (exact / scale).round()
+        self.scale = scale.squeeze(1)
+        self.weight = nn.Parameter(shares.to(dtype), requires_grad=False)
+
+    def prepare_weights(self) -> None:
+        if self.scale is None:  # forms of the platform take weights as they were saved
+            super().prepare_weights()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] → [..., out_features]."""
+        output: Tensor
+        if self.scale is None:
+            output = super().forward(x)
+            return output
+        output = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        return output if self.bias is None else output + self.bias
 
     def forward_native(self, x: Tensor) -> Tensor:
         return dense.linear(x, self.weight, self.bias, self._packed)

@@ -22,6 +22,7 @@ from sgl_aspects import errors
 from sgl_aspects.errors import EngineError, SchedulerDiedError
 from sgl_aspects.runtime.processes.messages import (
     FailureMessage,
+    ProfileRequest,
     ReadyMessage,
     Reply,
     ShutdownRequest,
@@ -88,7 +89,9 @@ class SchedulerLink:
         """Returns at once; a message to a scheduler that is gone is dropped, the receiver is told of that."""
         self._outbox.put(pickle.dumps(message))  # here, where the caller hears of what cannot be pickled
 
-    def ask(self, question: StatsRequest | UpdateWeightsRequest, timeout: float | None = None) -> Any:
+    def ask(
+        self, question: ProfileRequest | StatsRequest | UpdateWeightsRequest, timeout: float | None = None
+    ) -> Any:
         """The answer's value, or the error that it brings; TimeoutError after so many seconds."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:

@@ -51,6 +51,15 @@ class UpdateWeightsRequest:
 
 
 @dataclass
+class ProfileRequest:
+    """To the scheduler: profile the next steps, then answer with a Reply: the files, by rank."""
+
+    folder: str
+    num_steps: int
+    number: int = 0
+
+
+@dataclass
 class ShutdownRequest:
     """To the scheduler: end the process."""
 

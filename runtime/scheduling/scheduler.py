@@ -18,12 +18,15 @@ import random
 from collections import deque
 from functools import cached_property
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from sgl_aspects.errors import EngineError, InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
+from sgl_aspects.runtime.execution.profiling import ProfileWindow
 from sgl_aspects.runtime.processes.messages import (
     AbortRequest,
+    ProfileRequest,
     ReadyMessage,
     Reply,
     ShutdownRequest,
@@ -67,6 +70,8 @@ class Scheduler:
         self.weight_updates: deque[UpdateWeightsRequest] = deque()
         #: The requests that the scheduler is at work on: named where it dies of an error.
         self.at_work_on: list[str] = []
+        #: Who asked for the profile that is being taken, and the profile.
+        self.profile: tuple[ProfileRequest, ProfileWindow] | None = None
         self._arrivals = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
         self._owner = os.getppid()
@@ -92,6 +97,8 @@ class Scheduler:
                     self.handle_message(message)
                 if self.has_work and not self.shutting_down:
                     self.step()
+                if self.profile is not None and self.step_id >= self.profile[1].last_step:
+                    self.finish_profile()
                 if self.weight_updates and not self._is_any_begun():
                     self.update_weights(self.weight_updates.popleft())
             self.model_runner.communicator.close()
@@ -135,6 +142,8 @@ class Scheduler:
             self._send(Reply(message.number, self.stats()))
         elif isinstance(message, UpdateWeightsRequest):
             self.request_weight_update(message)
+        elif isinstance(message, ProfileRequest):
+            self.start_profile(message)
         elif isinstance(message, ShutdownRequest):
             self.shutting_down = True
         else:
@@ -208,6 +217,26 @@ class Scheduler:
         except ModelLoadError as error:
             reply.error = error
         self._send(reply)
+
+    # -- a profile -----------------------------------------------------------------------------------
+
+    def start_profile(self, message: ProfileRequest) -> None:
+        if self.profile is not None:
+            busy = InvalidRequestError("a profile is being taken: wait for its end")
+            self._send(Reply(message.number, error=busy))
+            return
+        last_step = self.step_id + message.num_steps
+        self.profile = message, ProfileWindow(self.model_runner.platform, last_step)
+
+    def finish_profile(self) -> None:
+        """Write it, on each rank, and tell who asked."""
+        assert self.profile is not None
+        self.collect()
+        message, window = self.profile
+        self.profile = None
+        path = window.write(Path(message.folder), self.ranks.rank)
+        files = self.model_runner.communicator.gather_objects(str(path))
+        self._send(Reply(message.number, files))
 
     # -- one step ------------------------------------------------------------------------------------
 

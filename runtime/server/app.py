@@ -57,6 +57,7 @@ class ServerApp:
             "/v1/chat/completions": (chat.__call__, "POST"),
             "/v1/completions": (completions.__call__, "POST"),
             "/update_weights_from_disk": (self.update_weights, "POST"),
+            "/start_profile": (self.take_profile, "POST"),
             "/v1/models": (self.list_models, "GET"),
             "/v1/models/{model:path}": (self.retrieve_model, "GET"),
             "/health": (self.health, "GET"),
@@ -92,6 +93,12 @@ class ServerApp:
         except ModelLoadError as error:
             raise ApiError(400, str(error), param="model_path") from error
         return _json(protocol.WeightsUpdated(model_path=body.model_path))
+
+    async def take_profile(self, request: Request) -> Response:
+        """Returns when the steps are done and their profile is written."""
+        body = await read_body(request, self._settings, protocol.ProfileRequest)
+        files = await asyncio.to_thread(self.engine.profile, body.num_steps)
+        return _json(protocol.ProfileTaken(files=[str(file) for file in files]))
 
     async def health(self, request: Request) -> Response:
         """200 while the server takes requests."""

@@ -21,10 +21,19 @@ _PROBLEMS = {
 }
 
 
-_BODIES = (protocol.ChatRequest, protocol.CompletionRequest, protocol.UpdateWeightsRequest)
+_BODIES = (
+    *(protocol.ChatRequest, protocol.CompletionRequest),
+    *(protocol.ProfileRequest, protocol.UpdateWeightsRequest),
+)
 _ANSWERS = (
     *(protocol.ChatResponse, protocol.ChatChunk, protocol.CompletionResponse, protocol.ModelCard),
-    *(protocol.ModelList, protocol.Health, protocol.WeightsUpdated, protocol.ErrorResponse),
+    *(
+        protocol.ModelList,
+        protocol.Health,
+        protocol.ProfileTaken,
+        protocol.WeightsUpdated,
+        protocol.ErrorResponse,
+    ),
 )
 
 
@@ -63,6 +72,14 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
                     _json("WeightsUpdated"),
                     *(400, 401, 405, 408, 413, 415, 503),
                     body="UpdateWeightsRequest",
+                )
+            },
+            "/start_profile": {
+                "post": _operation(
+                    "Profile the next steps; answers when they are done.",
+                    _json("ProfileTaken"),
+                    *(400, 401, 405, 408, 413, 415, 503),
+                    body="ProfileRequest",
                 )
             },
             "/v1/models": {"get": _operation("The model that is served.", _json("ModelList"), 401, 405)},

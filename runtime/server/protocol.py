@@ -250,6 +250,18 @@ class UpdateWeightsRequest(_Request):
     model_path: str = Field(min_length=1, max_length=4096)
 
 
+class ProfileRequest(_Request):
+    """How many of the next steps are profiled."""
+
+    num_steps: int = Field(default=20, ge=1, le=10_000)
+
+
+class ProfileTaken(_Response):
+    """Chrome traces on the server's machine, one for each rank."""
+
+    files: list[str]
+
+
 class WeightsUpdated(_Response):
     model_path: str
 

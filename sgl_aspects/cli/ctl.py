@@ -1,11 +1,15 @@
-"""``sgl-aspects ctl``: change what a live run records."""
+"""``sgl-aspects ctl``: change what a live run records; take a profile of a server's next steps."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 
+from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
 
@@ -31,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch.add_argument("--on", dest="on", action="store_const", const=True, help="record again, as before")
     switch.add_argument("--off", dest="on", action="store_const", const=False, help="record nothing")
     add_run_choice(parser)
+    profile = parser.add_argument_group("a profile of the device, instead")
+    profile.add_argument("--profile", type=int, metavar="STEPS", help="of so many of the server's next steps")
+    profile.add_argument(
+        "--server", metavar="URL", default="http://127.0.0.1:8000", help="by default %(default)s"
+    )
 
 
 def add_run_choice(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +51,8 @@ def add_run_choice(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows what each process records, after changing it where that was asked for."""
+    if arguments.profile is not None:
+        return take_profile(arguments.server, arguments.profile)
     if arguments.on and arguments.level == 0:
         raise ConfigError("--on and --level 0, which is off, say the opposite: leave one of them out")
     asked = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}
@@ -67,4 +78,25 @@ def run(arguments: argparse.Namespace) -> int:
         for folder, control in changed.items():
             with contextlib.suppress(FileNotFoundError):
                 write_run_control(folder, control)
+    return 0
+
+
+def take_profile(server: str, num_steps: int) -> int:
+    """Ask a server for it (the embedded engine's or SGLang's), and print what it answers.
+
+    ConfigError where there is no such server, or it refuses.
+    """
+    headers = {"content-type": "application/json"}
+    key = env.text("SGL_ASPECTS_API_KEY")
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    url = f"{server.rstrip('/')}/start_profile"
+    request = urllib.request.Request(url, json.dumps({"num_steps": num_steps}).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            print(answer.read().decode().strip())
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"{url} answers {error.code}: {error.read().decode()[:300]}") from error
+    except (urllib.error.URLError, ValueError) as error:
+        raise ConfigError(f"{url}: {error}") from error
     return 0

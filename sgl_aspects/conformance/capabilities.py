@@ -10,7 +10,9 @@ from sgl_aspects.conformance.check import Bench, NotApplicableError, check, requ
 from sgl_aspects.conformance.in_process import generating
 from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
 from sgl_aspects.conformance.operators import random_tensor
+from sgl_aspects.conformance.reference_model import greedy_in_float64
 from sgl_aspects.conformance.tiny_model import write_tiny_model
+from sgl_aspects.runtime.loader.quantization import WEIGHT_TYPES
 
 
 def _declared(bench: Bench, name: str) -> None:
@@ -64,6 +66,38 @@ def fp8(bench: Bench) -> str:
         found = exact.to(bench.device).to(dtype).float().cpu()
         require(torch.equal(found, right), f"{right.tolist()} in {dtype}", found.tolist())
     return "e4m3 and e5m2"
+
+
+@check(
+    write="get_quantization_config",
+    expects="each declared quantization to give the tokens of weights that were rounded alike",
+)
+def quantized(bench: Bench) -> str:
+    platform = bench.platform
+    methods = [*platform.supported_quantization, *(["fp8"] if platform.supports_fp8() else [])]
+    if not methods:
+        raise NotApplicableError("not declared")
+    folder = bench.folder / "tiny-llama-quantized"
+    weights = write_tiny_model(folder)
+    for method in methods:
+        with generating(folder, quantization=method) as engine:
+            found, prompts = engine.tokens(), engine.prompts()
+        if platform.get_quantization_config(method) is None:
+            right = greedy_in_float64(_rounded(weights, WEIGHT_TYPES[method]), prompts, len(found[0]))
+            require(found == right, f"{right} for {method}", found, f"supported_quantization: {method}")
+    return ", ".join(methods)
+
+
+def _rounded(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What weight-only quantization makes of a checkpoint's linears."""
+    rounded = dict(weights)
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    for name, weight in weights.items():
+        if "_proj." in name:
+            scale = weight.abs().amax(1, keepdim=True) / largest
+            shares = weight / scale if dtype.is_floating_point else (weight / scale).round()
+            rounded[name] = shares.to(dtype).double() * scale
+    return rounded
 
 
 @check(write="capabilities", expects="hicache_device_kernels: pages of a pool to go to the host and back")

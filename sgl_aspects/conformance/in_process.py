@@ -22,12 +22,14 @@ class Generating:
         self.scheduler = scheduler
         self._replies = replies
 
+    def prompts(self) -> list[list[int]]:
+        draw = random.Random(9)
+        return [[draw.randrange(256) for _ in range(length)] for length in (3, 11, 8)]
+
     def tokens(self) -> list[list[int]]:
         """Greedy tokens of three requests, the last of which comes while the others decode."""
-        draw = random.Random(9)
         params = SamplingParams(max_new_tokens=_TOKENS, ignore_eos=True)
-        prompts = [[draw.randrange(256) for _ in range(length)] for length in (3, 11, 8)]
-        arriving = [TokenizedRequest(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        arriving = [TokenizedRequest(str(i), prompt, params) for i, prompt in enumerate(self.prompts())]
         reqs = [self.scheduler.add_request(message) for message in arriving[:2]]
         for number in range(3 * _TOKENS):
             if number == 4:

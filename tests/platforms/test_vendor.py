@@ -12,8 +12,10 @@ from sgl_aspects.errors import ConfigError, InvalidRequestError, SchedulerDiedEr
 from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.dispatch import get_manager
+from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.ops import Operator, SiluAndMul
-from tests.runtime.test_equality import prompts_of
+from sgl_aspects.runtime.server_args import ServerArgs
+from tests.runtime.test_equality import prompts_of, run_in_process
 from tests.support.acme import AcmePlatform
 from tests.support.tiny_models import greedy, make_llama, make_model
 
@@ -156,3 +158,40 @@ def test_a_method_assigned_after_the_first_call_takes_effect() -> None:
     finally:
         del SiluAndMul.forward_acme  # type: ignore[attr-defined]
     assert layer(x).equal(first)
+
+
+# -- quantization -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "largest"), [("int8", 127), ("fp8", 448)])
+def test_weights_in_8_bits_answer_as_transformers_with_the_same_rounding(
+    method: str, largest: int, used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, "QuantizedAcmePlatform")
+    model = make_llama(tmp_path / "model")
+    dtype = torch.int8 if method == "int8" else torch.float8_e4m3fn
+    for name, parameter in model.named_parameters():
+        if "_proj.weight" in name:
+            scale = parameter.data.abs().amax(1, keepdim=True) / largest
+            shares = parameter.data / scale
+            parameter.data = (shares.round() if method == "int8" else shares).to(dtype).float() * scale
+    prompts = prompts_of(model.config.vocab_size)
+    outputs, _ = run_in_process(
+        ServerArgs(tmp_path / "model", max_total_tokens=1024, quantization=method), prompts, NEW_TOKENS
+    )
+    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+
+
+def test_a_platform_names_its_own_quantization(used: Path, tmp_path: Path) -> None:
+    make_llama(tmp_path / "model")
+    args = ServerArgs(tmp_path / "model", max_total_tokens=1024, quantization="acme4")
+    run_in_process(args, [[3, 4, 5]], 2)
+    assert "quantization acme4" in used.read_text().splitlines()
+
+
+def test_a_method_that_the_device_cannot_run_is_refused(tmp_path: Path) -> None:
+    set_current_platform(AcmePlatform())
+    make_llama(tmp_path)
+    for method in ("fp8", "gptq"):
+        with pytest.raises(ConfigError, match=f"quantization='{method}'.*AcmePlatform.*declares int8, acme4"):
+            ModelRunner(ServerArgs(tmp_path, quantization=method))

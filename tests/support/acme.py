@@ -228,6 +228,16 @@ def fused_experts(self: FusedExperts, x: Tensor, weights: Tensor, experts: Tenso
     return torch.einsum("te,teh->th", shares, each.float()).to(x.dtype)
 
 
+class Acme4:
+    """A quantization of the vendor's own."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def quantize(self, model: torch.nn.Module) -> None:
+        used(f"quantization {self.method}")
+
+
 # -- the platform -----------------------------------------------------------------------------------------
 
 
@@ -236,6 +246,11 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
     device_name = "acme"
     device_type = "cpu"
     capabilities = PlatformCapabilities(piecewise_graph=True)
+
+    supported_quantization = ("int8", "acme4")
+
+    def get_quantization_config(self, quantization: str) -> type | None:
+        return Acme4 if quantization == "acme4" else None
 
     def init_backend(self) -> None:
         RMSNorm.forward_acme = rms_norm
@@ -264,6 +279,11 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_piecewise_backend_cls(self) -> type:
         return Pieces
+
+
+class QuantizedAcmePlatform(AcmePlatform):
+    def supports_fp8(self) -> bool:
+        return True
 
 
 class ShortAcmePlatform(AcmePlatform):

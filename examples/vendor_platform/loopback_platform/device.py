@@ -24,7 +24,7 @@ class LoopbackDevice(DeviceMixin):
     #: What torch calls the device. A real one brings a name of its own ("npu"), by an extension of torch.
     device_type = "cpu"
     visible_devices_variable = "LOOPBACK_VISIBLE_DEVICES"
-    supported_quantization = ()
+    supported_quantization = ("int8",)
 
     # -- devices --------------------------------------------------------------------------------------
 
