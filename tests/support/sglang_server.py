@@ -69,14 +69,16 @@ def serve(
     command: Sequence[str] = LAUNCH,
     more: Sequence[str] = (),
     environment: dict[str, str] | None = None,
+    without: Sequence[str] = (),
 ) -> Iterator[Server]:
     """SGLang, unmodified, with ``prefix`` before its command; all of its processes are gone afterwards.
 
     :param command: up to the model's path; the options of every server come after it, then ``more``.
+    :param without: options of every server that this one does not get.
     """
     port = free_port()
     words = [*prefix, *command, str(model), "--served-model-name", "mini", "--port", str(port), *SWITCHES]
-    words += [word for pair in ARGUMENTS.items() for word in pair] + list(more)
+    words += [word for pair in ARGUMENTS.items() if pair[0] not in without for word in pair] + list(more)
     settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", **(environment or {})}
     with start_server(Server, words, port, log, settings) as server:
         yield server

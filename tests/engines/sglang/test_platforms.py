@@ -1,0 +1,61 @@
+"""Real SGLang on platforms of ours, started without ``--device``: the platform names its device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.support.sglang_models import make_mini
+from tests.support.sglang_server import serve
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+VENDOR = Path(__file__).resolve().parents[3] / "examples" / "vendor_platform"
+
+
+def vendor_package(folder: Path) -> dict[str, str]:
+    """Entry points of the vendor's package and of a bridge to CUDA, as their installation writes them."""
+    metadata = folder / "vendors-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vendors\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[sglang.srt.platforms]\n"
+        "loopback = loopback_platform:activate_for_sglang\n"
+        "oot_cuda = vendors:activate\n"
+    )
+    (folder / "vendors.py").write_text("def activate():\n    return 'vendors_cuda.Cuda'\n")
+    (folder / "vendors_cuda.py").write_text(
+        "from sgl_aspects.platforms.cuda import CudaPlatform\n"
+        "from sgl_aspects.platforms.sglang_bridge import bridged\n"
+        "Cuda = bridged(CudaPlatform)\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(VENDOR), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.parametrize("name", ["sgl_aspects_cpu", "loopback"])
+def test_a_server_starts_without_a_device_named(name: str, tmp_path: Path) -> None:
+    environment = {"SGLANG_PLATFORM": name, **vendor_package(tmp_path / "site")}
+    model = make_mini(tmp_path / "model")
+    with serve(model, tmp_path / "log", without=["--device"], environment=environment) as server:
+        answer = server.chat("the quick brown fox")
+    assert answer.usage["completion_tokens"] == 8
+
+
+DEVICE = """
+from sglang.srt.platforms import current_platform
+from sglang.srt.utils.common import get_device
+print(get_device(), current_platform.get_graph_runner_cls().__name__)
+"""
+
+
+def test_a_bridge_to_cuda_names_the_device_and_sglangs_own_runner(tmp_path: Path) -> None:
+    environment = {**os.environ, "SGLANG_PLATFORM": "oot_cuda", **vendor_package(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", DEVICE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["cuda", "DecodeCudaGraphRunner"]
