@@ -112,7 +112,9 @@ def _compare(title: str, ways: Mapping[str, Way], rounds: int, *, wall: bool = F
 
 def _run(way: Way, wall: bool) -> tuple[float, int, int]:
     before, script, targets, settings = way
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL", "OTEL_"))}
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SGL", "ASPECTS_", "OTEL_"))
+    }
     environment = {**clean, "SGLANG_PLATFORM": "sgl_aspects_cpu", "HF_HUB_OFFLINE": "1", **settings}
     command = [*before, sys.executable, "-W", "ignore", "-c", script, json.dumps(targets)]
     start = time.perf_counter()

@@ -1,5 +1,9 @@
 """Every environment variable that sgl-aspects reads, parsed in one place.
 
+A variable ``SGL_ASPECTS_X`` may be spelled ``ASPECTS_X``, too; where both are set, the longer name counts.
+SGLang takes names that begin with ``SGL_`` for old ones of its own and warns of each in every process, so
+what sgl-aspects sets for the processes of an engine has the shorter name.
+
 A value that is not allowed is a :class:`~sgl_aspects.errors.ConfigError` that names the variable and
 the choices; nothing falls back to a default in silence.
 """
@@ -7,17 +11,33 @@ the choices; nothing falls back to a default in silence.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sgl_aspects.errors import ConfigError
 
+_FAMILY, _PREFIX = "SGL_", "SGL_ASPECTS_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
+def spelled(name: str, environment: Mapping[str, str] | None = None) -> str:
+    """The name under which ``name`` is set, or is to be set by us, in ``environment`` (the process's own)."""
+    environment = os.environ if environment is None else environment
+    if name in environment or not name.startswith(_PREFIX):
+        return name
+    return name.removeprefix(_FAMILY)
+
+
+def shortened(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` with each ``SGL_ASPECTS_X`` spelled ``ASPECTS_X``."""
+    ours = {name: value for name, value in environment.items() if name.startswith(_PREFIX)}
+    others = {name: value for name, value in environment.items() if name not in ours}
+    return {**others, **{name.removeprefix(_FAMILY): value for name, value in ours.items()}}
+
+
 def text(name: str, default: str | None = None) -> str | None:
     """The value of ``name``, stripped; ``default`` where it is unset or empty."""
-    value = os.environ.get(name, "").strip()
+    value = os.environ.get(spelled(name), "").strip()
     return value or default
 
 
@@ -74,7 +94,7 @@ def number(name: str, *, minimum: float = 0.0) -> float | None:
 
 def names(name: str) -> tuple[str, ...] | None:
     """A comma-separated list; None where the variable is unset. Set but empty is the empty list."""
-    value = os.environ.get(name)
+    value = os.environ.get(spelled(name))
     if value is None:
         return None
     return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)

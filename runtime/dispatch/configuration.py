@@ -128,9 +128,9 @@ def from_variables() -> dict[str, Value]:
     # The prefix says OP already: op_whitelist is SGL_ASPECTS_OP_WHITELIST.
     variables = {key: PREFIX + key.removeprefix("op_").upper() for key in KEYS}
     known = [*variables.values(), *(PREFIX + name for name in _VARIABLES_ONLY)]
-    for variable in os.environ:
-        if variable.startswith(PREFIX):
-            check_choice("environment", "variable", variable, known)
+    for variable in env.shortened(os.environ):
+        if f"SGL_{variable}".startswith(PREFIX):
+            check_choice("environment", "variable", f"SGL_{variable}", known)
     said = {key: (env.text(variable), variable) for key, variable in variables.items()}
     return {key: Value(text, variable) for key, (text, variable) in said.items() if text is not None}
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-SWITCH = "SGL_ASPECTS_RUN"
+SWITCH = "ASPECTS_RUN"
 """Set for every process below `sgl-aspects run`; without it our sitecustomize does nothing."""
 
 

@@ -29,7 +29,7 @@ def _is_helper_of_multiprocessing() -> bool:
 
 
 try:
-    if os.environ.get("SGL_ASPECTS_RUN") and not _is_helper_of_multiprocessing():
+    if os.environ.get("ASPECTS_RUN") and not _is_helper_of_multiprocessing():
         from sgl_aspects.plugins import load_plugins
 
         load_plugins()

@@ -6,10 +6,10 @@ import argparse
 import os
 import shutil
 
-from sgl_aspects import bootstrap, config, process_reports
+from sgl_aspects import bootstrap, config, env, process_reports
 from sgl_aspects.errors import ConfigError
 
-_TRACE, _RUN = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN"
+_TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
-    environment = bootstrap.prepared(os.environ)
+    environment = env.shortened(bootstrap.prepared(os.environ))
     environment.pop(_RUN, None)  # a run of its own, even where a traced program asks for it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or "on"
     if arguments.config:
         config.read(arguments.config)  # its faults are told here, in one line
-        environment[config.VARIABLE] = os.path.abspath(arguments.config)
+        environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
     if arguments.report:
-        environment[process_reports.VARIABLE] = _made(os.path.abspath(arguments.report))
+        environment[env.spelled(process_reports.VARIABLE, environment)] = _made(
+            os.path.abspath(arguments.report)
+        )
     _choose_exporters(environment, arguments)
     print(end="", flush=True)  # also where there is no standard output
     os.execve(program, command, environment)
@@ -65,7 +67,7 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
         environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would go first
         chosen.append("otlp")
     if arguments.file:
-        environment["SGL_ASPECTS_TRACE_FILE"] = os.path.abspath(arguments.file)
+        environment["ASPECTS_TRACE_FILE"] = os.path.abspath(arguments.file)
         chosen.append("otlp-json-file")
     if chosen:
         environment["OTEL_TRACES_EXPORTER"] = ",".join(chosen)
@@ -83,7 +85,7 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
     try:
         settings = TraceSettings.from_environment()
         if settings.level:
-            require_port(settings)
+            require_port(settings.checked())
     finally:
         os.environ.clear()
         os.environ.update(before)

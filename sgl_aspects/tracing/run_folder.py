@@ -138,7 +138,7 @@ class CollectorProcess:
 def _collector_environment(settings: TraceSettings, environment: Mapping[str, str]) -> dict[str, str]:
     values = {**environment, **settings.overrides()}
     normalise(values)
-    values.pop("SGL_ASPECTS_TRACE_RUN", None)
+    values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
     # The collector is not traced itself, and finds this package even where it is not installed.
     values["SGL_ASPECTS_TRACE"] = "off"
     root = str(Path(sgl_aspects.__file__).parent.parent)

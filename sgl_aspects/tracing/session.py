@@ -9,6 +9,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.aspects.options import AspectOptions
@@ -147,6 +148,7 @@ class TraceSession:
 
     def _set_environment(self, values: dict[str, str | None] | dict[str, str]) -> None:
         for name, value in values.items():
+            name = env.spelled(name)
             self._restore[name] = os.environ.get(name)
             if value is None:
                 os.environ.pop(name, None)

@@ -65,11 +65,13 @@ LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "
 
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _INSTALL = "pip install 'sgl-aspects[{}]'"
+_OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
+#: What each exporter imports, and what that imports in turn: a part may be missing alone.
 _PACKAGES = {
-    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
-    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
-    "otlp-json-file": "opentelemetry.exporter.otlp.proto.common",
-    "prometheus": "opentelemetry.exporter.prometheus",
+    "http/protobuf": ("opentelemetry.exporter.otlp.proto.http", *_OTLP, "requests"),
+    "grpc": ("opentelemetry.exporter.otlp.proto.grpc", *_OTLP, "google.rpc", "grpc"),
+    "otlp-json-file": _OTLP,
+    "prometheus": ("opentelemetry.exporter.prometheus", "prometheus_client"),
 }
 
 
@@ -268,9 +270,15 @@ def installed_exporter(signal: str, name: str) -> EntryPoint | None:
 
 
 def _require(package: str, what: str, extra: str = "otlp") -> None:
+    missing = [name for name in _PACKAGES[package] if not _is_installed(name)]
+    if missing:
+        raise ConfigError(
+            f"{what} needs packages that are not installed ({', '.join(missing)}): {_INSTALL.format(extra)}"
+        )
+
+
+def _is_installed(module: str) -> bool:
     try:
-        found = importlib.util.find_spec(_PACKAGES[package]) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise ConfigError(f"{what} needs packages that are not installed: {_INSTALL.format(extra)}")
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a package on the way, or what that imports
+        return False

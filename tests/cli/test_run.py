@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach
 
 PROGRAM = """
@@ -92,6 +93,23 @@ def test_children_of_every_start_method_carry_the_hooks(site: Path) -> None:
     values = [line.split() for line in done.stdout.splitlines()]
     assert len(values) == 1 + 3 * 3 + 1
     assert all(value == "101" for _, value in values), done.stdout
+
+
+def test_no_variable_that_an_engine_takes_for_its_own_reaches_the_program(site: Path) -> None:
+    """SGLang warns in each process of each variable that begins with SGL_."""
+    code = (
+        "import os, subprocess, sys\n"
+        "print(*(name for name in sorted(os.environ) if 'ASPECTS' in name))\n"
+        "if len(sys.argv) == 1: subprocess.run([sys.executable, sys.argv[0], 'child'], check=True)"
+    )
+    (site / "names.py").write_text(code)
+    options = ("--level", "1", "--file", str(site / "spans.jsonl"), "--report", str(site / "reports"))
+    environment = {"SGL_ASPECTS_TRACE_KEEP": "0", "SGL_ASPECTS_TRACE": "off"}
+    done = sgl_aspects_run(site, sys.executable, "names.py", options=options, **environment)
+    asked = {f"ASPECTS_{name}" for name in ("RUN", "REPORT", "TRACE", "TRACE_FILE", "TRACE_KEEP")}
+    first, second = (set(line.split()) for line in done.stdout.splitlines())
+    assert asked <= first == second, done.stderr
+    assert not [name for name in first if name.startswith("SGL_")]
 
 
 def test_without_run_nothing_is_hooked(site: Path) -> None:
@@ -198,7 +216,7 @@ def test_a_fault_in_the_file_stops_the_program_with_one_line(site: Path, text: s
 def test_a_run_within_a_run_is_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a traced program that starts another under `run`, to have its spans in a file."""
     for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_")):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_", "ASPECTS_")):
             monkeypatch.delenv(name)
     (tmp_path / "program.py").write_text(
         "import time\n"
@@ -215,3 +233,27 @@ def test_a_run_within_a_run_is_one_of_its_own(tmp_path: Path, monkeypatch: pytes
         assert done.returncode == 0
     assert '"inner"' in inner.read_text()
     assert "inner" not in outer.read_text()
+
+
+@pytest.mark.parametrize(
+    ("exporter", "missing"),
+    [
+        ({}, "opentelemetry.exporter.otlp.proto.http"),
+        ({}, "requests"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "google.rpc"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc"),
+    ],
+)
+def test_a_missing_part_of_an_exporter_is_told_and_nothing_is_run(
+    exporter: dict[str, str],
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in exporter.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, missing, None)  # as where its package is not installed
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("the program was run"))
+    command = ["run", "--endpoint", "http://127.0.0.1:1", "--", sys.executable, "-V"]
+    assert main(command) == 2
+    assert f"not installed ({missing}" in capsys.readouterr().err

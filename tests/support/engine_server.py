@@ -142,7 +142,11 @@ def start_server(
 
     Variables of sgl-aspects and OpenTelemetry that are set here are not handed on, ``environment`` is.
     """
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL_ASPECTS", "OTEL_"))}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SGL_ASPECTS", "ASPECTS_", "OTEL_"))
+    }
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

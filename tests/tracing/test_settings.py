@@ -20,7 +20,7 @@ from sgl_aspects.tracing.settings import TraceSettings
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE", "ASPECTS_TRACE")):
             monkeypatch.delenv(name)
 
 
@@ -114,7 +114,7 @@ def test_tracing_that_is_not_asked_for_touches_nothing(
     activate()
     assert attach_from_environment() is None
     assert len(aspects.report().hooks) == before
-    assert "SGL_ASPECTS_TRACE_RUN" not in os.environ
+    assert "ASPECTS_TRACE_RUN" not in os.environ
 
 
 def test_a_refused_attach_leaves_nothing() -> None:
@@ -123,7 +123,7 @@ def test_a_refused_attach_leaves_nothing() -> None:
         with pytest.raises(ConfigError):
             attach(**wrong)
     assert len(aspects.report().hooks) == before
-    assert "SGL_ASPECTS_TRACE_RUN" not in os.environ
+    assert "ASPECTS_TRACE_RUN" not in os.environ
 
 
 def test_one_session_at_a_time_and_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_one_session_at_a_time_and_the_environment_comes_back(monkeypatch: pytes
     before = len(aspects.report().hooks)
     with attach(level=2, exporters=["console"]) as session:
         assert os.environ["SGL_ASPECTS_TRACE"] == "2"
-        assert os.environ["SGL_ASPECTS_TRACE_RUN"] == session.run_folder
+        assert os.environ["ASPECTS_TRACE_RUN"] == session.run_folder
         assert os.stat(session.run_folder).st_mode & 0o777 == 0o700
         assert all(entry.stat().st_mode & 0o777 == 0o600 for entry in os.scandir(session.run_folder))
         assert len(aspects.report().hooks) > before
@@ -139,6 +139,6 @@ def test_one_session_at_a_time_and_the_environment_comes_back(monkeypatch: pytes
             attach()
         activate()
     assert os.environ["SGL_ASPECTS_TRACE"] == "1"
-    assert "SGL_ASPECTS_TRACE_RUN" not in os.environ
+    assert "ASPECTS_TRACE_RUN" not in os.environ
     assert not os.path.exists(session.run_folder)
     assert len(aspects.report().hooks) == before

@@ -136,7 +136,9 @@ def traced(tmp_path: Path) -> Callable[..., tuple[dict[str, list[Span]], str]]:
             str(file),
         ]
         command += [*options, "--", sys.executable, "program.py"]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "SGL_ASPECTS_"))}
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
+        }
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
         )

@@ -25,7 +25,7 @@ SECRET = "sk-live-4711"
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
+        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE", "ASPECTS_TRACE")):
             monkeypatch.delenv(name)
 
 
@@ -64,7 +64,7 @@ def test_a_value_that_cannot_work_names_its_variable(
     with pytest.raises(ConfigError, match=name) as raised:
         attach_from_environment()
     assert value in str(raised.value)
-    assert "SGL_ASPECTS_TRACE_RUN" not in os.environ
+    assert "ASPECTS_TRACE_RUN" not in os.environ
 
 
 @pytest.mark.parametrize(

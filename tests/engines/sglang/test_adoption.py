@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_python(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGL", "OTEL_"))}
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SGL", "ASPECTS_", "OTEL_"))
+    }
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "ignore", *words]
     return subprocess.run(

@@ -41,9 +41,13 @@ def vendor_package(folder: Path) -> dict[str, str]:
 def test_a_server_starts_without_a_device_named(name: str, tmp_path: Path) -> None:
     environment = {"SGLANG_PLATFORM": name, **vendor_package(tmp_path / "site")}
     model = make_mini(tmp_path / "model")
-    with serve(model, tmp_path / "log", without=["--device"], environment=environment) as server:
+    spans, log = tmp_path / "spans.jsonl", tmp_path / "log"
+    run = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--file", str(spans), "--"]
+    with serve(model, log, prefix=run, without=["--device"], environment=environment) as server:
         answer = server.chat("the quick brown fox")
     assert answer.usage["completion_tokens"] == 8
+    assert "chat mini" in spans.read_text()
+    assert "ASPECTS" not in log.read_text()  # SGLang warns of each variable that begins with SGL_
 
 
 DEVICE = """

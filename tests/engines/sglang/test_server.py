@@ -632,7 +632,9 @@ print(json.dumps({
 def test_sglangs_own_plugin_loader_activates_once_and_imports_nothing_of_sglang(
     asked: bool, tmp_path: Path
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SGL_", "OTEL_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SGL_", "ASPECTS_", "OTEL_"))
+    }
     if asked:
         environment |= {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_FILE": str(tmp_path / "traces.jsonl")}
     done = subprocess.run(
