@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
-	sglang-wheels sglang-version vllm-env test-vllm test-integration
+	sglang-wheels sglang-version vllm-env test-vllm test-integration cluster-env test-cluster
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -18,6 +18,7 @@ help:
 	@echo "make soak    ten minutes of a server under everything at once (MINUTES=60 for an hour)"
 	@echo "make bench-gpu   decode steps on this machine's device, against its memory bandwidth"
 	@echo "make test-sglang   real SGLang on the CPU, in an environment of its own (.sglang-venv, 2.6 GB)"
+	@echo "make test-cluster   real SGLang clusters on this machine: prefill and decode, balancers, nodes, replicas"
 	@echo "make sglang-wheels   roles and platform methods in the wheels of SGLang 0.5.10 to 0.5.23"
 	@echo "make sglang-version VERSION=0.5.20   a server of that version, traced"
 	@echo "make test-vllm   real vLLM on the CPU, in an environment of its own (.vllm-venv, 2.5 GB)"
@@ -94,6 +95,21 @@ sglang-env: $(SGLANG_VENV)/.ready
 test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/test_server.py tests/engines/sglang/test_adoption.py \
 		tests/engines/sglang/test_faults.py tests/engines/sglang/test_example.py tests/engines/sglang/test_operators.py
+
+# Clusters, on loopback: KV caches travel by mooncake over TCP, whose wheel needs three libraries of Debian's.
+cluster-env: $(SGLANG_VENV)/.cluster
+
+test-cluster: $(SGLANG_VENV)/.cluster
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/cluster
+
+LIBRARIES := libibverbs1 librdmacm1 libnuma1
+
+$(SGLANG_VENV)/.cluster: $(SGLANG_VENV)/.ready tests/requirements/cluster.txt
+	$(SGLANG_PIP) install --no-deps -r tests/requirements/cluster.txt
+	@dpkg-query -W $(LIBRARIES) >/dev/null 2>&1 || \
+		{ $(APT) update && $(APT) install --no-install-recommends $(LIBRARIES); } </dev/null || \
+		echo "not all of $(LIBRARIES) are here, nor can they be installed: tests with KV transfer are skipped"
+	@touch $@
 
 # Other versions: their wheels to read, and folders to serve from, beside the packages of the environment above.
 SGLANG_WHEELS := .sglang-wheels

@@ -12,6 +12,7 @@ from pathlib import Path
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
+from sgl_aspects.tracing.run_folder import collector_state, how_to_start
 
 
 def _share(text: str) -> float:
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}
     changes = any(value is not None for value in asked.values())
     changed: dict[Path, Control] = {}
+    folders: dict[Path, None] = {}
     for ring in rings(arguments.folder, arguments.pid):
         try:
             control = read_control(ring.path)
@@ -70,10 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         except OSError as error:
             raise ConfigError(f"{ring.path}: {error.strerror}; only its own user can change a run") from error
+        folders[ring.path.parent] = None
         alive = "" if ring.is_alive() else "  (ended)"
         level = f"level {control.level}" if control.level else f"off (level {control.wanted} when on)"
         print(f"process {ring.process_id}: {level}, sample {control.sample:g}{alive}")
         ring.close()
+    for folder in folders:
+        state = collector_state(folder)
+        if state is not None:
+            print(f"collector: {state}" + ("" if state.is_alive else f"; {how_to_start(folder)}"))
     if arguments.pid is None:
         for folder, control in changed.items():
             with contextlib.suppress(FileNotFoundError):

@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     from sgl_aspects.tracing import dump
 
     found = list(rings(arguments.folder, arguments.pid))
-    text = dump.write(dump.spans_of(found, arguments.last), arguments.format)
+    spans = dump.spans_of(found, arguments.last)
+    text = dump.write(spans, arguments.format, dump.request_ids(found))
     for ring in found:
         ring.close()
     if arguments.output is None:

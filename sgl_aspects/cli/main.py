@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_aspects.errors import AspectsError
 
@@ -69,10 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "sgl_aspects":
             raise  # a fault of ours
-        return _complain(
-            f"the Python package {error.name!r} is not installed. "
-            f'Install the engine, the exporters and the views: pip install "sgl-aspects[serve,otlp,view]"'
-        )
+        return _complain(f"the Python package {error.name!r} is not installed. {_how_to_install()}")
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
@@ -84,6 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _write_no_more()
         return _complain(f"{error.strerror}: what was to be written is not whole")
+
+
+def _how_to_install() -> str:
+    """With the engine, the exporters and the views, from where this package is."""
+    root = Path(__file__).resolve().parents[2]
+    if (root / "pyproject.toml").exists():
+        return f'Install what the commands need: pip install -e "{root}[serve,otlp,view]"'
+    return (
+        "It comes with the extras serve, otlp and view: install this package's wheel with [serve,otlp,view]"
+    )
 
 
 def _write_no_more() -> None:

@@ -10,11 +10,13 @@ from sgl_aspects import bootstrap, config, env, process_reports
 from sgl_aspects.errors import ConfigError
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
+# Requests alone: steps, each a trace of its own, would fill a backend's list of traces. `ctl` adds them.
+_LEVEL = "1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sgl-aspects run [options] -- COMMAND [ARGUMENT ...]"
-    parser.add_argument("--level", help="trace level: 0 off, 1 request, 2 + scheduler, 3 + forward (default)")
+    parser.add_argument("--level", help="trace level: 0 off, 1 request (default), 2 + scheduler, 3 + forward")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
     parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")
     parser.add_argument(
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="hooks and traced functions, declared in TOML")
     parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
+    parser.add_argument("--summary", action="store_true", help="say at the end what became of the spans")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
@@ -37,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
     environment = env.shortened(bootstrap.prepared(os.environ))
     environment.pop(_RUN, None)  # a run of its own, even where a traced program asks for it
-    environment[_TRACE] = arguments.level or environment.get(_TRACE) or "on"
+    environment[_TRACE] = arguments.level or environment.get(_TRACE) or _LEVEL
     if arguments.config:
         config.read(arguments.config)  # its faults are told here, in one line
         environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
@@ -45,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         environment[env.spelled(process_reports.VARIABLE, environment)] = _made(
             os.path.abspath(arguments.report)
         )
+    if arguments.summary:
+        environment["ASPECTS_TRACE_SUMMARY"] = "1"
     _choose_exporters(environment, arguments)
     print(end="", flush=True)  # also where there is no standard output
     os.execve(program, command, environment)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.context import root_of_trace_id
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen
 from sgl_aspects.tracing.ring.reader import RingReader
 
 # In seconds: whatever a ring can hold is younger.
 _LONGEST = 1e12
+# So many requests of a step are named.
+_REQUESTS = 4
 FORMATS = ("text", "otlp-json", "perfetto")
 
 
@@ -45,8 +49,20 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     )
 
 
-def write(spans: Sequence[ReadableSpan], form: str) -> str:
-    """The spans in one of ``FORMATS``."""
+def request_ids(rings: Iterable[RingReader]) -> dict[int, str]:
+    """The requests that the rings tell of, by the ids that their spans and links have."""
+    found: dict[int, str] = {}
+    for ring in rings:
+        for record in ring.history():
+            if isinstance(record, RequestBegin):
+                found[record.span_id] = record.request_id
+            elif isinstance(record, RequestSeen):
+                found[record.key] = record.request_id
+    return found
+
+
+def write(spans: Sequence[ReadableSpan], form: str, names: Mapping[int, str] | None = None) -> str:
+    """The spans in one of ``FORMATS``. ``names``: of :func:`request_ids`, for the text."""
     if form == "otlp-json":
         from sgl_aspects.tracing.export.otlp_file import to_json
 
@@ -55,10 +71,10 @@ def write(spans: Sequence[ReadableSpan], form: str) -> str:
         from sgl_aspects.tracing.export.chrome_trace import Timeline
 
         return json.dumps({"traceEvents": list(Timeline().events_of(spans))}) + "\n"
-    return "".join(_lines(spans))
+    return "".join(_lines(spans, names or {}))
 
 
-def _lines(spans: Sequence[ReadableSpan]) -> Iterator[str]:
+def _lines(spans: Sequence[ReadableSpan], names: Mapping[int, str]) -> Iterator[str]:
     ids = {span.get_span_context().span_id: span for span in spans}  # type: ignore[union-attr]
     for span in spans:
         depth, above = 0, span.parent
@@ -69,8 +85,23 @@ def _lines(spans: Sequence[ReadableSpan]) -> Iterator[str]:
         process = span.resource.attributes.get("process.pid", "?")
         values = dict(span.attributes or {}).items()
         attributes = " ".join(f"{key.rpartition('.')[2]}={value!s}" for key, value in values)
+        request = _request_of(span, names)
         mark = " ERROR" if span.status.status_code is StatusCode.ERROR else ""
-        said = f"{span.name}{mark}  {attributes}"
+        said = f"{span.name}{mark}  {request}{attributes}"
         # A line is a line, and a terminal is told nothing.
         said = "".join(each if each.isprintable() else repr(each)[1:-1] for each in said)
         yield f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{said}\n"
+
+
+def _request_of(span: ReadableSpan, names: Mapping[int, str]) -> str:
+    """The requests that a span below a request's, or one that is linked to some, belongs to."""
+    context = span.get_span_context()
+    if context is None or "gen_ai.request.id" in (span.attributes or {}):
+        return ""
+    # Where the request itself was not read, its trace is named by its key.
+    ids = [root_of_trace_id(context.trace_id), span.parent.span_id if span.parent else 0]
+    for link in span.links:
+        ids += [root_of_trace_id(link.context.trace_id), link.context.span_id]
+    named = list(dict.fromkeys(names[each] for each in ids if each in names))
+    more = f",+{len(named) - _REQUESTS}" if len(named) > _REQUESTS else ""
+    return f"request={','.join(named[:_REQUESTS])}{more} " if named else ""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import NamedTuple
 
 import sgl_aspects
 from sgl_aspects import env
@@ -19,6 +22,24 @@ from sgl_aspects.tracing.export.variables import normalise
 from sgl_aspects.tracing.settings import TraceSettings
 
 CLOSING = "closing"
+#: Locked by the run's collector, which writes its process id there.
+LOCK = "collector.lock"
+
+_SETTINGS = "collector.json"
+# Of the environment: OpenTelemetry's variables and ours, proxies, and where certificates are.
+_KEPT = (
+    "OTEL_",
+    "SGL_ASPECTS_",
+    "ASPECTS_",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "ALL_PROXY",
+    "SSL_CERT_",
+    "GRPC_",
+)
+_KEEPER = str(Path(__file__).with_name("collector") / "keeper.py")
+_RESTARTED = "collector.restarted"
 
 _LEAST_BYTES = 4 << 20
 _LEAST_FILES = 64
@@ -63,16 +84,58 @@ def write_private(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-# Starts the collector as nobody's child: an engine may kill whatever descends from it when it ends.
-_LAUNCH = """
-import os, signal, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be asked to end
-process_id = os.fork()
-if process_id:
-    os.write(int(sys.argv[1]), b"%d\\n" % process_id)
-    os._exit(0)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
+class CollectorState(NamedTuple):
+    """The collector of a run: its latest process, whether that lives, and whether one before was killed."""
+
+    process_id: int
+    is_alive: bool
+    was_restarted: bool
+
+    def __str__(self) -> str:
+        if not self.is_alive:
+            return "not running"
+        return f"pid {self.process_id}" + (", restarted" if self.was_restarted else "")
+
+
+def collector_state(folder: str | Path) -> CollectorState | None:
+    """None where the run has not had a collector."""
+    try:
+        descriptor = os.open(Path(folder, LOCK), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        process_id = int(os.read(descriptor, 32) or b"0")
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            is_alive = False
+        except OSError:
+            is_alive = True
+    finally:
+        os.close(descriptor)
+    return CollectorState(process_id, is_alive, Path(folder, _RESTARTED).exists())
+
+
+def how_to_start(folder: str | Path) -> str:
+    """What to write to start a collector again by hand."""
+    return f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
+
+
+def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None:
+    """Saves the variables that a collector of this run reads, for one that is started again by hand."""
+    kept = {name: value for name, value in environment.items() if name.upper().startswith(_KEPT)}
+    write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
+
+
+def use_collector_settings(folder: str, environment: MutableMapping[str, str]) -> None:
+    """Puts what was saved into ``environment``, where it does not say otherwise itself."""
+    with contextlib.suppress(FileNotFoundError):
+        for name, value in json.loads(Path(folder, _SETTINGS).read_bytes()).items():
+            environment.setdefault(name, value)
+
+
+def forget_collector_settings(folder: str) -> None:
+    """Headers among them may be secrets: they go with the run, also where its folder is kept."""
+    Path(folder, _SETTINGS).unlink(missing_ok=True)
 
 
 class CollectorProcess:
@@ -85,10 +148,13 @@ class CollectorProcess:
         self._folder = folder
         self._report, report_writer = os.pipe()
         try:
-            collector = ["-m", "sgl_aspects.tracing.collector", folder, str(report_writer)]
+            values = _collector_environment(settings, environment)
+            keep_collector_settings(folder, values)
+            mark = str(Path(folder, _RESTARTED))
+            command = [sys.executable, "-m", "sgl_aspects.tracing.collector", folder, str(report_writer)]
             subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(report_writer), *collector],
-                env=_collector_environment(settings, environment),
+                [sys.executable, "-I", "-S", _KEEPER, str(report_writer), mark, *command],
+                env=values,
                 pass_fds=(report_writer,),
                 stdin=subprocess.DEVNULL,
                 stdout=None if settings.prints() else subprocess.DEVNULL,
@@ -98,12 +164,18 @@ class CollectorProcess:
             digits = b""
             while not digits.endswith(b"\n"):
                 digits += os.read(self._report, 1)
-            self.process_id = int(digits)
+            self._process_id = int(digits)
         except BaseException:
             os.close(self._report)
             raise
         finally:
             os.close(report_writer)
+
+    @property
+    def process_id(self) -> int:
+        """Of the one that runs now: one that was killed is started again, once."""
+        state = collector_state(self._folder)
+        return state.process_id if state is not None and state.was_restarted else self._process_id
 
     @property
     def has_ended(self) -> bool:

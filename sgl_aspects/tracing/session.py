@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -225,6 +227,18 @@ def _close_quietly(session: TraceSession) -> None:
         summary = session.close()
         if summary.problem:
             logger.warning("%s", summary.problem)
+        _keep_interrupted()
+
+
+def _keep_interrupted() -> None:
+    """A process that Ctrl-C ends shall die of SIGINT, also after the wait for its collector.
+
+    CPython remembers an unhandled KeyboardInterrupt in a flag that code run from a text clears: what other
+    threads import while this one waits does.
+    """
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _forget_in_child() -> None:

@@ -13,6 +13,8 @@
                                         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for
 ``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    so many characters of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
+``SGL_ASPECTS_TRACE_SUMMARY``           the collector says at the end of a run what became of its spans (off:
+                                        only where something was lost)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
 ``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto, and what
                                         installed packages have registered for OpenTelemetry; or none
@@ -64,7 +66,6 @@ PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
-_INSTALL = "pip install 'sgl-aspects[{}]'"
 _OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
 #: What each exporter imports, and what that imports in turn: a part may be missing alone.
 _PACKAGES = {
@@ -72,6 +73,13 @@ _PACKAGES = {
     "grpc": ("opentelemetry.exporter.otlp.proto.grpc", *_OTLP, "google.rpc", "grpc"),
     "otlp-json-file": _OTLP,
     "prometheus": ("opentelemetry.exporter.prometheus", "prometheus_client"),
+}
+#: The distribution that brings each along.
+_DISTRIBUTIONS = {
+    "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
+    "grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "otlp-json-file": "opentelemetry-exporter-otlp-proto-common",
+    "prometheus": "opentelemetry-exporter-prometheus",
 }
 
 
@@ -100,6 +108,7 @@ class TraceSettings:
     service_name: str | None = None
     flush_seconds: int = 3
     keep_run_folder: bool = False
+    tells_summary: bool = False
     run_folder: str | None = None
     #: Whether processes record what only metrics need. Set by the first process for its children.
     has_metrics: bool = False
@@ -137,6 +146,7 @@ class TraceSettings:
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
+            tells_summary=env.flag("SGL_ASPECTS_TRACE_SUMMARY"),
             run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
             has_metrics=env.flag("SGL_ASPECTS_TRACE_METRICS"),
         )
@@ -200,7 +210,7 @@ class TraceSettings:
                     "that an installed package brings along (opentelemetry_metrics_exporter), or none"
                 )
         if "prometheus" in metric_exporters:
-            _require("prometheus", "the metrics exporter prometheus", "prometheus")
+            _require("prometheus", "the metrics exporter prometheus")
         check_exported(exports_metrics=bool(metric_exporters))
         if "otlp" in metric_exporters:
             _require(self.metrics_protocol, f"OTLP over {self.metrics_protocol}")
@@ -269,11 +279,12 @@ def installed_exporter(signal: str, name: str) -> EntryPoint | None:
     return next(iter(importlib.metadata.entry_points(group=group, name=name)), None)
 
 
-def _require(package: str, what: str, extra: str = "otlp") -> None:
+def _require(package: str, what: str) -> None:
     missing = [name for name in _PACKAGES[package] if not _is_installed(name)]
     if missing:
         raise ConfigError(
-            f"{what} needs packages that are not installed ({', '.join(missing)}): {_INSTALL.format(extra)}"
+            f"{what} needs packages that are not installed ({', '.join(missing)}): "
+            f"pip install {_DISTRIBUTIONS[package]}"
         )
 
 

@@ -13,6 +13,7 @@ class TraceSummary:
     ``unfinished``: spans whose process ended first, exported with an error status. ``not_sampled``: spans
     of requests whose caller's ``traceparent`` asked for none. ``dropped``: records that a process had no
     room for. ``unjoined``: spans whose request was never read. ``damaged``: lines that could not be read.
+    ``restarted``: the collector was killed meanwhile, and these are the counts of the one that went on.
     ``problem``: why the counts are missing, "" where they are complete.
     """
 
@@ -24,7 +25,14 @@ class TraceSummary:
     dropped: int = 0
     unjoined: int = 0
     damaged: int = 0
+    restarted: bool = False
     problem: str = ""
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether something is missing at an exporter, or is not known to be there."""
+        lost = self.dropped + self.unjoined + self.damaged + sum(self.not_delivered.values())
+        return bool(self.problem or lost)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -44,4 +52,6 @@ class TraceSummary:
         lost = self.dropped + self.unjoined + self.damaged
         if lost:
             parts.append(f"{lost} records lost")
+        if self.restarted:
+            parts.append("counted since the collector was started again")
         return "; ".join(parts)

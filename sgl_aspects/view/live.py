@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.format import SUFFIX
@@ -68,8 +69,9 @@ class Phases:
 
 @dataclass
 class Gauges:
-    """What a scheduler said with its last step."""
+    """What a scheduler said with its last step, which ended at ``time_ns``."""
 
+    time_ns: int = 0
     batch_size: int = 0
     waiting: int = 0
     running: int = 0
@@ -78,7 +80,7 @@ class Gauges:
 
 @dataclass
 class Second:
-    """What ended in one second: steps (by phase, in seconds), their parts, tokens, requests."""
+    """What ended in one second: steps (the seconds that each adds, by phase), parts, tokens, requests."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
     step_tokens: dict[str, int] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class LiveRun:
         self.levels: dict[int, int] = {}
         self.model = ""
         self.finished_requests = 0
+        self._added = AddedTime()
         self._ids: dict[int, str] = {}  # of requests, by the scheduler's keys
         self._heard: dict[str, float] = {}
         self._gone: deque[str] = deque()
@@ -119,6 +122,18 @@ class LiveRun:
     @property
     def dropped(self) -> int:
         return sum(ring.dropped for ring in self.rings.values())
+
+    def gauges_at(self, now_ns: int) -> list[Gauges]:
+        """What each scheduler's state is; one without a step for a while, and without requests, is idle."""
+        return [
+            gauge if self._is_busy(gauge, now_ns) else Gauges(kv_usage=gauge.kv_usage)
+            for gauge in self.gauges.values()
+        ]
+
+    def _is_busy(self, gauge: Gauges, now_ns: int) -> bool:
+        if now_ns - gauge.time_ns < _SILENCE_SECONDS * 1e9:
+            return True
+        return bool(self.open and (gauge.running or gauge.waiting))
 
     def poll(self) -> None:
         """Reads what was written since the last time; takes in new processes and lets go of dead ones."""
@@ -170,6 +185,7 @@ class LiveRun:
         ring.close()
         del self.rings[name]
         self.gauges.pop(name, None)
+        self._added.forget(name)
         self._gone.append(name)
 
     def _take(self, name: str, records: Iterable[Record]) -> None:
@@ -196,7 +212,7 @@ class LiveRun:
         kind = record.type.name
         seconds = max(0, record.end_ns - record.start_ns) / 1e9
         if kind == STEP:
-            self._step(name, record, seconds)
+            self._step(name, record)
         elif kind in STEP_PARTS:
             parts = self._second(record.end_ns).parts
             parts[kind] = parts.get(kind, 0.0) + seconds
@@ -211,9 +227,10 @@ class LiveRun:
                 tokens = _number(_values(record).get("sgl_aspects.prefill.tokens"))
                 self._second(record.end_ns).prefilled_tokens += int(tokens)
 
-    def _step(self, name: str, record: SpanEnd, seconds: float) -> None:
+    def _step(self, name: str, record: SpanEnd) -> None:
         values = _values(record)
         mode = values.get("sgl_aspects.forward.mode")
+        seconds = self._added.of(name, record.start_ns, record.end_ns) / 1e9
         second = self._second(record.end_ns)
         if mode is not None:  # else a scheduler says that it is idle
             phase = PHASES.get(str(mode), "other")
@@ -222,6 +239,7 @@ class LiveRun:
             second.step_tokens[phase] = second.step_tokens.get(phase, 0) + tokens
             second.fed_tokens += tokens
         self.gauges[name] = second.gauges[name] = Gauges(
+            record.end_ns,
             int(_number(values.get("sgl_aspects.batch.size"))),
             int(_number(values.get("sgl_aspects.queue.waiting"))),
             int(_number(values.get("sgl_aspects.queue.running"))),

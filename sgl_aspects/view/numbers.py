@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.view.spans import Span
 
 STEP = "scheduler.step"
@@ -27,7 +28,7 @@ class RequestNumbers:
 
 @dataclass(frozen=True)
 class PhaseNumbers:
-    """The steps of one phase. Times in seconds, summed over the steps."""
+    """The steps of one phase. Times in seconds, summed over the steps: of each the time that it adds."""
 
     phase: str
     steps: tuple[Span, ...]
@@ -96,6 +97,11 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
     for span in spans:
         if span.name == "forward":  # in the trace of its step, which has no other spans than the step's
             forward_seconds[span.trace_id] = forward_seconds.get(span.trace_id, 0.0) + span.seconds
+    times = AddedTime()
+    added = {
+        step.span_id: times.of((step.host, step.process_id), step.start_ns, step.end_ns) / 1e9
+        for step in sorted(steps, key=lambda step: step.end_ns)
+    }
     by_mode: dict[str, list[Span]] = {mode: [] for mode in PHASES}
     for step in steps:
         by_mode.setdefault(str(step.attributes.get("sgl_aspects.forward.mode", "unknown")), []).append(step)
@@ -104,7 +110,7 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
             phase=PHASES.get(mode, mode),
             steps=tuple(found),
             tokens=int(sum(step.number("sgl_aspects.batch.tokens") for step in found)),
-            step_seconds=sum(step.seconds for step in found),
+            step_seconds=sum(added[step.span_id] for step in found),
             forward_seconds=sum(forward_seconds.get(step.trace_id, 0.0) for step in found),
         )
         for mode, found in by_mode.items()

@@ -34,6 +34,10 @@ class Span:
     #: 0 where it is not known.
     process_id: int = 0
     is_error: bool = False
+    #: The name of its host; "" where it is not known.
+    host: str = ""
+    #: Of its process's resource: the service and its instance.
+    service: str = ""
 
     @property
     def seconds(self) -> float:
@@ -86,6 +90,8 @@ def span_of(readable: ReadableSpan) -> Span:
         links=tuple(format_span_id(link.context.span_id) for link in readable.links),
         process_id=_process_id(readable.resource.attributes.get("process.pid", 0)),
         is_error=readable.status.status_code is StatusCode.ERROR,
+        host=str(readable.resource.attributes.get("host.name", "")),
+        service=str(readable.resource.attributes.get("service.name", "")),
     )
 
 
@@ -96,7 +102,7 @@ def children_of(spans: Iterable[Span], parent: Span) -> list[Span]:
 
 def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
     for resource_spans in data.get("resourceSpans", ()):
-        process_id = _process_id(_attributes_of(resource_spans.get("resource", {})).get("process.pid", 0))
+        resource = _attributes_of(resource_spans.get("resource", {}))
         for scope_spans in resource_spans.get("scopeSpans", ()):
             for span in scope_spans.get("spans", ()):
                 yield Span(
@@ -109,8 +115,10 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
                     end_ns=int(span["endTimeUnixNano"]),
                     attributes=_attributes_of(span),
                     links=tuple(str(link["spanId"]) for link in span.get("links", ())),
-                    process_id=process_id,
+                    process_id=_process_id(resource.get("process.pid", 0)),
                     is_error=span.get("status", {}).get("code") in (_ERROR, "STATUS_CODE_ERROR"),
+                    host=str(resource.get("host.name", "")),
+                    service=str(resource.get("service.name", "")),
                 )
 
 

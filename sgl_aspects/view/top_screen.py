@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_aspects.tracing.control import Control
+from sgl_aspects.tracing.run_folder import collector_state
 from sgl_aspects.view.live import REQUEST_PHASES, STEP_PARTS, LiveRun, Request, Second
 from sgl_aspects.view.text import duration, one_line
 
@@ -26,6 +27,8 @@ STYLES = {
     "sample": "magenta",
     "process_result": "yellow",
 }
+# Phases differ without colours, too.
+_GLYPHS = {"queue": "▒", "prefill": "▓", "decode": "█"}
 _LEVELS = {0: "off", 1: "requests", 2: "+ scheduler", 3: "+ forward", 4: "+ layers"}
 _WIDE = 120
 _MOST_SPARKS = 40
@@ -41,7 +44,7 @@ def screen(run: LiveRun, controls: dict[int, Control], width: int, height: int, 
         Rule(Text(f"Requests, last {run.window} s", style="bold"), align="left", style="dim"),
         _requests(run, seconds, finished),
     ]
-    latencies, scheduler = _latencies(finished), _scheduler(run, seconds, width)
+    latencies, scheduler = _latencies(finished), _scheduler(run, seconds, now, width)
     parts_of_steps = _parts(seconds, min(width, 60))
     if width >= _WIDE:
         both = Table.grid(padding=(0, 4, 0, 0))
@@ -63,6 +66,9 @@ def _head(run: LiveRun, controls: dict[int, Control], width: int, note: str) -> 
     text.append(f"  {run.folder.name}  {time.strftime('%H:%M:%S')}", style="dim")
     if note:
         text.append(f"  {note}", style="bold yellow")
+    collector = collector_state(run.folder)
+    if collector is not None and (collector.was_restarted or not collector.is_alive):
+        text.append(f"  collector {collector}", style="bold yellow" if collector.is_alive else "bold red")
     if run.dropped:
         text.append(f"  {run.dropped} spans dropped", style="bold red")
     text.append("\n")
@@ -110,8 +116,8 @@ def _latencies(finished: Sequence[Request]) -> Table:
     return table
 
 
-def _scheduler(run: LiveRun, seconds: Sequence[Second], width: int) -> Table:
-    gauges = list(run.gauges.values())
+def _scheduler(run: LiveRun, seconds: Sequence[Second], now_ns: int, width: int) -> Table:
+    gauges = run.gauges_at(now_ns)
     sparks = min(_MOST_SPARKS, max(8, (width - 50) // 3))
 
     def history(value: Callable[[Second], float]) -> list[float]:
@@ -174,10 +180,12 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
     table.add_column(justify="right", width=9, no_wrap=True)
     table.add_column(justify="right", width=6, no_wrap=True)
     table.add_column(width=id_width, no_wrap=True)
-    phases_by_colour = Text(" ").join(Text(phase, style=STYLES[phase]) for phase in REQUEST_PHASES)
+    legend = Text(" ").join(Text(phase, style=STYLES[phase]) for phase in REQUEST_PHASES)
     if width >= _WIDE:
-        phases_by_colour.append(" ░ elsewhere", style="dim")
-    headings = ("time", "", phases_by_colour, "1st token", "tokens", "request")
+        for phase, glyph in _GLYPHS.items():
+            legend.append(f" {glyph}", style=STYLES[phase])
+        legend.append("  ░ elsewhere", style="dim")
+    headings = ("time", "", legend, "1st token", "tokens", "request")
     table.add_row(*(Text(text, style="dim") if isinstance(text, str) else text for text in headings))
     longest = max(found[0].seconds(now_ns), 1e-9)
     for request in found:
@@ -207,7 +215,7 @@ def _bar(times: dict[str, float], seconds: float, longest: float, width: int) ->
     for phase in REQUEST_PHASES:
         reached += times.get(phase, 0.0)
         cells = round(min(1.0, reached / longest) * width) - drawn
-        text.append("█" * cells, style=STYLES[phase])
+        text.append(_GLYPHS[phase] * cells, style=STYLES[phase])
         drawn += cells
     return text.append("░" * (round(seconds / longest * width) - drawn), style="dim")
 

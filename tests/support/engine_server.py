@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,18 +101,39 @@ class EngineServer:
 
     def exchange(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """All at once, by a client that sees when the first parts come (``streaming_client``)."""
-        done = subprocess.run(
+        with self.exchanging(requests) as results:
+            return results()
+
+    @contextmanager
+    def exchanging(self, requests: Sequence[dict[str, Any]]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+        """``exchange`` that goes on in the block; what it yields waits for the answers."""
+        client = subprocess.Popen(
             [sys.executable, "-m", "tests.support.streaming_client", str(self.port)],
-            input=json.dumps(requests),
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=240,
             cwd=Path(__file__).resolve().parents[2],
-            check=False,
         )
-        assert done.returncode == 0, done.stderr
-        found: list[dict[str, Any]] = json.loads(done.stdout)
-        return found
+        assert client.stdin is not None
+        client.stdin.write(json.dumps(requests))
+        client.stdin.close()
+        client.stdin = None
+        answers: list[dict[str, Any]] = []
+
+        def results() -> list[dict[str, Any]]:
+            if not answers:
+                output, errors = client.communicate(timeout=240)
+                assert client.returncode == 0, errors
+                answers.extend(json.loads(output))
+            return answers
+
+        try:
+            yield results
+            results()
+        finally:
+            client.kill()
+            client.wait()
 
 
 def _answer(result: dict[str, Any]) -> Answer:
@@ -136,9 +157,17 @@ _Server = TypeVar("_Server", bound=EngineServer)
 
 @contextmanager
 def start_server(
-    kind: type[_Server], words: Sequence[str], port: int, log: Path, environment: dict[str, str]
+    kind: type[_Server],
+    words: Sequence[str],
+    port: int,
+    log: Path,
+    environment: dict[str, str],
+    *,
+    waits: bool = True,
 ) -> Iterator[_Server]:
     """The command ``words``, once it answers on ``port``; all of its processes are gone afterwards.
+
+    Without ``waits`` it comes at once: see ``wait_until_ready``.
 
     Variables of sgl-aspects and OpenTelemetry that are set here are not handed on, ``environment`` is.
     """
@@ -159,14 +188,17 @@ def start_server(
         )
     server = kind(port, process, log)
     try:
-        _wait_until_ready(server, start + START_SECONDS)
+        if waits:
+            wait_until_ready(server)
         server.start_seconds = time.monotonic() - start
         yield server
     finally:
         _end(process)
 
 
-def _wait_until_ready(server: EngineServer, deadline: float) -> None:
+def wait_until_ready(server: EngineServer) -> None:
+    """Until it answers; fails with the end of its log where it ends before, or needs too long."""
+    deadline = time.monotonic() + START_SECONDS
     while True:
         assert server.process.poll() is None, server.log.read_text()[-4000:]
         assert time.monotonic() < deadline, server.log.read_text()[-4000:]

@@ -85,6 +85,11 @@ class Receiver:
             found = list(points_of(request, name)) or found
         return found
 
+    def metric_resources(self) -> list[dict[str, Any]]:
+        """The resource of each message with metrics."""
+        messages = [each for request in self.metric_requests for each in request.resource_metrics]
+        return [_attributes(message.resource.attributes) for message in messages]
+
     @property
     def spans(self) -> list[Span]:
         # Each once: whoever waits asks again and again, while the receiver's threads want the processor, too.

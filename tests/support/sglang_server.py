@@ -70,8 +70,11 @@ def serve(
     more: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     without: Sequence[str] = (),
+    waits: bool = True,
 ) -> Iterator[Server]:
     """SGLang, unmodified, with ``prefix`` before its command; all of its processes are gone afterwards.
+
+    Without ``waits`` it may not answer yet (``wait_until_ready``).
 
     :param command: up to the model's path; the options of every server come after it, then ``more``.
     :param without: options of every server that this one does not get.
@@ -80,5 +83,5 @@ def serve(
     words = [*prefix, *command, str(model), "--served-model-name", "mini", "--port", str(port), *SWITCHES]
     words += [word for pair in ARGUMENTS.items() if pair[0] not in without for word in pair] + list(more)
     settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", **(environment or {})}
-    with start_server(Server, words, port, log, settings) as server:
+    with start_server(Server, words, port, log, settings, waits=waits) as server:
         yield server

@@ -19,6 +19,7 @@ import pytest
 from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import TraceSession, attach, context
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
@@ -26,6 +27,7 @@ from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, Span
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
+from tests.support.collectors import kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 
 spawn = multiprocessing.get_context("spawn")
@@ -391,11 +393,34 @@ def test_every_thread_of_a_collector_lets_the_engine_go_first(receiver: Receiver
 
 def test_a_killed_collector_is_reported(receiver: Receiver) -> None:
     session = attach(endpoint=receiver.endpoint)
-    assert session.collector_process_id is not None
-    os.kill(session.collector_process_id, signal.SIGKILL)
+    kill_collector_for_good(session)
     begin(session, "r1")()
     assert "killed" in session.close().problem
     assert not os.path.exists(session.run_folder)
+
+
+def test_a_killed_collector_is_started_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With its settings, from where it was; it says so, and so does who looks at the run."""
+    file = tmp_path / "traces.jsonl"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "kept")
+    session = attach(file=str(file))
+    begin(session, "before")()
+    wait_until(lambda: file.exists() and '"before"' in file.read_text())
+    first = kill_collector(session)
+    second = session.collector_process_id
+    assert second != first
+    assert main(["ctl", "--run", session.run_folder]) == 0
+    begin(session, "after")()
+    summary = session.close()
+    assert (summary.restarted, summary.problem, summary.exported) == (True, "", {"otlp-json-file": 1})
+    spans = [span for message in read_file(file) for span in spans_of(message)]
+    assert [span.attributes["gen_ai.request.id"] for span in spans] == ["before", "after"]
+    assert {span.resource["service.name"] for span in spans} == {"kept"}
+    said = capfd.readouterr()
+    assert f"collector: pid {second}, restarted\n" in said.out
+    assert f"process {first} was killed (signal 9): process {second} goes on" in said.err
 
 
 def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path) -> None:
@@ -404,12 +429,13 @@ def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path
     ended, still_open = begin(session, "ended"), begin(session, "open")
     ended()
     wait_until(lambda: file.exists() and '"ended"' in file.read_text())
-    assert session.collector_process_id is not None
-    os.kill(session.collector_process_id, signal.SIGKILL)
-    wait_until(lambda: not is_running(session.collector_process_id or 0))
+    kill_collector_for_good(session)
     begin(session, "while nobody looked")()
     command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
-    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
+    settings = Path(session.run_folder, "collector.json")
+    assert settings.stat().st_mode & 0o777 == 0o600
+    # Where the traces go, the run folder knows.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
         wait_until(lambda: "while nobody looked" in file.read_text())
         second = subprocess.run(command, env=environment, capture_output=True, text=True)

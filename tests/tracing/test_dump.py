@@ -53,6 +53,10 @@ def test_a_dead_process_as_text(killed: Path) -> None:
     (unfinished,) = [line for line in done.stdout.splitlines() if "ERROR" in line]
     assert "unfinished=True" in unfinished
     assert "size=2" in done.stdout
+    # Which request a phase is of, and which ones a step served, also without the process that received them.
+    said = [line.split(" ms  ")[1].split()[:2] for line in done.stdout.splitlines()]
+    assert [request for name, request in said if name == "queue"] == ["request=r1", "request=r2"]
+    assert ["scheduler.step", "request=r1,r2"] in said
 
 
 def test_a_dead_process_as_otlp_json(killed: Path, tmp_path: Path) -> None:

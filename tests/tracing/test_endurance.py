@@ -25,8 +25,9 @@ from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from tests.support import workers
+from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import spans_of
-from tests.tracing.test_collector import is_running, read_file, wait_until
+from tests.tracing.test_collector import read_file, wait_until
 from tests.tracing.test_ring import _last_count, spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -220,8 +221,7 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=record, daemon=True)
     writer.start()
-    assert session.collector_process_id is not None
-    kill(session.collector_process_id)
+    kill_collector_for_good(session)
     summaries = []
     for _ in range(4):
         with start_collector(session) as again:
@@ -259,11 +259,6 @@ def _is_json(line: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def kill(process_id: int) -> None:
-    os.kill(process_id, signal.SIGKILL)
-    wait_until(lambda: not is_running(process_id))
 
 
 def start_collector(session: TraceSession) -> subprocess.Popen[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +22,9 @@ from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
+from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
-from tests.tracing.test_collector import REQUEST, begin, is_running, read_file, run_scheduler, wait_until
+from tests.tracing.test_collector import REQUEST, begin, read_file, run_scheduler, wait_until
 from tests.tracing.test_sampling import unsampled
 
 
@@ -134,9 +134,7 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     run_scheduler(session, ["failing", "well"])
     begin(session, "seen")()
     wait_until(lambda: file.exists() and '"seen"' in file.read_text())
-    assert session.collector_process_id is not None
-    os.kill(session.collector_process_id, signal.SIGKILL)
-    wait_until(lambda: not is_running(session.collector_process_id or 0))
+    kill_collector_for_good(session)
     command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
     environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:

@@ -27,6 +27,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
+from sgl_aspects.tracing.ring import file as ring_file
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
@@ -343,3 +344,13 @@ def test_no_memory_at_all_stops_tracing_and_says_so(
         f"tracing stops in process {os.getpid()}: [Errno 28] No space left on device"
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ring_with_less_room_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ring_file, "_SHARE", 1 << 40)  # as if next to nothing were free
+    RingRecorder(str(tmp_path)).open()
+    (record,) = caplog.records
+    assert f"room for {ring_format.FEWEST_SLOTS} records in process {os.getpid()}" in record.getMessage()
+    assert "shm-size" in record.getMessage()

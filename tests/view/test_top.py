@@ -24,6 +24,9 @@ import pytest
 from rich.console import Console
 
 from sgl_aspects.cli.top import controls_of
+from sgl_aspects.tracing.aspects.step import STEP
+from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen, spark
 from tests.support import workers
@@ -212,3 +215,35 @@ def read_until(descriptor: int, text: str) -> str:
         if select.select([descriptor], [], [], 0.2)[0]:
             seen += os.read(descriptor, 65536).decode("utf-8", "replace")
     return seen
+
+
+def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
+    """Two steps are open at once: every 10 ms one ends that began 20 ms before."""
+    recorder = RingRecorder(str(tmp_path), level=3)
+    now, ms = time.time_ns() - 1_000_000_000, 1_000_000
+    for number in range(1, 21):
+        end, step = now + 10 * number * ms, recorder.new_id()
+        recorder.spans(SpanType("forward"))(recorder.new_id(), step, step, end - 19 * ms, end - 10 * ms)
+        recorder.spans(STEP)(step, step, 0, end - 20 * ms, end, [number, "decode", 8, 8, 0, 8, 0.5])
+    live = LiveRun(tmp_path)
+    live.poll()
+    text = shown(live, 100)
+    live.close()
+    assert re.search(r"decode +[\d.]+ +8 +10\.0 ms", text)
+    assert "forward 86% " in text  # 9 of 10 ms, and of the first step's 20
+
+
+def test_an_idle_scheduler_has_no_batch(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path), level=3)
+    step, end = recorder.new_id(), time.time_ns() - 5_000_000_000
+    recorder.spans(STEP)(step, step, 0, end - 1, end, [1, "decode", 8, 8, 0, 8, 0.5])
+    live = LiveRun(tmp_path)
+    live.poll()
+    text = shown(live, 100)
+    live.close()
+    assert re.search(r"running 0 .*waiting 0 +KV 50% .* batch 0", text)
+
+
+def test_phases_differ_without_colours(live: LiveRun) -> None:
+    (row,) = [line for line in shown(live, 140).splitlines() if "quick" in line]
+    assert re.search("▒+▓+█+", row)

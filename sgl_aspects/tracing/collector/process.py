@@ -2,8 +2,9 @@
 
     python -m sgl_aspects.tracing.collector RUN_FOLDER [REPORT_FD]
 
-Started by the first process of a run, in a session of its own. One that was killed can be started again by
-hand: it goes on after the last record that was taken, and exports no span twice. It ends when every process
+Started by the first process of a run, in a session of its own. One that was killed is started again once (by
+:mod:`.keeper`), and later by hand: it has the settings of the first one, which the run folder keeps, goes on
+after the last record that was taken, and exports no span twice. It ends when every process
 of the run is gone (or the run is closed), after one bounded flush, writes a summary as JSON to
 ``REPORT_FD`` (or standard output), and removes the run folder.
 """
@@ -33,12 +34,16 @@ from sgl_aspects.tracing.export.span_exporters import close_all, make_pipeline
 from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets, without_secrets
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.run_folder import remove_run_folder
+from sgl_aspects.tracing.run_folder import (
+    LOCK,
+    forget_collector_settings,
+    remove_run_folder,
+    use_collector_settings,
+)
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.summary import TraceSummary
 
 POLL_SECONDS = 0.2
-LOCK = "collector.lock"
 # After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.
 _TERM_SECONDS = 5.0
 # After a close, processes that are just ending have so long to write their last records.
@@ -52,6 +57,7 @@ class Collector:
 
     def __init__(self, folder: str, settings: TraceSettings, *, is_restarted: bool = False) -> None:
         self._settings = settings
+        self._is_restarted = is_restarted
         self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
         self._end_by: float | None = None
         self._pipelines = [make_pipeline(name, settings, append=is_restarted) for name in settings.exporters]
@@ -105,6 +111,7 @@ class Collector:
             dropped=self._reader.dropped,
             unjoined=joiner.unjoined,
             damaged=self._reader.damaged,
+            restarted=self._is_restarted,
         )
         if not reads_on:
             self._reader.close()
@@ -159,12 +166,25 @@ def take_run(folder: str) -> bool:
     path = os.path.join(folder, LOCK)
     is_restarted = os.path.exists(path)
     try:
-        fcntl.lockf(
-            os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX | fcntl.LOCK_NB
-        )
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _lock(descriptor)
     except OSError as error:
         raise ConfigError(f"{folder}: there is no such run, or it has a collector ({error})") from error
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, b"%d" % os.getpid())
     return is_restarted
+
+
+def _lock(descriptor: int) -> None:
+    """Tries some times: whoever asks for the state of the run's collector holds the lock for a moment."""
+    for is_last in (False, False, True):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if is_last:
+                raise
+            time.sleep(0.02)
 
 
 def _let_the_engine_go_first() -> None:
@@ -211,6 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = arguments[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
+    use_collector_settings(folder, os.environ)
     normalise(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # of every attempt; the errors say it, too
     quiet_exporters()
@@ -232,9 +253,10 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         summary = TraceSummary(problem=f"the collector could not start: {error}")
     finally:
+        forget_collector_settings(folder)
         if not settings.keep_run_folder:
             remove_run_folder(folder)
-    if summary.problem or any(summary.not_delivered.values()):
+    if settings.tells_summary or summary.has_losses:
         tell(str(summary))
     report = int(arguments[1]) if len(arguments) == 2 else sys.stdout.fileno()
     with contextlib.suppress(BrokenPipeError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
+from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd
 
 # Boundaries from the conventions, in seconds and in tokens.
@@ -78,7 +79,7 @@ class EngineMetrics:
         self._step = histogram(
             "sgl_aspects.step.duration",
             "s",
-            "Time of a scheduler's step.",
+            "Time that a scheduler's step adds: two may be open at once.",
             explicit_bucket_boundaries_advisory=STEP_DURATION,
         )
         # Summed up here and read when it is exported: the SDK's own sum takes longer than the rest of a step.
@@ -86,6 +87,7 @@ class EngineMetrics:
         meter.create_observable_counter(
             "sgl_aspects.step.tokens", [self._read_step_tokens], "{token}", "Tokens fed to the model."
         )
+        self._added = AddedTime()
         # By writer: its process, and what its latest step said.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
         for name, unit, description in _GAUGES:
@@ -122,13 +124,14 @@ class EngineMetrics:
         """A step, or (without a mode) an idle scheduler. A replayed one was counted before."""
         values = dict(zip(step.type.attributes, step.values))
         self._states[writer] = process_id, values
+        added_ns = self._added.of(writer, step.start_ns, step.end_ns)
         mode = values.get(_MODE)
         if mode is None or is_replayed:
             return
         attributes = {_MODE: str(mode)}
         if step.error:
             attributes["error.type"] = step.error
-        self._step.record(max(0, step.end_ns - step.start_ns) / 1e9, attributes)
+        self._step.record(added_ns / 1e9, attributes)
         tokens = _number(values, _TOKENS)
         if tokens is not None:
             key = (*attributes.items(),)
@@ -140,6 +143,7 @@ class EngineMetrics:
     def writer_gone(self, writer: str) -> None:
         """Its process has ended: its gauges end, too."""
         self._states.pop(writer, None)
+        self._added.forget(writer)
 
     def count(self, name: str, unit: str, description: str, read: Callable[[], Mapping[str, int]]) -> None:
         """A counter that somebody else keeps: ``read`` gives its values by exporter; "" is for all."""

@@ -19,10 +19,13 @@ from opentelemetry.sdk.trace.export import (
 )
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.export.failures import tell
 from sgl_aspects.tracing.export.variables import BatchSettings
 from sgl_aspects.tracing.settings import TraceSettings, installed_exporter
 
 _PATIENCE_SECONDS = 2.0
+# Who waits for the end of a run is told why after so long.
+_SILENT_SECONDS = 1.0
 
 
 def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
@@ -176,6 +179,12 @@ def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
         thread = threading.Thread(target=pipeline.processor.shutdown, name=pipeline.name, daemon=True)
         thread.start()
         threads.append(thread)
+    patience = min(_SILENT_SECONDS, seconds)
+    for thread in threads:
+        thread.join(max(0.0, deadline - seconds + patience - time.monotonic()))
+    busy = [thread.name for thread in threads if thread.is_alive()]
+    if busy and seconds > patience:
+        tell(f"{', '.join(busy)}: sending the last spans takes long; at most {seconds - patience:g} s more")
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     for pipeline, thread in zip(pipelines, threads):

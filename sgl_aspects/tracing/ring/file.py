@@ -46,6 +46,8 @@ class RingFile:
             return None
         try:
             slots = _allocate(descriptor)
+            if slots < layout.SLOTS:
+                _tell_of_small_ring(folder, slots)
             memory = _map(descriptor, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
             file = cls(descriptor, memory, slots)
             file._write_header(control)
@@ -118,6 +120,20 @@ def _lock(descriptor: int) -> None:
 def _map(descriptor: int, size: int) -> mmap.mmap:
     # Populated at once: a page's first touch would cost the engine more than the record.
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+
+
+def _tell_of_small_ring(folder: str, slots: int) -> None:
+    system = os.statvfs(folder)
+    logger.warning(
+        "tracing has room for %d records in process %d, not for %d: %d of %d MiB are free in %s "
+        "(give a container more shared memory, as with docker run --shm-size=1g)",
+        slots,
+        os.getpid(),
+        layout.SLOTS,
+        system.f_bavail * system.f_frsize >> 20,
+        system.f_blocks * system.f_frsize >> 20,
+        os.path.dirname(folder),
+    )
 
 
 def _allocate(descriptor: int) -> int:

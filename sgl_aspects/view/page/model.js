@@ -30,7 +30,8 @@ class Run {
     this.hasError = new Set(data.errors);
     this._indexChildren();
     this.byIndex = new Map();
-    this.steps = data.steps.map((index, at) => new Step(this, index, at));
+    const added = addedTimes(this, data.steps);
+    this.steps = data.steps.map((index, at) => new Step(this, index, at, added.get(index)));
     for (const step of this.steps) this.byIndex.set(step.index, step);
     this.requests = data.requests.map((index) => new Request(this, index));
     for (const request of this.requests) this.byIndex.set(request.index, request);
@@ -191,14 +192,28 @@ class Other {
 }
 
 /** A scheduler's step. */
+/** What each step adds, by its index: where an engine overlaps, two are open at once. */
+function addedTimes(run, indices) {
+  const ends = new Map(); // by process
+  const added = new Map();
+  const end = (index) => run.start[index] + run.duration[index];
+  for (const index of [...indices].sort((a, b) => end(a) - end(b))) {
+    const from = Math.max(run.start[index], ends.get(run.process[index]) ?? 0);
+    ends.set(run.process[index], Math.max(end(index), from));
+    added.set(index, Math.max(0, end(index) - from));
+  }
+  return added;
+}
+
 class Step {
-  constructor(run, index, position) {
+  /** `added`: the time that it adds, which is its duration wherever steps are counted or compared. */
+  constructor(run, index, position, added) {
     this.run = run;
     this.index = index;
     this.position = position;
     this.start = run.start[index];
-    this.duration = run.duration[index];
-    this.end = this.start + this.duration;
+    this.duration = added;
+    this.end = this.start + run.duration[index];
     const mode = String(run.value(index, "sgl_aspects.forward.mode") ?? "other");
     this.mode = MODES.get(mode) ?? mode;
     this.kind = MODES.has(mode) ? this.mode : "other"; // its colour

@@ -1,0 +1,54 @@
+"""A small program that starts a run's collector, and starts it again once where it was killed.
+
+    python keeper.py REPORT_FD MARK COMMAND [ARGUMENT ...]
+
+It is nobody's child, and so is the collector: an engine may kill whatever descends from it when it ends. It
+imports nothing of this package, waits, and ends with the collector. The collector's process id is the first
+line of what comes through ``REPORT_FD``. ``MARK`` is a file in the run folder, made at a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_RESTARTS = 1
+
+
+def main(report: int, mark: str, command: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the collector can be asked to end
+    if os.fork():
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
+    process_id = _start(command)
+    os.write(report, b"%d\n" % process_id)
+    for left in reversed(range(_RESTARTS + 1)):
+        _, status = os.waitpid(process_id, 0)
+        if not os.WIFSIGNALED(status) or not os.path.isdir(os.path.dirname(mark)):
+            return
+        killed = f"process {process_id} was killed (signal {os.WTERMSIG(status)})"
+        if not left:
+            _tell(f"{killed} again; to start it by hand: {sys.executable} {' '.join(command[1:4])}")
+            return
+        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o600))
+        process_id = _start(command)
+        _tell(f"{killed}: process {process_id} goes on with what is still in the rings")
+
+
+def _start(command: list[str]) -> int:
+    process_id = os.fork()
+    if not process_id:
+        os.execv(command[0], command)
+    return process_id
+
+
+def _tell(text: str) -> None:
+    try:
+        os.write(2, f"sgl-aspects collector: {text}\n".encode())
+    except OSError:
+        return  # nobody reads it
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
