@@ -3,47 +3,73 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_aspects.cli.arguments import writable_file
 from sgl_aspects.errors import ConfigError
 
+if TYPE_CHECKING:
+    from sgl_aspects.view.sources import Run
+
+# Each with the file that it is written to.
+_FORMATS = {"page": "report.html", "perfetto": "timeline.json"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source",
-        nargs="?",
+        "sources",
+        nargs="*",
         metavar="RUN",
-        help="a file of the otlp-json-file exporter, or a run's folder, live or dead (the only run there is)",
+        help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts "
+        "(the only run there is)",
+    )
+    parser.add_argument(
+        "--format", choices=_FORMATS, default="page", help="perfetto: a timeline for ui.perfetto.dev"
     )
     parser.add_argument(
         "-o",
         "--output",
         type=writable_file,
-        default=Path("report.html"),
         metavar="FILE",
-        help="the page (report.html)",
+        help="the page (report.html), or the timeline (timeline.json)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Reads the run, writes the page, and says what is in it."""
-    from sgl_aspects.view.page import page_of
-    from sgl_aspects.view.sources import load_run
+    from sgl_aspects.view.sources import load_runs
 
-    found = load_run(arguments.source)
+    found = load_runs(arguments.sources)
+    output = arguments.output or Path(_FORMATS[arguments.format])
     if not found.spans:
         raise ConfigError(
             f"{found.source} holds no spans: has the engine served a request since tracing began?"
         )
-    text = page_of(found)
+    text = _page(found) if arguments.format == "page" else _timeline(found)
     try:
-        arguments.output.write_text(text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{arguments.output}: {error.strerror}") from error
+        raise ConfigError(f"{output}: {error.strerror}") from error
     requests = sum(span.is_server for span in found.spans)
-    print(
-        f"{arguments.output}: {requests} requests, {len(found.spans)} spans, {len(text) / 1e6:.1f} MB. "
-        "Open it in a browser."
-    )
+    where = "a browser" if arguments.format == "page" else "ui.perfetto.dev"
+    size = f"{len(text) / 1e6:.1f} MB"
+    print(f"{output}: {requests} requests, {len(found.spans)} spans, {size}. Open it in {where}.")
+    for clock in found.clocks:
+        print(f"clock of {clock}")
     return 0
+
+
+def _page(run: Run) -> str:
+    from sgl_aspects.view.page import page_of
+
+    return page_of(run)
+
+
+def _timeline(run: Run) -> str:
+    from sgl_aspects.tracing.export.chrome_trace import Timeline
+    from sgl_aspects.view.spans import readable_of
+
+    timeline = Timeline(names_hosts=len({span.host for span in run.spans}) > 1)
+    return json.dumps({"traceEvents": list(timeline.events_of(map(readable_of, run.spans)))}) + "\n"

@@ -3,9 +3,10 @@
 Spans are named by their index, by start time. Times are nanoseconds since ``t0_ms`` (milliseconds since the
 epoch), so that JavaScript's numbers hold them. Spans of one name with the same attributes share a type.
 
-    {"source", "is_live", "dropped", "damaged", "version", "t0_ms",
+    {"source", "is_live", "dropped", "damaged", "clocks", "version", "t0_ms",
      "types":    [[name, [attribute, …]], …],
-     "type": [], "start": [], "duration": [], "parent": [], "process": [],     one number for each span
+     "type": [], "start": [], "duration": [], "parent": [], "process": [],     one number for each span;
+                                                 the process of several hosts' spans with its host, as text
      "values":   [[value, …], …],                  one list for each span, in the order of its type
      "links":    {index: [index, …]},              those of spans that have some
      "errors":   [index, …],
@@ -43,6 +44,7 @@ def payload_of(run: Run) -> dict[str, Any]:
         name: [] for name in ("type", "start", "duration", "parent", "process", "values")
     }
     links: dict[int, list[int]] = {}
+    has_hosts = len({span.host for span in spans}) > 1
     for index, span in enumerate(spans):
         type_index = types.setdefault((span.name, *span.attributes), len(types))
         parent = index_of.get(span.parent_id, _NONE) if span.parent_id else _NONE
@@ -50,7 +52,7 @@ def payload_of(run: Run) -> dict[str, Any]:
         columns["start"].append(_time(span.start_ns - t0_ns))
         columns["duration"].append(_time(span.end_ns - span.start_ns))
         columns["parent"].append(parent if parent != index else _NONE)
-        columns["process"].append(span.process_id)
+        columns["process"].append(f"{span.process_id} on {span.host}" if has_hosts else span.process_id)
         columns["values"].append([_value(value) for value in span.attributes.values()])
         if span.links:
             links[index] = [index_of[link] for link in dict.fromkeys(span.links) if link in index_of]
@@ -60,6 +62,7 @@ def payload_of(run: Run) -> dict[str, Any]:
         "is_live": run.is_live,
         "dropped": run.dropped,
         "damaged": run.damaged,
+        "clocks": [str(clock) for clock in run.clocks],
         "version": __version__,
         "t0_ms": min(t0_ns, _LONGEST_TIME) / 1e6,
         "types": [[name, attributes] for name, *attributes in types],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.view.clocks import ClockBounds, align
 from sgl_aspects.view.spans import Span, read_spans, span_of
 
 # Further back than anything that a ring holds, in seconds.
@@ -23,6 +25,33 @@ class Run:
     dropped: int | None = None
     #: Records that could not be read; None where the source does not say.
     damaged: int | None = None
+    #: What is known of the clocks of several hosts.
+    clocks: tuple[ClockBounds, ...] = ()
+
+
+def load_runs(sources: Sequence[str]) -> Run:
+    """The spans of all of these files and folders; those of several hosts by clocks that agree.
+
+    Without sources the only traced run there is. Raises ``ConfigError`` where one has nothing to read.
+    """
+    runs = [load_run(source) for source in sources] or [load_run(None)]
+    spans = [span for run in runs for span in run.spans]
+    if len(runs) == 1 and len({span.host for span in spans}) < 2:
+        return runs[0]
+    aligned, clocks = align(spans)
+    return Run(
+        ", ".join(run.source for run in runs),
+        aligned,
+        is_live=any(run.is_live for run in runs),
+        dropped=_sum(run.dropped for run in runs),
+        damaged=_sum(run.damaged for run in runs),
+        clocks=tuple(clocks),
+    )
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def load_run(source: str | None) -> Run:

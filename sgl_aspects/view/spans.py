@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SERVER = 2  # SPAN_KIND_SERVER
 _ERROR = 2  # STATUS_CODE_ERROR
+_ROLE = "sgl_aspects.disaggregation.mode"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Span:
     is_error: bool = False
     #: The name of its host; "" where it is not known.
     host: str = ""
-    #: Of its process's resource: the service and its instance.
-    service: str = ""
+    #: What its server does where prefill and decode are apart: "prefill" or "decode".
+    role: str = ""
 
     @property
     def seconds(self) -> float:
@@ -91,7 +92,27 @@ def span_of(readable: ReadableSpan) -> Span:
         process_id=_process_id(readable.resource.attributes.get("process.pid", 0)),
         is_error=readable.status.status_code is StatusCode.ERROR,
         host=str(readable.resource.attributes.get("host.name", "")),
-        service=str(readable.resource.attributes.get("service.name", "")),
+        role=str(readable.resource.attributes.get(_ROLE, "")),
+    )
+
+
+def readable_of(span: Span) -> ReadableSpan:
+    """The other way round, without links, for what writes spans of OpenTelemetry's SDK."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext, SpanKind
+
+    trace_id = int(span.trace_id, 16)
+    parent = SpanContext(trace_id, int(span.parent_id, 16), False) if span.parent_id else None
+    return ReadableSpan(
+        name=span.name,
+        context=SpanContext(trace_id, int(span.span_id, 16), False),
+        parent=parent,
+        resource=Resource({"process.pid": span.process_id, "host.name": span.host}),
+        attributes=span.attributes,
+        kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+        start_time=span.start_ns,
+        end_time=span.end_ns,
     )
 
 
@@ -118,7 +139,7 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
                     process_id=_process_id(resource.get("process.pid", 0)),
                     is_error=span.get("status", {}).get("code") in (_ERROR, "STATUS_CODE_ERROR"),
                     host=str(resource.get("host.name", "")),
-                    service=str(resource.get("service.name", "")),
+                    role=str(resource.get(_ROLE, "")),
                 )
 
 

@@ -7,6 +7,7 @@ a track of its own; batch, queue and KV cache are counters.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,8 @@ _WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
 # So many requests that may still send spans keep their tracks.
 _MOST_TRACKS = 1 << 16
 _FLOW_IDS = (1 << 63) - 1
+# Beyond any process's own number.
+_OTHER_HOST = 1 << 22
 
 
 class ChromeTraceExporter(SpanExporter):
@@ -78,10 +81,16 @@ class Timeline:
     """Turns spans into events, as they come: by their end, as a collector has them, or by their start.
 
     Every span is a complete event ("X", microseconds); names of its process and track come first.
+    ``names_hosts``: of several hosts. A viewer has no groups of processes: those of a host follow one
+    another, with its name before theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, names_hosts: bool = False) -> None:
+        self._names_hosts = names_hosts
         self._named: set[tuple[int, int]] = set()
+        self._numbers: dict[tuple[str, int], int] = {}  # of processes, by host and process id
+        self._labels: dict[int, tuple[int, str]] = {}
+        self._hosts: dict[str, int] = {}  # in the order in which they come
         self._requests: dict[tuple[int, int], int] = {}  # track of (trace, request's span)
         self._lanes: dict[int, list[_Lane]] = {}  # by process
         self._devices: dict[tuple[int, str], tuple[int, int]] = {}  # track and end of the last, by device
@@ -93,12 +102,24 @@ class Timeline:
             context = span.get_span_context()
             if context is None or span.start_time is None or span.end_time is None:
                 continue
-            process_id = int(str(span.resource.attributes.get("process.pid", 0)))
+            process_id = self._number_of(span)
             attributes = dict(span.attributes or {})
             if span.name in _OF_REQUESTS or not root_of_trace_id(context.trace_id):
                 yield from self._request_events(span, context, attributes, process_id)
             else:
                 yield from self._work_events(span, context, attributes, process_id)
+
+    def _number_of(self, span: ReadableSpan) -> int:
+        """Its process's own number, unless a process of another host has it."""
+        process_id = int(str(span.resource.attributes.get("process.pid", 0)))
+        host = str(span.resource.attributes.get("host.name", ""))
+        key = host, process_id
+        if key not in self._numbers:
+            taken = set(self._numbers.values())
+            self._numbers[key] = next(n for n in itertools.count(process_id, _OTHER_HOST) if n not in taken)
+            self._hosts.setdefault(host, len(self._hosts))
+            self._labels[self._numbers[key]] = process_id, host
+        return self._numbers[key]
 
     def _request_events(
         self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
@@ -180,13 +201,18 @@ class Timeline:
         }
 
     def _names(self, process_id: int, track: int, name: str, process: str) -> Iterator[dict[str, Any]]:
+        own_id, host = self._labels.get(process_id, (process_id, ""))
+        label = f"{host}: {process} {own_id}" if self._names_hosts else f"{process} {own_id}"
         for key, kind, text in (
-            ((process_id, 0), "process_name", f"{process} {process_id}"),
+            ((process_id, 0), "process_name", label),
             ((process_id, track), "thread_name", name),
         ):
             if key not in self._named:
                 self._named.add(key)
                 yield _metadata(kind, process_id, key[1], {"name": text})
+                if not key[1] and self._names_hosts:
+                    index = {"sort_index": self._hosts[host]}
+                    yield _metadata("process_sort_index", process_id, 0, index)
                 if key[1]:
                     yield _metadata("thread_sort_index", process_id, key[1], {"sort_index": key[1]})
 

@@ -24,7 +24,13 @@ function header(run) {
         .join(" · "),
     ),
     losses(run),
+    clocks(run),
   );
+}
+
+/** How the clocks of several hosts go together, by what their requests tell of it. */
+function clocks(run) {
+  return run.clocks.length ? el("p", { class: "muted" }, `Clocks: ${run.clocks.join("; ")}.`) : null;
 }
 
 /** A line where something is missing, so that nobody reads the numbers as complete. */
