@@ -5,6 +5,7 @@
     ├── HookError (TypeError)               a hook that cannot work on its target
     ├── MissingTargetError (LookupError)    the module is there, the attribute is not
     ├── ConfigError (ValueError)            a setting, file or environment variable that is wrong
+    ├── AttachError (RuntimeError)          a running process that cannot be attached to, or let go of
     ├── PlatformError (RuntimeError)        no platform, several, or one that fails
     │   └── PlatformTypeError (TypeError)   what a platform plugin names is no platform class
     ├── OperatorError (RuntimeError)        an operator that cannot be registered, chosen or run
@@ -54,6 +55,10 @@ class MissingTargetError(AspectsError, LookupError):
 
 class ConfigError(AspectsError, ValueError):
     """Raised when an environment variable, flag or configuration file has a value that is not allowed."""
+
+
+class AttachError(AspectsError, RuntimeError):
+    """Raised when a running process cannot be attached to; names the setting and the command that helps."""
 
 
 class PlatformError(AspectsError, RuntimeError):

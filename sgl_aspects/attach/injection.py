@@ -1,0 +1,168 @@
+"""Have another Python process start a file of ours in a short-lived thread.
+
+Python 3.14 and newer: ``sys.remote_exec``. Before: the main thread is told, by :mod:`ptrace`, to call
+``Py_AddPendingCall``, which asks the interpreter for a call between two bytecodes, where no lock of the
+interrupted code matters. Where the main thread waits in a system call and runs no bytecode, it makes the call
+itself, in that wait, with the interpreter's lock.
+
+What runs there is one line that starts a thread; the thread does the work and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_aspects.attach.elf import python_image, unused_code
+from sgl_aspects.attach.ptrace import FIRST_RESULT, Call, call_in_main_thread, read_memory, write_memory
+from sgl_aspects.errors import AttachError
+
+_FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "PyGILState_Ensure", "PyGILState_Release")
+_STUB_BYTES = 512
+_CLEARING_ATTEMPTS, _CLEARING_SECONDS = 20, 0.05
+_BYTECODE_SECONDS = 1.0
+_WAITING_SECONDS = 0.2
+_START_SECONDS = 10.0
+
+# The thread's name space is its own; nothing is imported and nothing is put into any module.
+_LINE = """
+try: __import__('_thread').start_new_thread(exec, ({code!r}, {{'__name__': 'sgl_aspects_attach'}}))
+except Exception: pass
+"""
+_THREAD = "exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where our code lies in the process: two stubs, for one may still be in use, and the text."""
+
+    first_stub_at: int
+
+    @property
+    def second_stub_at(self) -> int:
+        return self.first_stub_at + _STUB_BYTES
+
+    @property
+    def text_at(self) -> int:
+        return self.first_stub_at + 2 * _STUB_BYTES
+
+    @property
+    def code(self) -> range:
+        return range(self.first_stub_at, self.text_at)
+
+
+def run_file(process_id: int, path: Path, has_started: Callable[[], bool], *, remote_exec: str | None) -> float:
+    """Run the Python file ``path`` in a new thread of the process; returns the seconds its main thread stood.
+
+    ``has_started`` tells whether the file runs; it may be started twice, and sees to that itself.
+    ``remote_exec``: the interpreter of the process, where that has ``sys.remote_exec``.
+    Raises ``AttachError`` where it has not started in time.
+    """
+    line = _LINE.format(code=_THREAD.format(path=str(path)))
+    if remote_exec is not None:
+        return _remote_exec(remote_exec, process_id, path, line, has_started)
+    image = python_image(process_id)
+    found = image.addresses(_FUNCTIONS) if image is not None else {}
+    if len(found) < len(_FUNCTIONS):
+        raise AttachError(f"process {process_id} is not Python: it exports no Py_AddPendingCall")
+    text = line.encode() + b"\0"
+    place = _find_place(process_id, len(text))
+    if not write_memory(process_id, place.text_at, text):
+        raise AttachError(f"process {process_id} does not take our text")
+    add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], place.text_at)]
+    stood = call_in_main_thread(process_id, add, place.first_stub_at, may_sleep=False)
+    try:
+        if not _wait(has_started, _BYTECODE_SECONDS):
+            stood = max(stood, _run_in_wait(process_id, found, place, has_started))
+    finally:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            _clear(process_id, place, len(text))
+    return stood
+
+
+def _clear(process_id: int, place: _Place, text_size: int) -> None:
+    """Make everything zero again. A call that is still pending finds an empty text from the first write on."""
+    write_memory(process_id, place.text_at, b"\0")
+    for _ in range(_CLEARING_ATTEMPTS):
+        time.sleep(_CLEARING_SECONDS)  # for a main thread that is just reading the text, or leaves our code
+        if write_memory(
+            process_id, place.first_stub_at, bytes(2 * _STUB_BYTES + text_size), code=place.code
+        ):
+            return
+
+
+def _run_in_wait(
+    process_id: int, found: dict[str, int], place: _Place, has_started: Callable[[], bool]
+) -> float:
+    """The main thread runs no bytecode: once it is seen to wait, it runs the text itself."""
+    calls: list[Call] = [
+        (found["PyGILState_Ensure"],),
+        (found["PyRun_SimpleString"], place.text_at),
+        (found["PyGILState_Release"], FIRST_RESULT),
+    ]
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        before = _wait_of(process_id)
+        if _wait(has_started, _WAITING_SECONDS):
+            return 0.0
+        if before is None or before != _wait_of(process_id):
+            continue  # it moves: it will run bytecodes
+        stood = call_in_main_thread(process_id, calls, place.second_stub_at, may_sleep=True)
+        if _wait(has_started, _BYTECODE_SECONDS):
+            return stood
+        break
+    if _wait(has_started, max(0.0, deadline - time.monotonic())):
+        return 0.0
+    raise AttachError(
+        f"process {process_id} has run no Python for {_START_SECONDS:g} s: its main thread is busy in compiled "
+        "code that holds the interpreter's lock; try again"
+    )
+
+
+def _wait_of(process_id: int) -> str | None:
+    """The system call in which the main thread waits, and how often it has; None while it runs."""
+    call = Path(f"/proc/{process_id}/syscall").read_text()
+    if call.startswith(("running", "-1")):
+        return None
+    status = Path(f"/proc/{process_id}/task/{process_id}/status").read_text()
+    return call + status[status.index("voluntary_ctxt_switches") :]
+
+
+def _find_place(process_id: int, text_size: int) -> _Place:
+    size = 2 * _STUB_BYTES + text_size
+    for start, room in unused_code(process_id, size):
+        if not any(read_memory(process_id, start, room)):
+            return _Place(start)
+    raise AttachError(f"process {process_id} has no library with {size} unused bytes behind its code")
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _remote_exec(
+    interpreter: str, process_id: int, path: Path, line: str, has_started: Callable[[], bool]
+) -> float:
+    """By the process's own interpreter: both sides of ``sys.remote_exec`` have to be of one version."""
+    script = path.with_suffix(".start.py")
+    script.write_text(line)
+    script.chmod(path.stat().st_mode)
+    command = f"import sys; sys.remote_exec({process_id}, {json.dumps(os.fspath(script))})"
+    done = subprocess.run([interpreter, "-I", "-S", "-c", command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise AttachError(f"process {process_id} refuses sys.remote_exec: {reason[0]}")
+    if not _wait(has_started, _START_SECONDS):
+        raise AttachError(f"process {process_id} has run no Python for {_START_SECONDS:g} s; try again")
+    return 0.0

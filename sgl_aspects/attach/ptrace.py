@@ -1,0 +1,183 @@
+"""Make the main thread of another process call a function once, with a single write of its registers.
+
+The thread is stopped for well under a millisecond. A few instructions are written behind the code of some
+library, into bytes of its last page that belong to nobody; then the thread's instruction pointer is set to
+them. They save every register, call the function, restore the registers and jump back. From that write on
+the thread needs nobody: whoever wrote it may be killed at any moment, and before it nothing has changed.
+
+x86-64 Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+
+from sgl_aspects.errors import AttachError
+
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+_GET_REGISTERS, _SET_REGISTERS = 12, 13
+_ALL_THREADS = 0x40000000
+_STOP_SECONDS = 5.0
+
+# user_regs_struct: 27 words.
+_REGISTERS = struct.Struct("<27Q")
+_RAX, _ORIG_RAX, _RIP, _RSP = 10, 15, 16, 19
+# What is called returns at once, so that its caller is near the top of the stack; 16 KiB of it are registers.
+_STACK_BYTES = 64 << 10
+_NO_SYSCALL = (1 << 64) - 1
+_EINTR = 4
+_RESTART, _RESTART_BLOCK = (512, 513, 514), 516
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+#: A call in the other process: the function's address, and its arguments (at most two).
+Call = tuple[int, ...]
+#: In the place of an argument: what the first call returned.
+FIRST_RESULT = -1
+
+
+def _ptrace(request: int, thread_id: int, data: object = None) -> None:
+    if _libc.ptrace(request, thread_id, None, data) == -1:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+@contextlib.contextmanager
+def _stopped(process_id: int) -> Iterator[None]:
+    """The main thread is stopped in the block, wherever it is."""
+    _ptrace(_SEIZE, process_id)
+    try:
+        _ptrace(_INTERRUPT, process_id)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while os.waitpid(process_id, os.WNOHANG | _ALL_THREADS)[0] == 0:
+            if time.monotonic() > deadline:
+                raise AttachError(
+                    f"process {process_id} does not stop: its main thread is in an uninterruptible wait; try again"
+                )
+            time.sleep(0.0001)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it has ended, or has not stopped: our end detaches it
+            _ptrace(_DETACH, process_id)
+
+
+def call_in_main_thread(process_id: int, calls: Sequence[Call], stub_at: int, *, may_sleep: bool) -> float:
+    """Let the main thread make ``calls``, by code at ``stub_at``; returns the seconds that it stood still.
+
+    ``may_sleep``: a call may use the clock, so that a wait which it interrupts ends early, as after a signal.
+    """
+    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, _stopped(process_id):
+        begin = time.perf_counter()
+        registers = _registers(process_id)
+        _leave_system_call(registers, may_sleep)
+        _write(memory.fileno(), stub_at, machine_code(calls, registers[_RIP]))
+        registers[_RIP] = stub_at
+        _ptrace(_SET_REGISTERS, process_id, ctypes.create_string_buffer(_REGISTERS.pack(*registers)))
+    return time.perf_counter() - begin
+
+
+def write_memory(process_id: int, address: int, data: bytes, *, code: range = range(0)) -> bool:
+    """Write ``data`` while the main thread is stopped; False, and nothing done, where it is inside ``code``."""
+    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, _stopped(process_id):
+        if code and _is_inside(process_id, memory.fileno(), code):
+            return False
+        _write(memory.fileno(), address, data)
+        return True
+
+
+def _is_inside(process_id: int, memory: int, code: range) -> bool:
+    """Whether the stopped main thread executes ``code``, or will return to it."""
+    registers = _registers(process_id)
+    if registers[_RIP] in code:
+        return True
+    stack = registers[_RSP]
+    live = struct.iter_unpack("<Q", os.pread(memory, _stack_end(process_id, stack) - stack & ~7, stack))
+    return any(word in code for (word,) in live)
+
+
+def _stack_end(process_id: int, address: int) -> int:
+    with open(f"/proc/{process_id}/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            start, end = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+            if start <= address < end:
+                return min(end, address + _STACK_BYTES)
+    return address
+
+
+def _registers(process_id: int) -> list[int]:
+    buffer = ctypes.create_string_buffer(_REGISTERS.size)
+    _ptrace(_GET_REGISTERS, process_id, buffer)
+    return list(_REGISTERS.unpack(buffer.raw))
+
+
+def read_memory(process_id: int, address: int, size: int) -> bytes:
+    with open(f"/proc/{process_id}/mem", "rb", buffering=0) as memory:
+        return os.pread(memory.fileno(), size, address)
+
+
+def _write(memory: int, address: int, data: bytes) -> None:
+    if os.pwrite(memory, data, address) != len(data):
+        raise AttachError(f"only a part of {len(data)} bytes could be written at {address:#x}")
+
+
+def _leave_system_call(registers: list[int], may_sleep: bool) -> None:
+    """Where a system call was interrupted: do what the kernel would do on the way back to it."""
+    number, result = registers[_ORIG_RAX], registers[_RAX] - (1 << 64)
+    registers[_ORIG_RAX] = _NO_SYSCALL
+    if number == _NO_SYSCALL:
+        return
+    if -result in _RESTART:
+        registers[_RAX] = number
+        registers[_RIP] -= 2  # the instruction `syscall` once more
+    elif -result == _RESTART_BLOCK:
+        if may_sleep:
+            registers[_RAX] = (1 << 64) - _EINTR
+        else:
+            registers[_RAX] = 219  # restart_syscall
+            registers[_RIP] -= 2
+
+
+_SAVE = bytes.fromhex(
+    "488d642480"  # lea rsp, [rsp-128]: below the bytes that the interrupted function may use unasked
+    "9c"  # pushfq
+    "5051525355565741504151415241534154415541564157"  # push rax, rcx, rdx, rbx, rbp, rsi, rdi, r8 .. r15
+    "4889e5"  # mov rbp, rsp
+    "4881ec00400000"  # sub rsp, 16384
+    "4883e4c0"  # and rsp, -64
+    "fc"  # cld
+    "31c0"  # xor eax, eax
+    "488dbc2400020000"  # lea rdi, [rsp+512]
+    "b908000000f348ab"  # mov ecx, 8; rep stosq: xsave wants an empty header
+    "b8ffffffffbaffffffff480fae2424"  # mov eax, -1; mov edx, -1; xsave64 [rsp]
+)
+_RESTORE = bytes.fromhex(
+    "b8ffffffffbaffffffff480fae2c24"  # mov eax, -1; mov edx, -1; xrstor64 [rsp]
+    "4889ec"  # mov rsp, rbp
+    "415f415e415d415c415b415a415941585f5e5d5b5a5958"  # pop r15 .. r8, rdi, rsi, rbp, rbx, rdx, rcx, rax
+    "9d"  # popfq
+    "488da42480000000"  # lea rsp, [rsp+128]
+    "ff2500000000"  # jmp [rip+0]: the address that follows
+)
+
+
+def machine_code(calls: Sequence[Call], back_to: int) -> bytes:
+    """Instructions that make ``calls`` in order, change no register, and go on at ``back_to``."""
+    code = _SAVE
+    for number, (function, *arguments) in enumerate(calls):
+        for argument, (prefix, from_rbx) in zip(arguments, (("48bf", "89df"), ("48be", "89de"))):
+            if argument == FIRST_RESULT:
+                code += bytes.fromhex(from_rbx)
+            else:
+                code += bytes.fromhex(prefix) + struct.pack("<Q", argument)
+        code += bytes.fromhex("48b8") + struct.pack("<Q", function) + bytes.fromhex("ffd0")
+        if number == 0:
+            code += bytes.fromhex("89c3")  # mov ebx, eax
+    return code + _RESTORE + struct.pack("<Q", back_to)
+
