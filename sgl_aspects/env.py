@@ -10,8 +10,10 @@ the choices; nothing falls back to a default in silence.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sgl_aspects.errors import ConfigError
 
@@ -20,9 +22,32 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
+_given: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
+    "sgl_aspects_environment", default=None
+)
+
+
+@contextlib.contextmanager
+def reading_from(environment: Mapping[str, str]) -> Iterator[None]:
+    """In the block, this thread's settings come from ``environment``, not from the process's own.
+
+    For a process that is attached to: its environment is its own, and other threads read it.
+    """
+    token = _given.set(environment)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def _environment() -> Mapping[str, str]:
+    given = _given.get()
+    return os.environ if given is None else given
+
+
 def spelled(name: str, environment: Mapping[str, str] | None = None) -> str:
     """The name under which ``name`` is set, or is to be set by us, in ``environment`` (the process's own)."""
-    environment = os.environ if environment is None else environment
+    environment = _environment() if environment is None else environment
     if name in environment or not name.startswith(_PREFIX):
         return name
     return name.removeprefix(_FAMILY)
@@ -37,7 +62,8 @@ def shortened(environment: Mapping[str, str]) -> dict[str, str]:
 
 def text(name: str, default: str | None = None) -> str | None:
     """The value of ``name``, stripped; ``default`` where it is unset or empty."""
-    value = os.environ.get(spelled(name), "").strip()
+    environment = _environment()
+    value = environment.get(spelled(name, environment), "").strip()
     return value or default
 
 
@@ -94,7 +120,8 @@ def number(name: str, *, minimum: float = 0.0) -> float | None:
 
 def names(name: str) -> tuple[str, ...] | None:
     """A comma-separated list; None where the variable is unset. Set but empty is the empty list."""
-    value = os.environ.get(spelled(name))
+    environment = _environment()
+    value = environment.get(spelled(name, environment))
     if value is None:
         return None
     return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)

@@ -29,7 +29,17 @@ ALLOWED = {
     "conformance": {"errors", "env", "platforms", "runtime", "plugins", "conformance"},
     "engines": {"errors", "env", "weaving", "bootstrap", "platforms", "runtime", "engines"},
     "bootstrap": {"plugins"},
-    "attach": {"errors", "env", "weaving", "engines", "attach"},
+    "attach": {
+        "errors",
+        "env",
+        "weaving",
+        "config",
+        "engines",
+        "tracing",
+        "bootstrap",
+        "attach",
+        "__version__",
+    },
     "tracing": {"errors", "env", "weaving", "config", "engines", "tracing", "plugins", "__version__"},
     "view": {"errors", "env", "tracing", "view", "__version__"},
 }

@@ -52,7 +52,9 @@ class Image:
             raise ValueError(f"{path} is not a 64-bit ELF file")
         header = _HEADER.unpack_from(self._data)
         self.machine, self._section_offset, self._section_count = header[2], header[6], header[12]
-        self._segments = [_SEGMENT.unpack_from(self._data, header[5] + i * header[9]) for i in range(header[10])]
+        self._segments = [
+            _SEGMENT.unpack_from(self._data, header[5] + i * header[9]) for i in range(header[10])
+        ]
         first = min(mappings, key=lambda mapping: mapping.start)
         lowest = min(segment[3] for segment in self._segments if segment[0] == _LOAD)
         self._bias = first.start - lowest // PAGE * PAGE
@@ -87,7 +89,7 @@ class Image:
 
 
 def python_image(process_id: int) -> Image | None:
-    """The file that holds the interpreter: libpython, or the executable. None where the process has neither."""
+    """The file that holds the interpreter: libpython, or the executable. None: it is not Python."""
     by_path: dict[str, list[Mapping]] = {}
     for mapping in file_mappings(process_id):
         by_path.setdefault(mapping.path, []).append(mapping)

@@ -57,7 +57,9 @@ class _Place:
         return range(self.first_stub_at, self.text_at)
 
 
-def run_file(process_id: int, path: Path, has_started: Callable[[], bool], *, remote_exec: str | None) -> float:
+def run_file(
+    process_id: int, path: Path, has_started: Callable[[], bool], *, remote_exec: str | None
+) -> float:
     """Run the Python file ``path`` in a new thread of the process; returns the seconds its main thread stood.
 
     ``has_started`` tells whether the file runs; it may be started twice, and sees to that itself.
@@ -87,13 +89,11 @@ def run_file(process_id: int, path: Path, has_started: Callable[[], bool], *, re
 
 
 def _clear(process_id: int, place: _Place, text_size: int) -> None:
-    """Make everything zero again. A call that is still pending finds an empty text from the first write on."""
+    """Make everything zero again. A call that is still pending finds an empty text from now on."""
     write_memory(process_id, place.text_at, b"\0")
     for _ in range(_CLEARING_ATTEMPTS):
         time.sleep(_CLEARING_SECONDS)  # for a main thread that is just reading the text, or leaves our code
-        if write_memory(
-            process_id, place.first_stub_at, bytes(2 * _STUB_BYTES + text_size), code=place.code
-        ):
+        if write_memory(process_id, place.first_stub_at, bytes(2 * _STUB_BYTES + text_size), code=place.code):
             return
 
 
@@ -120,8 +120,8 @@ def _run_in_wait(
     if _wait(has_started, max(0.0, deadline - time.monotonic())):
         return 0.0
     raise AttachError(
-        f"process {process_id} has run no Python for {_START_SECONDS:g} s: its main thread is busy in compiled "
-        "code that holds the interpreter's lock; try again"
+        f"process {process_id} has run no Python for {_START_SECONDS:g} s: its main thread is busy in "
+        "compiled code that holds the interpreter's lock; try again"
     )
 
 
@@ -159,7 +159,9 @@ def _remote_exec(
     script.write_text(line)
     script.chmod(path.stat().st_mode)
     command = f"import sys; sys.remote_exec({process_id}, {json.dumps(os.fspath(script))})"
-    done = subprocess.run([interpreter, "-I", "-S", "-c", command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [interpreter, "-I", "-S", "-c", command], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise AttachError(f"process {process_id} refuses sys.remote_exec: {reason[0]}")

@@ -59,7 +59,7 @@ def _stopped(process_id: int) -> Iterator[None]:
         while os.waitpid(process_id, os.WNOHANG | _ALL_THREADS)[0] == 0:
             if time.monotonic() > deadline:
                 raise AttachError(
-                    f"process {process_id} does not stop: its main thread is in an uninterruptible wait; try again"
+                    f"process {process_id} does not stop: its main thread waits for a device; try again"
                 )
             time.sleep(0.0001)
         yield
@@ -84,7 +84,7 @@ def call_in_main_thread(process_id: int, calls: Sequence[Call], stub_at: int, *,
 
 
 def write_memory(process_id: int, address: int, data: bytes, *, code: range = range(0)) -> bool:
-    """Write ``data`` while the main thread is stopped; False, and nothing done, where it is inside ``code``."""
+    """Write ``data`` while the main thread is stopped; False, and nothing done, if it is inside ``code``."""
     with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, _stopped(process_id):
         if code and _is_inside(process_id, memory.fileno(), code):
             return False
@@ -180,4 +180,3 @@ def machine_code(calls: Sequence[Call], back_to: int) -> bytes:
         if number == 0:
             code += bytes.fromhex("89c3")  # mov ebx, eax
     return code + _RESTORE + struct.pack("<Q", back_to)
-

@@ -28,8 +28,22 @@ def _is_helper_of_multiprocessing() -> bool:
     return any("multiprocessing.resource_tracker" in word for word in sys.orig_argv)
 
 
+def _prepare_to_be_attached_to() -> None:
+    """By its file: importing the package would import wrapt, too."""
+    spec = importlib.util.spec_from_file_location(
+        "sgl_aspects_dormant", os.path.join(os.path.dirname(__file__), "dormant.py")
+    )
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.prepare()
+
+
 try:
-    if os.environ.get("ASPECTS_RUN") and not _is_helper_of_multiprocessing():
+    if os.environ.get("ASPECTS_DORMANT"):
+        if not _is_helper_of_multiprocessing():
+            _prepare_to_be_attached_to()
+    elif os.environ.get("ASPECTS_RUN") and not _is_helper_of_multiprocessing():
         from sgl_aspects.plugins import load_plugins
 
         load_plugins()

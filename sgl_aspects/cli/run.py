@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from collections.abc import Mapping
 
 from sgl_aspects import bootstrap, config, env, process_reports
+from sgl_aspects.bootstrap import dormant
 from sgl_aspects.errors import ConfigError
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
@@ -16,16 +18,27 @@ _LEVEL = "1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sgl-aspects run [options] -- COMMAND [ARGUMENT ...]"
-    parser.add_argument("--level", help="trace level: 0 off, 1 request (default), 2 + scheduler, 3 + forward")
+    add_trace_arguments(parser, _LEVEL)
+    parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
+    parser.add_argument("--summary", action="store_true", help="say at the end what became of the spans")
+    parser.add_argument(
+        "--dormant",
+        action="store_true",
+        help="trace nothing, but be ready for sgl-aspects attach where ptrace is refused",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser, level: str) -> None:
+    """What is traced, by default at ``level``, and where to, for every command that begins a run."""
+    levels = "0 off, 1 request, 2 + scheduler, 3 + forward"
+    parser.add_argument("--level", help=f"trace level: {levels} (default: {level})")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
     parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")
     parser.add_argument(
         "--prometheus", type=int, metavar="PORT", help="serve metrics for Prometheus at this port of loopback"
     )
     parser.add_argument("--config", metavar="FILE", help="hooks and traced functions, declared in TOML")
-    parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
-    parser.add_argument("--summary", action="store_true", help="say at the end what became of the spans")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,8 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     if program is None:
         raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
     environment = env.shortened(bootstrap.prepared(os.environ))
-    environment.pop(_RUN, None)  # a run of its own, even where a traced program asks for it
-    environment[_TRACE] = arguments.level or environment.get(_TRACE) or _LEVEL
+    if arguments.dormant:
+        os.execve(program, command, {**environment, dormant.SWITCH: "1"})
+    environment = trace_environment(environment, arguments, _LEVEL)
     if arguments.config:
         config.read(arguments.config)  # its faults are told here, in one line
         environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
@@ -50,7 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
-    _choose_exporters(environment, arguments)
     print(end="", flush=True)  # also where there is no standard output
     os.execve(program, command, environment)
 
@@ -65,7 +78,11 @@ def _made(folder: str) -> str:
     return folder
 
 
-def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace) -> None:
+def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, level: str) -> dict[str, str]:
+    """The variables of a run of its own, by the flags of :func:`add_trace_arguments`, checked."""
+    environment = env.shortened(given)
+    environment.pop(_RUN, None)  # even where a traced program asks for it
+    environment[_TRACE] = arguments.level or environment.get(_TRACE) or level
     chosen = []
     if arguments.endpoint:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint
@@ -84,13 +101,8 @@ def _choose_exporters(environment: dict[str, str], arguments: argparse.Namespace
     from sgl_aspects.tracing.export.prometheus_port import require_port
     from sgl_aspects.tracing.settings import TraceSettings
 
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environment)
-    try:
+    with env.reading_from(environment):
         settings = TraceSettings.from_environment()
         if settings.level:
             require_port(settings.checked())
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return environment

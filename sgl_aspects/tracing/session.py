@@ -40,7 +40,12 @@ class TraceSession:
     started before are not traced. ``recorder`` is what the aspects of this process record with.
     """
 
-    def __init__(self, settings: TraceSettings, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        settings: TraceSettings,
+        environment: dict[str, str],
+        when_full: Callable[[str], None] | None = None,
+    ) -> None:
         self.settings = settings
         self.summary: TraceSummary | None = None
         self._process_id = os.getpid()
@@ -67,6 +72,7 @@ class TraceSession:
             # A child of a traced process: it records from its first span on, others do the rest.
             self.run_folder = settings.run_folder
             self.recorder = RingRecorder(self.run_folder, settings.level, sample)
+            self.recorder.when_full = when_full
         else:
             has_metrics = bool(settings.metric_exporters)
             if has_metrics:
@@ -216,9 +222,27 @@ def attach_from_environment() -> TraceSession | None:
     return session
 
 
-def _start(settings: TraceSettings, environment: dict[str, str]) -> TraceSession:
+def join_run(when_full: Callable[[str], None]) -> TraceSession:
+    """Traces this process, which runs already, for the run that the environment names.
+
+    ``when_full`` is called with the run folder for each record that is lost because nobody reads the ring.
+    Raises ``ConfigError`` where this process cannot write into the run folder.
+    """
+    settings = TraceSettings.from_environment()
+    if settings.run_folder is None:
+        raise ConfigError(f"{_RUN} is not set: there is no run to join")
+    session = _start(settings, {}, when_full)
+    if isinstance(session.recorder, RingRecorder) and not session.recorder.open():
+        session.close()
+        raise ConfigError(f"process {os.getpid()} cannot write its records into {settings.run_folder}")
+    return session
+
+
+def _start(
+    settings: TraceSettings, environment: dict[str, str], when_full: Callable[[str], None] | None = None
+) -> TraceSession:
     global _current
-    _current = TraceSession(settings, environment)
+    _current = TraceSession(settings, environment, when_full)
     return _current
 
 

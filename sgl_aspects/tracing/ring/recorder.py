@@ -45,8 +45,10 @@ class RingRecorder:
     def __init__(self, folder: str, level: int = 4, sample: float = 1.0) -> None:
         self._folder = folder
         self._control = Control(level, level, sample).words
+        #: Called with the run folder for each record that is lost because nobody has read the ring.
+        self.when_full: Callable[[str], None] | None = None
         self._closed = False
-        self._slots = Slots(self._open_file)
+        self._slots = Slots(self._open_file, self._ring_is_full)
         self._writers: dict[SpanType, SpanWriter] = {}
         self._layouts: dict[SpanType, Layouts] = {}
         self._begins: dict[SpanType, int] = {}  # the first word of their slots
@@ -99,6 +101,10 @@ class RingRecorder:
     def open(self) -> bool:
         """Makes this process a writer of the run; False where the run has ended."""
         return self._open_file() is not None
+
+    def _ring_is_full(self) -> None:
+        if self.when_full is not None:
+            self.when_full(self._folder)
 
     def _open_file(self) -> RingFile | None:
         with self._lock:

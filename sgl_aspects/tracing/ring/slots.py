@@ -20,10 +20,11 @@ class Slots:
     no other thread can interrupt.
     """
 
-    __slots__ = ("_find_file", "_last", "_lock", "_numbers", "take")
+    __slots__ = ("_find_file", "_last", "_lock", "_numbers", "_when_full", "take")
 
-    def __init__(self, find_file: Callable[[], RingFile | None]) -> None:
+    def __init__(self, find_file: Callable[[], RingFile | None], when_full: Callable[[], None]) -> None:
         self._find_file = find_file
+        self._when_full = when_full
         self.forget()
 
     def forget(self) -> None:
@@ -52,7 +53,8 @@ class Slots:
                 self._hand_out(last, file.memory, layout.SLOTS_OFFSET + place * layout.SLOT_BYTES)
                 return True
             file.words[layout.WORD_DROPPED] += 1
-            return False
+        self._when_full()
+        return False
 
     def drop(self) -> None:
         """Counts a record that no number of slots would do for."""

@@ -1,0 +1,166 @@
+"""Runs in the process that was attached to, in a thread that ends: weaves, and takes everything back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sgl_aspects as aspects
+from sgl_aspects import config, env
+from sgl_aspects.errors import AspectsError, AttachError
+from sgl_aspects.tracing import session as tracing
+from sgl_aspects.tracing.run_folder import collector_state
+from sgl_aspects.weaving import weaver
+
+_CHECK_SECONDS = 1.0
+
+
+@dataclass
+class _Attachment:
+    """What was done to this process."""
+
+    session: tracing.TraceSession
+    advices: list[aspects.Advice]
+    """Of the session and of the configuration file."""
+    hooks: list[aspects.Advice] = field(default_factory=list)
+    """Of the configuration file alone."""
+    next_check: float = 0.0
+
+
+_attachment: _Attachment | None = None
+_lock = threading.RLock()  # of our own short-lived threads; the engine's never take it
+
+
+def perform(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what a request asks for (``operation``: attach or detach), and say what became of it.
+
+    Raises ``AttachError``; nothing is woven then.
+    """
+    if request["version"] != aspects.__version__:
+        raise AttachError(
+            f"sgl-aspects {aspects.__version__} is loaded there, and you run {request['version']}: "
+            "attach with the version that is loaded"
+        )
+    with _lock:
+        begin = time.perf_counter()
+        answer = _attach(request) if request["operation"] == "attach" else _detach()
+        return {**answer, "seconds": time.perf_counter() - begin}
+
+
+def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
+    global _attachment
+    if _attachment is not None:
+        _detach()  # whoever attached before is gone, and has not let go
+    if tracing.current() is not None:
+        raise AttachError("it is traced already: change what is recorded with sgl-aspects ctl")
+    before = set(weaver.advices)
+    with env.reading_from(request["environment"]), _whole_heap():
+        attachment = _attachment = _Attachment(tracing.join_run(_end_without_collector), [])
+        try:
+            _weave_declared(attachment)
+        except BaseException:
+            _detach()
+            raise
+    attachment.advices = [advice for advice in weaver.advices if advice not in before]
+    for advice in attachment.advices:
+        advice.required = False  # what loads later and lacks a target must not end somebody else's process
+    hooks = _reports_of(attachment.advices)
+    return {
+        "woven": sorted({place for hook in hooks for place in hook.places}),
+        "not_woven": sorted({f"{hook.target}: {hook.detail}" for hook in hooks if hook.state in _NOT_WOVEN}),
+        "waiting": sum(hook.state is aspects.State.PENDING for hook in hooks),
+        "stale": sorted({f"{one.target} is still held by {one.holder}" for one in aspects.report().stale}),
+    }
+
+
+def _reports_of(advices: Collection[aspects.Advice]) -> list[aspects.HookReport]:
+    return [hook for advice, hook in zip(weaver.advices, aspects.report().hooks) if advice in advices]
+
+
+_NOT_WOVEN = (aspects.State.MISSING, aspects.State.FAILED)
+
+
+def _weave_declared(attachment: _Attachment) -> None:
+    """The hooks of the configuration file; the functions that it wants traced are the session's."""
+    for declared in config.from_environment().hooks:
+        source = aspects.HookSource(declared.where)
+        advice = aspects.Advice(declared.target, declared.hook_type, declared.load(), declared.order, source)
+        attachment.hooks.append(advice)
+    weaver.add(attachment.hooks, strict=False)
+
+
+def _detach() -> dict[str, Any]:
+    """Take every hook away, check that the originals are back, and leave the run."""
+    global _attachment
+    attachment, _attachment = _attachment, None
+    if attachment is None:
+        return {"restored": 0, "not_restored": []}
+    originals = _originals(attachment.advices)
+    with _whole_heap():
+        weaver.remove(attachment.hooks)
+        attachment.session.detach()
+    lost = [place for place, original in originals.items() if _callable_at(place) is not original]
+    attachment.session.close()
+    return {"restored": len(originals) - len(lost), "not_restored": sorted(lost)}
+
+
+def _end_without_collector(run_folder: str) -> None:
+    """Called where the ring is full: nobody reads it. Without a collector nobody will: let go."""
+    attachment, now = _attachment, time.monotonic()
+    if attachment is None or now < attachment.next_check:
+        return
+    attachment.next_check = now + _CHECK_SECONDS
+    collector = collector_state(run_folder)
+    if collector is None or not collector.is_alive:
+        threading.Thread(target=_detach_alone, daemon=True).start()
+
+
+def _detach_alone() -> None:
+    with _lock, contextlib.suppress(AspectsError, OSError):
+        _detach()
+
+
+@contextlib.contextmanager
+def _whole_heap() -> Iterator[None]:
+    """Objects that the engine has frozen are seen by the garbage collector in the block; it does not run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+# -- what stands where ------------------------------------------------------------------------------------
+
+
+def _originals(advices: Collection[aspects.Advice]) -> dict[str, Any]:
+    """The original of each place that these hooks, and no others, are woven at."""
+    others = [advice for advice in weaver.advices if advice not in advices]
+    kept = {place for hook in _reports_of(others) for place in hook.places}
+    places = {place for hook in _reports_of(advices) for place in hook.places} - kept
+    return {place: getattr(_callable_at(place), "__wrapped__", None) for place in places}
+
+
+def _callable_at(place: str) -> Any:
+    """The function that stands at ``pkg.mod:Class.method`` now, out of its descriptor."""
+    module, _, path = place.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = vars(found).get(name) if found is not None else None
+    for inner in ("__func__", "fget", "func"):
+        if not hasattr(found, "__code__") and hasattr(type(found), inner):
+            return getattr(found, inner)
+    return found

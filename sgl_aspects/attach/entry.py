@@ -1,0 +1,83 @@
+"""Runs in the process first, in a thread of its own; needs nothing but the standard library.
+
+:mod:`operation` writes this source, and a call of :func:`enter`, into a file that :mod:`injection` starts.
+"""
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+
+def enter(folder: str, key: str) -> None:
+    """Do what the request ``key`` in ``folder`` asks for, once, and answer in a file."""
+    request_file, taken = os.path.join(folder, key + ".request"), os.path.join(folder, key + ".taken")
+    try:
+        os.rename(request_file, taken)
+    except OSError:
+        return  # another thread of ours has taken it, or nobody wants it any more
+    try:
+        with open(taken, encoding="utf-8") as file:
+            request = json.load(file)
+        pace = _Pace(request["pause"])
+        agent = _import_agent(request["package"], pace)
+        answer = agent.perform(request)
+        answer["import_seconds"], answer["longest_import_seconds"] = pace.spent, pace.longest
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the process must not see it
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    temporary = os.path.join(folder, key + ".new")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+            json.dump(answer, file)
+        os.rename(temporary, os.path.join(folder, key + ".answer"))
+    except OSError:
+        pass  # nobody is there to read it
+
+
+class _Pace:
+    """A finder that finds nothing: before each module that this thread imports, other threads get their turn.
+
+    ``longest`` and ``spent``: seconds of one module, and of all.
+    """
+
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
+        self._thread = threading.get_ident()
+        self._last = time.perf_counter()
+        self.longest = self.spent = 0.0
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if threading.get_ident() == self._thread:
+            self.take_turn()
+
+    def take_turn(self) -> None:
+        seconds = time.perf_counter() - self._last
+        self.longest, self.spent = max(self.longest, seconds), self.spent + seconds
+        time.sleep(self._pause)
+        self._last = time.perf_counter()
+
+
+def _import_agent(package: str, pace: _Pace) -> Any:
+    loaded = sys.modules.get("sgl_aspects")
+    if loaded is not None and not os.path.isdir(loaded.__path__[0]):
+        _move(os.path.join(package, "sgl_aspects"))
+    sys.path.insert(0, package)
+    sys.meta_path.insert(0, pace)
+    try:
+        agent = importlib.import_module("sgl_aspects.attach.agent")
+        pace.take_turn()
+    finally:
+        sys.meta_path.remove(pace)
+        sys.path.remove(package)
+    return agent
+
+
+def _move(root: str) -> None:
+    """What was brought along before is in memory, but its folder is gone: later imports use the new one."""
+    old = sys.modules["sgl_aspects"].__path__[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "sgl_aspects" and hasattr(module, "__path__"):
+            module.__path__ = [root + path[len(old) :] for path in module.__path__]

@@ -1,0 +1,29 @@
+"""Lets go of an engine when the command that attached to it is gone, however it went.
+
+    python -m sgl_aspects.attach.guard RUN_FOLDER
+
+Standard input is a pipe from the command: what it writes is a farewell, the bare end of it is its death.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from sgl_aspects.attach.operation import Run
+
+FAREWELL = b"detached"
+
+
+def main(arguments: list[str]) -> int:
+    """Wait for the end of the command; detach unless it has said that it did."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.stdin.buffer.read() == FAREWELL:
+        return 0
+    Run(Path(arguments[0])).abandon()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,235 @@
+"""Attaching and detaching from the command's side: one run folder, its requests and their answers.
+
+The folder of a run has a folder ``attach`` with: ``package`` (what is brought along), ``processes.json``
+(who was or is about to be attached to: written before anything is done), and for each request to a process
+``KEY.request``, then ``KEY.taken`` once a thread in the process has begun, then ``KEY.answer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sgl_aspects
+from sgl_aspects.attach import dormant, entry, injection, package
+from sgl_aspects.attach.permissions import check, explained
+from sgl_aspects.attach.process_tree import Process, read_process
+from sgl_aspects.errors import AttachError
+from sgl_aspects.tracing.control import runs
+from sgl_aspects.tracing.run_folder import (
+    collector_state,
+    make_run_folder,
+    remove_run_folder,
+    write_private,
+)
+
+FOLDER = "attach"
+_PROCESSES = "processes.json"
+_ANSWER_SECONDS = 60.0
+_PAUSE_SECONDS = 0.002
+_keys = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process said, or why it could not be asked. ``stood``: seconds its main thread was stopped."""
+
+    process: Process
+    values: Mapping[str, Any]
+    stood: float = 0.0
+
+    @property
+    def error(self) -> str | None:
+        return self.values.get("error")
+
+
+class Run:
+    """A run folder through which processes are attached to, and let go of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._own = folder / FOLDER
+        self._interpreters: dict[str, package.Interpreter] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def make(cls) -> Run:
+        """A new run, guarded from here on: it is ended, too, where this process is killed."""
+        run = cls(Path(make_run_folder()))
+        (run.folder / FOLDER).mkdir(mode=0o700)
+        run._start_guard()
+        return run
+
+    def _start_guard(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(sgl_aspects.__file__).parent.parent)}
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "sgl_aspects.attach.guard", str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+
+    # -- attaching ------------------------------------------------------------------------------------------
+
+    def prepare(self, processes: Sequence[Process]) -> None:
+        """Brings along what the processes need, and lets their user into the folder."""
+        for process in processes:
+            executable = package.interpreter_of(process.id)
+            if executable not in self._interpreters:
+                place = self._own / "package" / str(len(self._interpreters))
+                self._interpreters[executable] = package.bring(executable, place)
+        owner = os.stat(f"/proc/{processes[0].id}")
+        if owner.st_uid != os.geteuid():
+            _give(self.folder, owner.st_uid, owner.st_gid)
+
+    def attach(self, process: Process, environment: Mapping[str, str]) -> Answer:
+        """Weaves in one process. Its answer says what was woven, or why nothing was."""
+        self._remember(process)
+        return self._ask(process, "attach", environment)
+
+    def attached(self) -> list[Process]:
+        """The processes that were attached to and are still there."""
+        try:
+            known = json.loads((self._own / _PROCESSES).read_text())
+        except FileNotFoundError:
+            return []
+        found = [read_process(process_id) for process_id, _ in known]
+        return [
+            process for process in found if process is not None and [process.id, process.started] in known
+        ]
+
+    def _remember(self, process: Process) -> None:
+        known = [[one.id, one.started] for one in self.attached()]
+        if [process.id, process.started] not in known:
+            known.append([process.id, process.started])
+            write_private(self._own / _PROCESSES, json.dumps(known).encode())
+
+    # -- detaching ------------------------------------------------------------------------------------------
+
+    def detach(self) -> list[Answer]:
+        """Takes every hook off every process; afterwards the run's collector ends."""
+        self._withdraw()
+        answers = [self._ask(process, "detach", {}) for process in self.attached()]
+        self._end_guard()
+        return answers
+
+    def discard(self) -> None:
+        """Ends a run that no collector has: its folder goes."""
+        self._end_guard()
+        remove_run_folder(str(self.folder))
+
+    def abandon(self) -> None:
+        """For the guard: the command was killed, at any stage."""
+        if not self._own.exists():
+            return
+        self._withdraw()
+        for process in self.attached():
+            self._ask(process, "detach", {})
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        # Whatever the command had started may be writing still; a collector removes the folder itself.
+        while self.folder.exists() and collector_state(self.folder) is None:
+            remove_run_folder(str(self.folder))
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
+
+    def _withdraw(self) -> None:
+        """Requests that nobody has taken are taken back; those that are being worked on are waited for."""
+        for request in self._own.glob("*.request"):
+            request.unlink(missing_ok=True)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        for taken in list(self._own.glob("*.taken")):
+            process = read_process(int(taken.name.split("-")[0]))
+            while process is not None and not taken.with_suffix(".answer").exists():
+                if time.monotonic() > deadline or read_process(process.id) is None:
+                    break
+                time.sleep(0.02)
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.communicate(b"detached")
+            self._guard = None
+
+    # -- one request ----------------------------------------------------------------------------------------
+
+    def _ask(self, process: Process, operation: str, environment: Mapping[str, str]) -> Answer:
+        try:
+            return self._answered(process, operation, environment)
+        except AttachError as error:
+            return Answer(process, {"error": str(error)})
+        except (ProcessLookupError, FileNotFoundError):
+            return Answer(process, {"error": f"process {process.id} has ended"})
+        except PermissionError as error:
+            return Answer(process, {"error": str(explained(process.id, error))})
+
+    def _answered(self, process: Process, operation: str, environment: Mapping[str, str]) -> Answer:
+        interpreter = self._interpreter(process)
+        prepared = dormant.control_of(process)
+        check(process, needs_ptrace=prepared is None and not interpreter.has_remote_exec)
+        key = f"{process.id}-{os.getpid()}-{next(_keys)}"
+        request = {
+            "operation": operation,
+            "version": sgl_aspects.__version__,
+            "package": str(interpreter.folder),
+            "pause": _PAUSE_SECONDS,
+            "environment": {**environment, "SGL_ASPECTS_TRACE_RUN": str(self.folder)},
+        }
+        source = Path(entry.__file__).read_text(encoding="utf-8")
+        start = self._own / f"{key}.py"
+        start.write_text(f"{source}\n\nenter({str(self._own)!r}, {key!r})\n", encoding="utf-8")
+        write_private(self._own / f"{key}.request", json.dumps(request).encode())
+        owner = os.stat(f"/proc/{process.id}")
+        if owner.st_uid != os.geteuid():
+            for file in (start, self._own / f"{key}.request"):
+                os.chown(file, owner.st_uid, owner.st_gid)
+        taken = self._own / f"{key}.taken"
+        if prepared is not None:
+            stood = prepared.run_file(start, taken.exists)
+        else:
+            remote_exec = interpreter.executable if interpreter.has_remote_exec else None
+            stood = injection.run_file(process.id, start, taken.exists, remote_exec=remote_exec)
+        return Answer(process, self._wait_for(process, self._own / f"{key}.answer"), stood)
+
+    def _wait_for(self, process: Process, answer: Path) -> Mapping[str, Any]:
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                values: Mapping[str, Any] = json.loads(answer.read_text())
+                return values
+            if read_process(process.id) is None:
+                raise AttachError(f"process {process.id} ended meanwhile")
+            if time.monotonic() > deadline:
+                raise AttachError(f"process {process.id} has not answered for {_ANSWER_SECONDS:g} s")
+            time.sleep(0.005)
+
+    def _interpreter(self, process: Process) -> package.Interpreter:
+        executable = package.interpreter_of(process.id)
+        if executable not in self._interpreters:
+            # Of a run that another command began: what was brought along then is in the process.
+            self._interpreters[executable] = package.known(executable, self._own / "package")
+        return self._interpreters[executable]
+
+
+def run_of(process_id: int) -> Path | None:
+    """The run through which a process, or another one of its engine, is attached to."""
+    for folder in reversed(runs()):
+        if process_id in {process.id for process in Run(folder).attached()}:
+            return folder
+    return None
+
+
+def _give(folder: Path, user: int, group: int) -> None:
+    for path, _, files in os.walk(folder):
+        for name in [path, *(os.path.join(path, file) for file in files)]:
+            os.chown(name, user, group)

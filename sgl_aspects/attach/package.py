@@ -1,0 +1,111 @@
+"""What is brought along for a process: this package and wrapt, compiled for its interpreter, on a path.
+
+Always a copy: the process may belong to another user, run another Python, and have neither installed. Byte
+code is made here, so that an import there is short. Of wrapt the pure form is enough: no library is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sgl_aspects
+from sgl_aspects.errors import AttachError
+
+_LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "collector", "__pycache__")
+_MODULES = ("sgl_aspects.attach.agent",)
+_TOLD = "interpreter.json"
+_COMPILE_SECONDS = 60
+
+# Compiles, and imports what will be imported there: what does not work is told before anything is touched.
+_PREPARE = """
+import sys, json
+folder, names = sys.argv[1], sys.argv[2:]
+import compileall, py_compile
+mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+compileall.compile_dir(folder, quiet=2, invalidation_mode=mode)
+sys.path.insert(0, folder)
+for name in names:
+    __import__(name)
+print(json.dumps({"version": list(sys.version_info[:3])}))
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """An interpreter, and the folder with what is brought along for its processes."""
+
+    executable: str
+    version: tuple[int, int, int]
+    folder: Path
+
+    @property
+    def has_remote_exec(self) -> bool:
+        return self.version >= (3, 14)
+
+
+def interpreter_of(process_id: int) -> str:
+    """The interpreter of a process, to run another one like it."""
+    return os.readlink(f"/proc/{process_id}/exe").removesuffix(" (deleted)")
+
+
+def bring(executable: str, folder: Path) -> Interpreter:
+    """Copies and compiles what a process of ``executable`` needs into ``folder``, which is made."""
+    folder.mkdir(parents=True)
+    root = Path(sgl_aspects.__file__).parent
+    shutil.copytree(root, folder / "sgl_aspects", ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    for name, source in _others():
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SGL"))
+    }
+    try:
+        done = subprocess.run(
+            [executable, "-I", "-S", "-c", _PREPARE, str(folder), *_MODULES],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+            env=environment,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise AttachError(
+            f"the interpreter {executable} cannot be run to prepare modules for it: {error}"
+        ) from error
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise AttachError(
+            f"what is to be brought along does not work with the interpreter {executable}: {last[0]}; "
+            "Python 3.10 or newer is needed"
+        )
+    (folder / _TOLD).write_text(json.dumps({**json.loads(done.stdout), "executable": executable}))
+    return _read(folder)
+
+
+def known(executable: str, parent: Path) -> Interpreter:
+    """What an earlier command has brought along for ``executable`` into a folder below ``parent``."""
+    for told in sorted(parent.glob("*/" + _TOLD)):
+        found = _read(told.parent)
+        if found.executable == executable:
+            return found
+    raise AttachError(f"{parent} holds nothing for the interpreter {executable}")
+
+
+def _read(folder: Path) -> Interpreter:
+    told = json.loads((folder / _TOLD).read_text())
+    major, minor, patch = told["version"]
+    return Interpreter(told["executable"], (major, minor, patch), folder)
+
+
+def _others() -> Iterator[tuple[str, Path]]:
+    """Packages of others, by the names under which they are wanted: wrapt, and for Python 3.10 tomli."""
+    for wanted, names in (("wrapt", ("wrapt",)), ("tomli", ("tomli", "tomllib"))):
+        specs = [spec for spec in map(importlib.util.find_spec, names) if spec is not None]
+        for spec in specs[:1]:
+            yield wanted, Path((spec.submodule_search_locations or [])[0])

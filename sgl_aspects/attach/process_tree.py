@@ -1,0 +1,146 @@
+"""Which processes belong to an engine, found from any of them; read from ``/proc``, nothing is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_aspects.engines import find_engines
+from sgl_aspects.errors import AttachError
+
+# They run nothing of an engine: multiprocessing's own, torch's compilers, and what belongs to us.
+_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch._inductor.compile_worker",
+    "sgl_aspects.tracing.collector",
+    "sgl_aspects.attach",
+)
+_SPAWNED = ("multiprocessing.spawn", "--multiprocessing-fork")
+_TITLE = 60
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as ``/proc`` shows it. ``started`` tells it from a later one with the same id."""
+
+    id: int
+    parent: int
+    started: int
+    words: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        text = " ".join(self.words) or Path(f"/proc/{self.id}/comm").read_text().strip()
+        return text if len(text) <= _TITLE else text[: _TITLE - 1] + "…"
+
+    @property
+    def is_spawned(self) -> bool:
+        """Whether multiprocessing started it, so that it belongs to its parent."""
+        return any(mark in word for word in self.words for mark in _SPAWNED)
+
+    @property
+    def is_helper(self) -> bool:
+        return any(mark in word for word in self.words for mark in _HELPERS)
+
+    @property
+    def is_python(self) -> bool:
+        """Judged by its executable alone; what is mapped into it is looked at before it is attached to."""
+        try:
+            name = os.path.basename(os.readlink(f"/proc/{self.id}/exe"))
+        except PermissionError:
+            return True  # another user's: to be refused by its own name, not to be passed over
+        except OSError:
+            return False  # a thread of the kernel, or gone
+        return "python" in name
+
+
+def read_process(process_id: int) -> Process | None:
+    """None where there is no such process, or it has ended and nobody has waited for it."""
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+        words = Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may hold anything, parentheses too.
+    fields = status[status.rindex(")") + 2 :].split()
+    if fields[0] in "ZX":
+        return None
+    texts = words.decode("utf-8", "replace").split("\0")
+    return Process(process_id, int(fields[1]), int(fields[19]), tuple(word for word in texts if word))
+
+
+def engine_of(process: Process) -> str | None:
+    """The engine whose package the process's command line names; None where it names none."""
+    for engine, pattern in _patterns().items():
+        if any(pattern.search(word) for word in process.words):
+            return engine
+    return None
+
+
+def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
+    """The processes of the engine that ``process_id`` belongs to, parents first.
+
+    ``is_wanted``: also where nothing says that it is an engine; then it is the process with those that it has
+    started. Raises ``AttachError`` where there is no such process or it is not an engine's.
+    """
+    processes = {process.id: process for process in _all_processes()}
+    asked = processes.get(process_id)
+    if asked is None:
+        raise AttachError(
+            f"there is no process {process_id}; sgl-aspects attach wants the id of a running one"
+        )
+    if not asked.is_python:
+        raise AttachError(
+            f"process {process_id} ({asked.title}) is not Python: its executable is not an interpreter"
+        )
+    root = asked
+    is_engine = engine_of(root) is not None
+    while (parent := processes.get(root.parent)) is not None and parent.is_python and not parent.is_helper:
+        if engine_of(parent) is None and not root.is_spawned:
+            break
+        root = parent
+        is_engine = is_engine or engine_of(root) is not None
+    if not is_engine and not is_wanted:
+        known = ", ".join(sorted(engine.name for engine in find_engines()))
+        raise AttachError(
+            f"process {process_id} ({asked.title}) does not say that it is an engine ({known}): "
+            "name a configuration with --config FILE, or add --force"
+        )
+    return [one for one in _descent(root if is_engine else asked, processes.values()) if _is_of_engine(one)]
+
+
+def _is_of_engine(process: Process) -> bool:
+    return process.is_python and not process.is_helper
+
+
+def _descent(root: Process, processes: Iterable[Process]) -> Iterator[Process]:
+    yield root
+    for process in processes:
+        if process.parent == root.id:
+            yield from _descent(process, processes)
+
+
+def _all_processes() -> Iterator[Process]:
+    for name in sorted((name for name in os.listdir("/proc") if name.isdecimal()), key=int):
+        process = read_process(int(name))
+        if process is not None:
+            yield process
+
+
+def _patterns() -> dict[str, re.Pattern[str]]:
+    """How a command line names each engine: its package, in words such as ``python -m package.server``."""
+    patterns = {}
+    for engine in find_engines():
+        packages = {
+            target.split(":")[0].split(".")[0] for role in engine.roles.values() for target in role.targets
+        }
+        own = [name for name in packages if name.startswith(engine.name) or name == "sgl_aspects"] or [
+            engine.name
+        ]
+        names = "|".join(re.escape(name).replace("_", "[-_]") for name in sorted(own))
+        patterns[engine.name] = re.compile(rf"(?:^|[\s/:])(?:{names})(?:$|[\s.:/])")
+    return patterns

@@ -1,0 +1,164 @@
+"""``sgl-aspects attach PID``: trace an engine that already runs, in all its processes, and let go of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from sgl_aspects import config, env
+from sgl_aspects.attach.dormant import control_of
+from sgl_aspects.attach.operation import Answer, Run
+from sgl_aspects.attach.permissions import check
+from sgl_aspects.attach.process_tree import Process, engine_tree
+from sgl_aspects.cli.run import add_trace_arguments, trace_environment
+from sgl_aspects.errors import AttachError
+from sgl_aspects.tracing.run_folder import CollectorProcess
+from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.summary import TraceSummary
+
+_LEVEL = "3"
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+# Beyond its flush a collector needs this to read the rest and to end.
+_COLLECTOR_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
+_SHOWN = 8
+# Of our environment the process gets what says how to record; where it is exported to is the collector's.
+_RECORDING = re.compile(r"(ASPECTS_TRACE|OTEL_(?!EXPORTER))")
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text}: write a time such as 60s, 5m or 1h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="any process of the engine")
+    add_trace_arguments(parser, _LEVEL)
+    parser.add_argument(
+        "--for", dest="seconds", type=_seconds, metavar="TIME", help="let go after this time: 60s, 5m, 1h"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="also where it does not say that it is an engine"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and touch nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Attaches, waits for the end of the time, Ctrl-C or `sgl-aspects detach`, and detaches."""
+    environment = trace_environment(os.environ, arguments, _LEVEL)
+    if arguments.config:
+        config.read(arguments.config)  # its faults are told here, in one line
+    with env.reading_from(environment):
+        settings = TraceSettings.from_environment()
+    processes = engine_tree(arguments.pid, is_wanted=arguments.force or bool(arguments.config))
+    for process in processes:
+        check(process, needs_ptrace=control_of(process) is None)
+    if arguments.dry_run:
+        for process in processes:
+            way = "through its control block" if control_of(process) else "with ptrace"
+            print(
+                f"process {process.id}  {process.title}: would be attached to {way}, level {settings.level}"
+            )
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return _attach(processes, environment, settings, arguments)
+
+
+def _attach(
+    processes: Sequence[Process],
+    environment: Mapping[str, str],
+    settings: TraceSettings,
+    arguments: argparse.Namespace,
+) -> int:
+    run = Run.make()
+    collector: CollectorProcess | None = None
+    try:
+        told = {name: value for name, value in environment.items() if _RECORDING.match(name)}
+        told["ASPECTS_TRACE_METRICS"] = str(int(bool(settings.metric_exporters)))
+        if arguments.config:
+            told[config.VARIABLE] = str(run.folder / "attach" / "aspects.toml")
+            shutil.copyfile(arguments.config, told[config.VARIABLE])
+        run.prepare(processes)
+        answers = [_shown(run.attach(process, told)) for process in processes]
+        if all(answer.error for answer in answers):
+            raise AttachError(f"nothing is attached to: {answers[0].error}")
+        # After the first ring is there: a run without any has ended for a collector.
+        collector = CollectorProcess(str(run.folder), settings, environment)
+        until = f"for {arguments.seconds:g} s" if arguments.seconds else "until Ctrl-C"
+        print(f"tracing at level {settings.level} {until}; run folder {run.folder}", flush=True)
+        _wait(collector, arguments.seconds)
+    except KeyboardInterrupt:
+        print(flush=True)
+    finally:
+        restored = _detach(run, collector)
+    return _finish(collector, settings) or restored
+
+
+def _wait(collector: CollectorProcess, seconds: float | None) -> None:
+    """Until the time is over, or the run is: its processes have ended, or another command detached them."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while not collector.has_ended and (deadline is None or time.monotonic() < deadline):
+        time.sleep(_LOOK_SECONDS)
+
+
+def _detach(run: Run, collector: CollectorProcess | None) -> int:
+    answers = run.detach()
+    for answer in answers:
+        print(describe_detached(answer), flush=True)
+    if collector is None:
+        run.discard()
+    return int(any(answer.error or answer.values["not_restored"] for answer in answers))
+
+
+def _finish(collector: CollectorProcess | None, settings: TraceSettings) -> int:
+    if collector is None:
+        return 1
+    collector.ask_to_end()
+    report = collector.wait(settings.flush_seconds + _COLLECTOR_SECONDS)
+    collector.abandon()
+    summary = (
+        TraceSummary(problem="the collector has not ended yet")
+        if report is None
+        else TraceSummary.from_json(report)
+    )
+    print(summary)
+    return int(bool(summary.problem))
+
+
+def _shown(answer: Answer) -> Answer:
+    process, values = answer.process, answer.values
+    where = f"process {process.id}  {process.title}"
+    if answer.error:
+        print(f"{where}: NOT attached: {answer.error}", flush=True)
+        return answer
+    longest = max(values["seconds"], values["longest_import_seconds"])
+    print(
+        f"{where}: {len(values['woven'])} functions woven, {values['waiting']} hooks wait for modules; "
+        f"main thread stopped {answer.stood * 1e3:.1f} ms, imports {values['import_seconds'] * 1e3:.0f} ms, "
+        f"longest piece {longest * 1e3:.0f} ms",
+        flush=True,
+    )
+    for title, key in (("not woven", "not_woven"), ("keeps the original", "stale")):
+        lines = values[key]
+        for line in lines[:_SHOWN]:
+            print(f"  {title}: {line}")
+        if len(lines) > _SHOWN:
+            print(f"  {title}: {len(lines) - _SHOWN} more")
+    return answer
+
+
+def describe_detached(answer: Answer) -> str:
+    """One line: what became of the hooks of a process."""
+    where = f"process {answer.process.id}"
+    if answer.error:
+        return f"{where}: NOT detached: {answer.error}"
+    lost = answer.values["not_restored"]
+    text = f"{where}: {answer.values['restored']} originals are back"
+    return text + (f"; not back, because others have patched over them: {', '.join(lost)}" if lost else "")

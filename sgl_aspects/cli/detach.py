@@ -1,0 +1,27 @@
+"""``sgl-aspects detach PID``: let go of an engine that another command has attached to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sgl_aspects.attach.operation import Run, run_of
+from sgl_aspects.cli.attach import describe_detached
+from sgl_aspects.errors import AttachError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="any process of the engine")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Takes every hook off; the collector then sends what it has, and ends."""
+    folder = run_of(arguments.pid)
+    if folder is None:
+        raise AttachError(
+            f"process {arguments.pid} is not attached to; sgl-aspects attach {arguments.pid} does that"
+        )
+    answers = Run(Path(folder)).detach()
+    for answer in answers:
+        print(describe_detached(answer))
+    return int(any(answer.error or answer.values["not_restored"] for answer in answers))

@@ -1,0 +1,226 @@
+"""Any Python program with an ``aspects.toml``: attached to while it runs, and let go of."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.attach.injection import run_file
+from tests.support.attachable import (
+    Program,
+    attaching,
+    command,
+    finish,
+    kill_command,
+    python_of,
+    run_folder,
+    running,
+    span_names,
+    wait_until,
+)
+
+
+def _finish_when_woven(program: Program, process: subprocess.Popen[str], seconds: float = 0.5) -> str:
+    wait_until(lambda: program.states[-1:] == ["woven"])
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    return finish(process)
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_a_program_is_traced_from_outside_and_is_as_before_afterwards(version: str, tmp_path: Path) -> None:
+    interpreter = python_of(version)
+    if interpreter is None:
+        pytest.skip(f"Python {version} is not here")
+    with running(tmp_path, interpreter=interpreter) as program:
+        output = finish(attaching(program, "--for", "1s"))
+        assert "2 functions woven" in output
+        assert "2 originals are back" in output
+        assert "NOT" not in output, output
+        assert program.lives()
+        wait_until(lambda: program.states == ["original", "woven", "original"])
+    assert {"sell", "wrap"} <= {name.split(".")[-1] for name in span_names(tmp_path / "spans.jsonl")}
+
+
+def test_nothing_of_ours_is_left_open_in_the_process(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        own = Path(f"/proc/{program.id}")
+        before = len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
+        for number in range(2):
+            output = finish(attaching(program, "--for", "0.2s", spans=f"spans-{number}.jsonl"))
+            assert "2 originals are back" in output
+            assert (len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))) == before
+            maps = (own / "maps").read_text().splitlines()
+            assert [line for line in maps if "sgl-aspects" in line] == []
+        wait_until(lambda: program.states == ["original", "woven"] * 2 + ["original"])
+
+
+def test_ctrl_c_lets_go(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        output = _finish_when_woven(program, attaching(program))
+        assert "2 originals are back" in output
+        assert "spans recorded" in output
+        wait_until(lambda: program.states[-1] == "original")
+
+
+def test_another_command_detaches(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        process = attaching(program)
+        wait_until(lambda: program.states[-1:] == ["woven"])
+        done = subprocess.run(command("detach", str(program.id)), capture_output=True, text=True, check=True)
+        assert "2 originals are back" in done.stdout
+        assert program.states[-1] == "original"
+        assert "spans recorded" in finish(process)
+
+
+def test_detach_of_what_is_not_attached_to_is_an_error(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        done = subprocess.run(command("detach", str(program.id)), capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "is not attached to" in done.stderr
+
+
+_STAGES: dict[str, Callable[[Program, Path], bool]] = {
+    "the guard has begun": lambda program, run: True,
+    "a process is about to be asked": lambda program, run: any(run.glob("attach/*.py")),
+    "a process works on it": lambda program, run: any(run.glob("attach/*.taken")),
+    "a process is woven": lambda program, run: program.states[-1:] == ["woven"],
+}
+
+
+def test_kill_9_of_the_command_at_any_stage_harms_nobody(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        for has_come in _STAGES.values():
+            process = attaching(program)
+            run = _run_of(process)
+            wait_until(lambda: has_come(program, run))  # noqa: B023
+            kill_command(process)
+            wait_until(lambda: not run.exists())  # noqa: B023  the guard has let go, and nothing is left
+            wait_until(lambda: program.states[-1:] == ["original"])
+            assert program.lives()
+        output = finish(attaching(program, "--for", "0.2s"))
+        assert "2 functions woven" in output
+        assert "2 originals are back" in output
+
+
+def _run_of(process: subprocess.Popen[str]) -> Path:
+    wait_until(lambda: run_folder(process) is not None)
+    run = run_folder(process)
+    assert run is not None
+    return run
+
+
+def test_a_process_lets_go_by_itself_when_nobody_reads_its_records_any_more(tmp_path: Path) -> None:
+    with running(tmp_path, pause=0) as program:
+        process = attaching(program)
+        run = _run_of(process)
+        wait_until((run / "collector.lock").exists)
+        for word in ("sgl_aspects.attach.guard", "sgl_aspects.tracing.collector"):
+            subprocess.run(["pkill", "-9", "-f", f"{word} {run}"], check=True)
+        kill_command(process)
+        wait_until(lambda: program.states[-1:] == ["original"])
+        assert program.lives()
+        shutil.rmtree(run)
+
+
+_WAITING = {
+    "sleep": "import time\nprint('x', flush=True)\nwhile True:\n    time.sleep(1000)",
+    "lock": "import threading\nprint('x', flush=True)\nthreading.Event().wait()",
+    "event loop": "import asyncio\nprint('x', flush=True)\nasyncio.new_event_loop().run_forever()",
+    "input": "import os\nprint('x', flush=True)\nos.read(os.pipe()[0], 1)",
+}
+
+
+@pytest.mark.parametrize("wait", _WAITING)
+def test_a_main_thread_that_runs_no_python_is_reached(wait: str, tmp_path: Path) -> None:
+    with running(tmp_path, source=_WAITING[wait]) as program:
+        _run_marks(program, 2)
+        assert program.lives()
+
+
+def _run_marks(program: Program, count: int) -> None:
+    for number in range(count):
+        mark, file = program.folder / f"mark-{number}", program.folder / f"{number}.py"
+        file.write_text(f"import os; os.close(os.open({str(mark)!r}, os.O_CREAT))")
+        run_file(program.id, file, mark.exists, remote_exec=None)
+
+
+_BUSY = """
+import hashlib, os, threading, sys
+def allocate():
+    while True:
+        [bytes(3000 + size) for size in range(50)]
+threading.Thread(target=allocate, daemon=True).start()
+data, numbers = os.urandom(20000), [float(number) for number in range(2000)]
+right = hashlib.sha256(data).digest(), sum(numbers)
+print("x", flush=True)
+while (hashlib.sha256(data).digest(), sum(numbers)) == right:
+    [bytes(3000 + size * 7) for size in range(200)]
+print("WRONG", flush=True)
+"""
+
+
+def test_a_busy_main_thread_computes_on_with_every_register_as_it_was(tmp_path: Path) -> None:
+    with running(tmp_path, source=_BUSY) as program:
+        _run_marks(program, 40)
+        assert program.lives()
+        assert program.said == ["x"]
+        assert len(list(Path(f"/proc/{program.id}/task").iterdir())) == 2
+
+
+def test_dry_run_touches_nothing(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        output = finish(attaching(program, "--dry-run"))
+        assert re.search(rf"process {program.id} .* would be attached to with ptrace, level 3", output)
+        assert program.states == ["original"]
+
+
+def test_a_prepared_program_is_attached_to_without_ptrace(tmp_path: Path) -> None:
+    prefix = command("run", "--dormant", "--")
+    with running(tmp_path, prefix=prefix) as program:
+        assert "through its control block" in finish(attaching(program, "--dry-run"))
+        assert "main thread stopped 0.0 ms" in finish(attaching(program, "--for", "0.2s"))
+        wait_until(lambda: program.states == ["original", "woven", "original"])
+
+
+def test_a_prepared_program_has_no_hook_no_thread_and_nothing_of_ours_imported(tmp_path: Path) -> None:
+    source = """
+        import sys, threading
+        ours = [name for name in sys.modules if name.startswith(("sgl_aspects.", "wrapt", "opentelemetry"))]
+        print(ours, threading.active_count(), flush=True)
+        threading.Event().wait()
+    """
+    with running(tmp_path, source=source, prefix=command("run", "--dormant", "--")) as program:
+        assert program.said == ["[] 1"]
+
+
+def test_a_hook_of_the_configuration_is_woven_and_taken_back(tmp_path: Path) -> None:
+    (tmp_path / "louder.py").write_text("def louder(result, *args, **kwargs):\n    return result\n")
+    with running(tmp_path) as program:
+        text = '[[hook]]\ntarget = "program:wrap"\nhook = "louder:louder"\ntype = "after"\n'
+        (tmp_path / "aspects.toml").write_text(text)
+        output = finish(attaching(program, "--for", "0.2s"))
+        assert "1 functions woven" in output
+        assert "1 originals are back" in output
+        wait_until(lambda: program.states == ["original", "woven", "original"])
+
+
+def test_what_is_not_there_is_told_and_the_rest_is_traced(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        with (tmp_path / "aspects.toml").open("a") as file:
+            file.write('[[trace]]\ntarget = "program:Shop.buy"\n')
+        output = finish(attaching(program, "--for", "0.2s"))
+        assert "2 functions woven" in output
+        assert "not woven: program:Shop.buy" in output
+
+
+def test_the_interpreter_of_the_test_is_one_that_is_attached_to() -> None:
+    assert python_of(".".join(map(str, sys.version_info[:2]))) is not None

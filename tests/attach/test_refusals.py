@@ -1,0 +1,141 @@
+"""Whom the command never touches, and what it says then."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.attach.permissions import Facts, refusal
+from sgl_aspects.attach.process_tree import engine_of, engine_tree, read_process
+from sgl_aspects.errors import AttachError
+from tests.support.attachable import command, running
+
+_ALLOWED = Facts(
+    process_id=7,
+    user=1000,
+    our_user=1000,
+    has_capability=False,
+    ptrace_scope=0,
+    tracer=0,
+    same_files=True,
+    machine=62,
+    our_machine="x86_64",
+    seccomp=0,
+)
+
+_REFUSED = {
+    "another user": ({"user": 33}, "sudo sgl-aspects attach 7"),
+    "ptrace scope 1": ({"ptrace_scope": 1}, "sudo sysctl kernel.yama.ptrace_scope=0"),
+    "ptrace scope 2": ({"ptrace_scope": 2}, "kernel.yama.ptrace_scope is 2"),
+    "ptrace scope 3": ({"ptrace_scope": 3, "has_capability": True}, "sgl-aspects run --dormant"),
+    "another container": ({"same_files": False}, "docker exec CONTAINER sgl-aspects attach 7"),
+    "a debugger": ({"tracer": 99}, "traced by process 99"),
+    "another architecture": ({"machine": 183}, "x86-64 processes only"),
+    "a machine that is not x86-64": ({"our_machine": "aarch64", "machine": 183}, "sgl-aspects run --dormant"),
+    "32 bits": ({"machine": 3}, "x86-64 processes only"),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_each_refusal_is_one_line_with_the_setting_and_the_command(case: str) -> None:
+    changes, expected = _REFUSED[case]
+    reason = refusal(dataclasses.replace(_ALLOWED, **changes))  # type: ignore[arg-type]
+    assert reason is not None
+    assert expected in reason
+    assert "\n" not in reason
+
+
+def test_the_capability_helps_against_ptrace_scope_1_and_root_against_another_user() -> None:
+    assert refusal(_ALLOWED) is None
+    assert refusal(dataclasses.replace(_ALLOWED, ptrace_scope=1, has_capability=True)) is None
+    assert refusal(dataclasses.replace(_ALLOWED, our_user=0, has_capability=True)) is None
+    assert refusal(dataclasses.replace(_ALLOWED, our_user=0, has_capability=False)) is not None
+
+
+def test_a_prepared_process_needs_no_ptrace() -> None:
+    refused = dataclasses.replace(_ALLOWED, ptrace_scope=3, our_machine="aarch64")
+    assert refusal(refused, needs_ptrace=False) is None
+
+
+def _attach(process_id: int, *words: str) -> str:
+    done = subprocess.run(
+        command("attach", str(process_id), "--dry-run", *words), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+def test_a_process_that_is_not_python() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            assert "is not Python" in _attach(process.pid, "--force")
+        finally:
+            process.kill()
+
+
+def test_a_process_that_is_not_there() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    assert f"there is no process {process.pid}" in _attach(process.pid)
+
+
+def test_a_python_program_that_is_not_an_engine(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        assert "add --force" in _attach(program.id)
+        assert [process.id for process in engine_tree(program.id, is_wanted=True)] == [program.id]
+
+
+_TREE = """
+import multiprocessing, subprocess, sys, time
+def work(): time.sleep(1000)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=work); child.start()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    tool = subprocess.Popen(["sleep", "1000"])
+    print(child.pid, other.pid, tool.pid, flush=True)
+    try: time.sleep(1000)
+    finally: child.kill(), other.kill(), tool.kill()
+"""
+
+
+def test_the_tree_is_found_from_any_process_that_multiprocessing_started(tmp_path: Path) -> None:
+    with running(tmp_path, source=_TREE) as program:
+        child, other, tool = map(int, program.said[0].split())
+        try:
+            from_child = [process.id for process in engine_tree(child, is_wanted=True)]
+            assert child in from_child
+            assert tool not in from_child
+            whole = [process.id for process in engine_tree(program.id, is_wanted=True)]
+            assert set(whole) == {program.id, child, other}  # no resource tracker, and nothing but Python
+            with pytest.raises(AttachError, match="--force"):
+                engine_tree(child)
+        finally:
+            for process_id in (child, other, tool):
+                os.kill(process_id, 9)
+
+
+def test_an_engine_is_known_by_its_command_line() -> None:
+    words = {
+        ("python", "-m", "sglang.launch_server", "--model-path", "x"): "sglang",
+        ("sglang::scheduler_TP0",): "sglang",
+        ("/venv/bin/python", "/venv/bin/sgl-aspects", "serve", "model"): "embedded",
+        ("python", "app.py"): None,
+        ("python", "notsglang.py"): None,
+    }
+    here = read_process(os.getpid())
+    assert here is not None
+    for line, engine in words.items():
+        assert engine_of(dataclasses.replace(here, words=line)) == engine, line
+
+
+def test_this_test_runs_python() -> None:
+    here = read_process(os.getpid())
+    assert here is not None
+    assert here.is_python
+    assert sys.executable
