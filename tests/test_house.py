@@ -20,7 +20,8 @@ PACKAGE = ROOT / "sgl_aspects"
 ALLOWED = {
     "errors": set(),
     "env": {"errors"},
-    "weaving": {"errors", "weaving"},
+    "compat": set(),
+    "weaving": {"errors", "compat", "weaving"},
     "config": {"errors", "env", "weaving"},
     "process_reports": {"errors", "env", "weaving"},
     "plugins": {"errors", "env", "weaving", "config", "process_reports", "engines"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ ArgumentReader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentReader:
-    """Reads ``parameter`` of ``function``; None where a call leaves it out.
+    """Reads ``parameter`` of ``function``: its default, or None, where a call leaves it out.
 
     :raises HookError: ``function`` has no such parameter, or does not say which it has.
     """
@@ -27,31 +26,20 @@ def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentRea
     if parameter not in signature.parameters:
         choices = ", ".join(signature.parameters) or "it has none"
         raise HookError(f"{_name(function)} has no parameter {parameter!r}; choose from: {choices}")
-    if not isinstance(function, types.FunctionType):
+    found = signature.parameters[parameter]
+    if found.kind in (found.VAR_POSITIONAL, found.VAR_KEYWORD):
         return _bound(signature, parameter)
-    # Woven functions hand on required parameters by position and optional ones by keyword, see codegen.py.
-    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+    default = None if found.default is found.empty else found.default
+    positional = [one.name for one in signature.parameters.values() if one.kind in _POSITIONAL]
     if parameter not in positional:
-        return _bound(signature, parameter) if _packs(signature.parameters[parameter]) else _named(parameter)
-    return _at(positional.index(parameter), parameter)
+        return lambda args, kwargs: kwargs.get(parameter, default)
+    position = positional.index(parameter)
+    if found.kind is found.POSITIONAL_ONLY:  # a keyword of this name belongs to **kwargs
+        return lambda args, kwargs: args[position] if position < len(args) else default
+    return lambda args, kwargs: args[position] if position < len(args) else kwargs.get(parameter, default)
 
 
-def _packs(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-
-
-def _at(position: int, parameter: str) -> ArgumentReader:
-    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[position] if position < len(args) else kwargs.get(parameter)
-
-    return read
-
-
-def _named(parameter: str) -> ArgumentReader:
-    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return kwargs.get(parameter)
-
-    return read
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _bound(signature: inspect.Signature, parameter: str) -> ArgumentReader:

@@ -85,7 +85,7 @@ def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
     else:
 
         def proceed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return following(*args, **kwargs)
+            return following(*args, **kwargs) if kwargs else following(*args)
 
     link = NativeLink(types.MethodType(hook, proceed))
     return _awaited(link, hook) if awaits else link
@@ -99,7 +99,7 @@ class NativeLink:
     def __init__(self, run: Hook) -> None:
         self.run = run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
 
 

@@ -82,6 +82,9 @@ class ClassPoint:
     def refresh(self, compiling: Any = None) -> None:
         """Nothing to do: a class has no chain."""
 
+    def release(self) -> None:
+        """Nothing to do."""
+
     def settle(self, compiling: Any = None) -> None:
         """Put the last enabled class in place, or the original back where none is enabled.
 

@@ -159,6 +159,7 @@ class Fabric:
         if point not in self.points:
             return
         del self.points[point]
+        point.release()
         here = self._here[point.place.key]
         here.remove(point)
         if not here:

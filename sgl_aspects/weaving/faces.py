@@ -73,14 +73,10 @@ def native(*targets: str, order: int = 0, required: bool = False) -> Callable[[_
 
 @dataclass
 class _Pair:
-    """An observer made of two functions."""
+    """An observer made of functions; what is None is not called."""
 
-    enter: Callable[..., Any]
-    exit: Callable[..., Any]
-
-
-def _nothing(*_: Any) -> None:
-    return None
+    enter: Callable[..., Any] | None
+    exit: Callable[..., Any] | None
 
 
 def observe(
@@ -92,13 +88,13 @@ def observe(
 ) -> Any:
     """An observer on ``targets``: decorates a class or instance with ``enter`` and ``exit``.
 
-    With ``enter=`` or ``exit=`` given as functions, returns the :class:`Advice` at once, ready to weave.
+    With ``enter=``, ``exit=`` or both given as functions, returns the :class:`Advice`, ready to weave.
     A class is instantiated without arguments when it is decorated.
     """
     options = {"order": order, "required": required}
     if enter is None and exit is None:
         return _decorator(HookType.OBSERVE, targets, options)
-    pair = _Pair(enter or _nothing, exit or _nothing)
+    pair = _Pair(enter, exit)
     return Advice(Target.parse(targets), HookType.OBSERVE, pair, **options)  # type: ignore[arg-type]
 
 

@@ -1,123 +1,223 @@
-"""Woven functions: a generated function that stands for a target, and what steers it.
+"""Woven functions: the Python function that stands in the place of a target, and how its hooks are set.
 
-The function that stands in the engine keeps its identity while hooks come and go: only its ``__code__``
-changes, so every binding to it stays good.
+A woven function is ``def f(*args, **kwargs)`` of the target's kind (plain, coroutine, generator, async
+generator) with the target's signature, name, file and line. It keeps its identity while hooks come and go:
+only its ``__code__`` changes, so every binding to it stays good. A plain function and not a proxy, because
+`torch.compile` traces through a function and silently bypasses a proxy.
+
+The hooks are constants of the code, so one assignment swaps all of them: a call that has begun goes on with
+the hooks it began with, the next one finds the new ones, and no call takes a lock. With the names and free
+variables of the target's own code in it, `inspect.getclosurevars` and debuggers see the target.
 """
 
 from __future__ import annotations
 
-import builtins
+import ast
+import enum
+import functools
 import inspect
+import itertools
 import sys
 import types
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from sgl_aspects.weaving.chain import NativeLink
-from sgl_aspects.weaving.codegen import (
-    CELLS,
-    MAX_FLAT_OBSERVERS,
-    FunctionKind,
-    Shape,
-    Signature,
-    filled,
-    variant,
-)
 
 Observers = tuple[tuple[Any, Any, Any], ...]
-"""(enter, exit, failed) for each observer, outermost first; ``failed(error)`` returns itself."""
+"""(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
+
+``failed(error)`` handles what they raise, and returns itself.
+"""
+
+MAX_FLAT_OBSERVERS = 4
+
+
+class FunctionKind(enum.Enum):
+    """What calling the function gives; the woven function is of the same kind."""
+
+    PLAIN = "plain"
+    COROUTINE = "coroutine"
+    GENERATOR = "generator"
+    ASYNC_GENERATOR = "async generator"
+
+    @classmethod
+    def of(cls, function: Any) -> FunctionKind:
+        """The kind of a function, of a partial or method around one, or of an instance's ``__call__``."""
+        if isinstance(function, (functools.partial, types.MethodType)):
+            return cls.of(function.func if isinstance(function, functools.partial) else function.__func__)
+        if not isinstance(function, types.FunctionType):
+            call = inspect.getattr_static(type(function), "__call__", None)
+            return cls.of(call) if isinstance(call, types.FunctionType) else cls.PLAIN
+        if inspect.iscoroutinefunction(function):
+            return cls.COROUTINE
+        if inspect.isasyncgenfunction(function):
+            return cls.ASYNC_GENERATOR
+        if inspect.isgeneratorfunction(function):
+            return cls.GENERATOR
+        return cls.PLAIN
+
+
+class Shape(NamedTuple):
+    """What distinguishes the templates that woven functions are made of.
+
+    :param observers: for each observer that is flattened into the function: has it enter(), has it exit()?
+    :param guarded: torch.compile may trace this function: count and observe only outside of it.
+    :param packed: the chain takes the pair (args, kwargs), as native hooks do.
+    :param free: how many free variables the target has.
+    :param body: how many lines the target's first statement is below its beginning.
+    """
+
+    kind: FunctionKind
+    observers: tuple[tuple[bool, bool], ...] = ()
+    guarded: bool = False
+    packed: bool = False
+    free: int = 0
+    body: int = 0
 
 
 class WovenFunction:
-    """A generated function and the cells that steer it.
+    """A function that stands for a target, and its hooks.
 
     :param original: the function whose name, documentation and attributes it carries on.
-    :param signature: for a callable that is no function: what the generated one accepts.
+    :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
     """
 
-    def __init__(self, original: Any, signature: Signature | None = None) -> None:
+    def __init__(self, original: Any, *, anonymous: bool = False) -> None:
         self.kind = FunctionKind.of(original)
-        self.signature = signature or Signature.of(original)
-        self.steered = False
-        self._cells = {name: types.CellType() for name in CELLS}
-        self._cells["calls"].cell_contents = 0.0
-        self._flags = _code_flags(original) & inspect.CO_ITERABLE_COROUTINE
-        if signature is None:
-            self._like(original)
-        else:
-            self._make({"__name__": __name__, "__builtins__": builtins}, "call", "call")
+        self.applied = False
+        self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
+        self._original = None if anonymous else original
+        self._signature: Any = None
+        self._compiled: _CompiledChain | None = None
+        code = _call_hooks.__code__ if anonymous else original.__code__
+        self._model = code
+        self._iterable = code.co_flags & inspect.CO_ITERABLE_COROUTINE
+        self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
+        namespace = {"__name__": __name__} if anonymous else original.__globals__
+        closure = () if anonymous else original.__closure__
+        code = self._code(Shape(self.kind), {})
+        self.function = types.FunctionType(code, namespace, code.co_name, None, closure)
+        if not anonymous:
+            self._imitate(original)
 
     @property
     def calls(self) -> int:
-        return int(self._cells["calls"].cell_contents)
+        return int(self._calls[0])
 
     def own_containers(self) -> list[Any]:
         """Everything of ours that holds the original on purpose."""
-        return [self.__dict__, self._cells, self.function.__dict__, *self._cells.values()]
+        return [self.__dict__, self.function.__dict__, vars(_compiled)]
 
-    def steer(
-        self,
-        head: Any,
-        observers: Observers,
-        *,
-        signature: Signature | None = None,
-        compiling: Any = None,
-    ) -> None:
+    def set_hooks(self, head: Any, observers: Observers, compiling: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
 
-        :param observers: (enter, exit, failed) triples, outermost first; ``failed(error)`` returns itself.
-        :param signature: the parameters to accept, where a REPLACE hook changed them.
         :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
         """
         if compiling is not None:
-            self._cells["compiling"].cell_contents = compiling
-        self._cells["head"].cell_contents = head
+            self._compiled = self._compiled or _CompiledChain(self.function.__globals__)
+            self._compiled.set(head, compiling)
         observers = _flattened(observers)
         packed = isinstance(head, NativeLink)
         hooks = {"chain": head.run if packed else head}
         for index, triple in enumerate(observers):
             hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
-        shape = Shape(signature or self.signature, len(observers), compiling is not None, packed)
-        self.function.__code__ = self._code(shape, hooks)
-        self.steered = True
+        parts = tuple((enter is not None, leave is not None) for enter, leave, _ in observers)
+        self.function.__code__ = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
+        self.applied = True
+
+    def release(self, head: Any) -> None:
+        """No hook is left: call ``head`` from wherever the function is still held, and leave nothing else."""
+        self.set_hooks(head, ())
+        if self._compiled is not None:
+            self._compiled.remove()
+            self._compiled = None
 
     def take_attributes(self, original: types.FunctionType) -> None:
         """Carry over what was set on ``original`` up to now."""
         _copy_attributes(original, self.function)
         self.function.__dict__["__wrapped__"] = original
+        if self._signature is not None:
+            self.function.__dict__["__signature__"] = self._signature
 
     def give_attributes(self, original: types.FunctionType) -> None:
         """Hand back what was set on our function while it stood in the place of ``original``."""
+        if self._signature is not None and self.function.__dict__.get("__signature__") is self._signature:
+            del self.function.__dict__["__signature__"]
         _copy_attributes(self.function, original)
 
-    def _like(self, original: types.FunctionType) -> None:
-        code = original.__code__
-        function = self._make(original.__globals__, code.co_name, getattr(code, "co_qualname", ""))
+    def _imitate(self, original: types.FunctionType) -> None:
+        function = self.function
         function.__name__ = original.__name__
         function.__qualname__ = original.__qualname__
         function.__module__ = original.__module__
         function.__doc__ = original.__doc__
+        # Without parameters of their names these fill in nothing; tools and rebinding look at them.
         function.__defaults__ = original.__defaults__
         function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
         function.__annotations__ = original.__annotations__
         if hasattr(original, "__type_params__"):  # Python 3.12
             function.__type_params__ = original.__type_params__  # type: ignore[attr-defined]
+        # What wraps another function, or says its signature itself, is followed by `inspect` as before.
+        if not {"__wrapped__", "__signature__"} & original.__dict__.keys():
+            self._signature = inspect.signature(original)
         self.take_attributes(original)
 
-    def _make(self, namespace: dict[str, Any], name: str, qualname: str) -> types.FunctionType:
-        # Under the target's own name, so that profiles and tracebacks read as before.
-        self._identity: dict[str, Any] = {"co_name": name}
-        if sys.version_info >= (3, 11):
-            self._identity["co_qualname"] = qualname
-        code = self._code(Shape(self.signature), {})
-        # Free variables are our cell names with a prefix, sorted by the compiler.
-        closure = tuple(self._cells[cell.lstrip("_")] for cell in code.co_freevars)
-        self.function = types.FunctionType(code, namespace, name, None, closure)
-        return self.function
-
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
-        code = variant(self.kind, shape)
-        # `await` takes a generator only with the flag that types.coroutine sets.
-        return filled(code, hooks, co_flags=code.co_flags | self._flags, **self._identity)
+        """The code of ``shape`` with these hooks, and otherwise like the model's."""
+        model = self._model
+        shape = shape._replace(free=len(model.co_freevars), body=self._body)
+        code = template(shape)
+        values = {f"<{name}>": hook for name, hook in hooks.items()}
+        values["<calls>"] = self._calls
+        names = code.co_names
+        if shape.guarded and self._compiled is not None:
+            names = tuple(self._compiled.name if name == "_chain" else name for name in names)
+        changes: dict[str, Any] = {
+            "co_name": model.co_name,
+            "co_filename": model.co_filename,
+            "co_firstlineno": model.co_firstlineno,
+            "co_names": (*names, *(name for name in model.co_names if name not in names)),
+            "co_freevars": model.co_freevars,
+            "co_varnames": _apart_from(model.co_freevars, code.co_varnames),
+            "co_consts": _Constants(
+                values.get(const, const) if type(const) is str else const for const in code.co_consts
+            ),
+            # `await` takes a generator only with the flag that types.coroutine sets.
+            "co_flags": code.co_flags | self._iterable,
+        }
+        if sys.version_info >= (3, 11):
+            changes["co_qualname"] = model.co_qualname
+        return code.replace(**changes)
+
+
+class _Constants(tuple[Any, ...]):
+    """The constants of a woven function: they hold hooks, an original on purpose, and may have no hash."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # debuggers hash the code of functions, and so its constants
+
+
+def holds_hooks(holder: Any) -> bool:
+    """Whether ``holder`` is the tuple of constants of a woven function."""
+    return type(holder) is _Constants
+
+
+def _call_hooks(*args: Any, **kwargs: Any) -> Any:
+    """In tracebacks: the function behind a proxy."""
+
+
+def _first_line(code: types.CodeType) -> int:
+    """The line of the first statement."""
+    begin = code.co_firstlineno
+    lines = (line for _, _, line in code.co_lines() if line is not None and line > begin)
+    return next(lines, begin)
+
+
+def _apart_from(taken: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    while not set(names).isdisjoint(taken):
+        names = tuple(f"_{name}" for name in names)
+    return names
 
 
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:
@@ -128,8 +228,41 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
             target.__dict__[name] = value
 
 
-def _code_flags(function: Any) -> int:
-    return function.__code__.co_flags if isinstance(function, types.FunctionType) else 0
+# -- under torch.compile ------------------------------------------------------------------------------------
+
+_compiled = types.ModuleType(f"{__name__}.compiled")
+"""What guarded functions read instead of constants, because torch.compile traces and guards attributes of
+modules. It stands as ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
+
+_NAME = "__sgl_aspects__"
+_marked: dict[int, list[Any]] = {}  # by id: [namespace, how many guarded functions it has]
+_numbers = itertools.count()
+
+
+class _CompiledChain:
+    """The behavioural chain of one function, where torch.compile can trace it."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.name = f"chain_{next(_numbers)}"
+        self._namespace = namespace
+        _marked.setdefault(id(namespace), [namespace, 0])[1] += 1
+        namespace[_NAME] = _compiled
+
+    def set(self, head: Any, compiling: Any) -> None:
+        vars(_compiled)["compiling"] = compiling
+        vars(_compiled)[self.name] = head
+
+    def remove(self) -> None:
+        vars(_compiled).pop(self.name, None)
+        entry = _marked[id(self._namespace)]
+        entry[1] -= 1
+        if not entry[1]:
+            del _marked[id(self._namespace)]
+            if self._namespace.get(_NAME) is _compiled:
+                del self._namespace[_NAME]
+
+
+# -- observers ----------------------------------------------------------------------------------------------
 
 
 class _Merged:
@@ -142,14 +275,14 @@ class _Merged:
         tokens = []
         for enter, _, failed in self.triples:
             try:
-                tokens.append(enter(args, kwargs))
+                tokens.append(None if enter is None else enter(args, kwargs))
             except Exception as error:  # noqa: BLE001  an observer never breaks the call
                 tokens.append(failed(error))
         return tokens
 
     def exit(self, tokens: list[Any], result: Any, error: BaseException | None) -> None:
         for (_, leave, failed), token in reversed(list(zip(self.triples, tokens))):
-            if token is failed:
+            if token is failed or leave is None:
                 continue
             try:
                 leave(token, result, error)
@@ -163,3 +296,183 @@ def _flattened(observers: Observers) -> Observers:
         return observers
     rest = _Merged(observers[MAX_FLAT_OBSERVERS - 1 :])
     return (*observers[: MAX_FLAT_OBSERVERS - 1], (rest.enter, rest.exit, None))  # contains what they raise
+
+
+# -- templates ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def template(shape: Shape) -> types.CodeType:
+    """The code of a woven function, with a text like "<chain>" in the place of each constant.
+
+    Its first statement is on the line of the target's first statement and the rest on the target's first
+    line: a breakpoint on the function stops in the target's body, and a traceback shows its definition.
+    """
+    tree = ast.parse("\n".join(_source(shape)))
+    factory: Any = tree.body[0]
+    woven = factory.body[0]
+    for statement in woven.body:
+        line = 1 + (shape.body if statement in woven.body[:_COUNTING] else 0)
+        for node in ast.walk(statement):
+            _put(node, line)
+    for node in (factory, woven, *ast.walk(factory.args), *ast.walk(woven.args)):
+        _put(node, 1)
+    module = compile(tree, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0)
+    code = _code_named("woven", _code_named("factory", module))
+    return code.replace(
+        co_consts=tuple(
+            _CONSTANTS.get(const, const) if type(const) is str else const for const in code.co_consts
+        )
+    )
+
+
+_COUNTING = 1  # statements that count the call
+
+
+def _put(node: ast.AST, line: int) -> None:
+    """On ``line``, in no column: the target's own text stands there."""
+    if "lineno" in node._attributes:
+        node.lineno = node.end_lineno = line  # type: ignore[attr-defined]
+        node.col_offset = node.end_col_offset = -1 if sys.version_info >= (3, 11) else 0  # type: ignore[attr-defined]
+
+
+def _code_named(name: str, outer: types.CodeType) -> types.CodeType:
+    return next(
+        const for const in outer.co_consts if isinstance(const, types.CodeType) and const.co_name == name
+    )
+
+
+def _source(shape: Shape) -> list[str]:
+    free = "".join(f"free{index:04}, " for index in range(shape.free))
+    definition = "async def" if shape.kind.value.startswith(("coroutine", "async")) else "def"
+    body = ["if 1: calls = '<calls>'; calls[0] += 1.0"]
+    if shape.guarded:
+        body = [
+            f"if {_NAME}.compiling():",
+            *_indent(_hand_on(shape, f"{_NAME}._chain", packed=False)),
+            *body,
+        ]
+    if free:
+        body.append(f"if 0: {free}")  # never runs: it makes the function close over them
+    body.append("chain = '<chain>'")
+    body += _observed(shape) if shape.observers else _hand_on(shape, "chain", packed=shape.packed)
+    return [f"def factory({free}):", f"    {definition} woven(*args, **kwargs):", *_indent(_indent(body))]
+
+
+def _result(shape: Shape, chain: str, packed: bool) -> str:
+    """Call the chain for what it gives; without keywords, because packing none costs as much as some."""
+    wait = {FunctionKind.COROUTINE: "await ", FunctionKind.GENERATOR: "yield from "}.get(shape.kind, "")
+    if packed:
+        return f"{wait}{chain}(args, kwargs)"
+    return f"{wait}({chain}(*args, **kwargs) if kwargs else {chain}(*args))"
+
+
+def _hand_on(shape: Shape, chain: str, *, packed: bool) -> list[str]:
+    """Call the chain and return what it gives, as this kind of function does."""
+    result = _result(shape, chain, packed)
+    if shape.kind is FunctionKind.ASYNC_GENERATOR:
+        return [*_delegate_async(result), "return"]
+    return [f"return ({result})"]
+
+
+def _observed(shape: Shape) -> list[str]:
+    """The chain with its observers: what one of them lacks is not called."""
+    enters = [index for index, (enters, _) in enumerate(shape.observers) if enters]
+    exits = [index for index, (_, leaves) in enumerate(shape.observers) if leaves]
+    names = [f"{part}{i}" for i in enters for part in ("enter", "failed")]
+    names += [f"{part}{i}" for i in exits for part in ("exit", "failed")]
+    lines = [f"{name} = '<{name}>'" for name in dict.fromkeys(names)]
+    if enters:
+        # An observer cannot change the call: it gets a dictionary of its own.
+        lines.append("if kwargs: seen = {**kwargs}")
+        lines.append("else: seen = {}" if shape.packed else "else: seen = kwargs; kwargs = None")
+    for i in enters:
+        lines += [
+            f"try: token{i} = enter{i}(args, seen)",
+            f"except '<Exception>' as error: token{i} = failed{i}(error)",
+        ]
+    if not exits:
+        return lines + _hand_on(shape, "chain", packed=shape.packed)
+    result = _result(shape, "chain", shape.packed)
+    body = [f"result = ({result})"]
+    if shape.kind is FunctionKind.ASYNC_GENERATOR:
+        body = [*_delegate_async(result), "result = None"]
+    lines += ["try:", *_indent(body)]
+    lines += [
+        "except '<BaseException>' as error:",
+        *_indent(_exits(shape, exits, "None", "error")),
+        "    raise",
+    ]
+    lines += _exits(shape, exits, "result", "None")
+    if shape.kind is not FunctionKind.ASYNC_GENERATOR:
+        lines.append("return result")
+    return lines
+
+
+def _exits(shape: Shape, exits: list[int], result: str, error: str) -> list[str]:
+    lines = []
+    for i in reversed(exits):
+        has_token = shape.observers[i][0]
+        leave = [
+            f"try: exit{i}({f'token{i}' if has_token else None}, {result}, {error})",
+            f"except '<Exception>' as broken: failed{i}(broken)",
+        ]
+        # `failed` answers itself as the token of an enter() that raised: its exit() is not called.
+        lines += [f"if token{i} is not failed{i}:", *_indent(leave)] if has_token else leave
+    return lines
+
+
+def _delegate_async(call: str) -> list[str]:
+    """``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
+    return [
+        # In two steps: Python warns of a call of what looks like a text.
+        "begin = '<_begin>'; following = '<_following>'; close = '<_close>'; throw = '<_throw>'",
+        f"inner = begin({call})",
+        "try:",
+        "    item = await following(inner, None)",
+        "    while True:",
+        "        try:",
+        "            sent = yield item",
+        "        except '<GeneratorExit>':",
+        "            await close(inner)",
+        "            raise",
+        "        except '<BaseException>' as thrown:",
+        "            item = await throw(inner, thrown)",
+        "        else:",
+        "            item = await following(inner, sent)",
+        "except '<StopAsyncIteration>':",
+        "    pass",
+    ]
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return ["    " + line for line in lines]
+
+
+def _begin(items: Any) -> Any:
+    return type(items).__aiter__(items)
+
+
+def _following(inner: Any, sent: Any) -> Any:
+    return inner.__anext__() if sent is None else inner.asend(sent)
+
+
+async def _close(inner: Any) -> None:
+    if hasattr(inner, "aclose"):
+        await inner.aclose()
+
+
+def _throw(inner: Any, error: BaseException) -> Any:
+    if hasattr(inner, "athrow"):
+        return inner.athrow(error)
+    raise error
+
+
+# Names in the source would be looked up in the target's module, which may have names like these of its own.
+_CONSTANTS: dict[str, Any] = {
+    f"<{value.__name__}>": value
+    for value in (
+        *(BaseException, Exception, GeneratorExit, StopAsyncIteration),
+        *(_begin, _following, _close, _throw),
+    )
+}

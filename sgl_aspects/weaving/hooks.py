@@ -42,8 +42,10 @@ class Observer(Protocol):
     For coroutines and generators that life ends when they do. An exception in either method is counted
     and logged once; the engine's call goes through all the same.
 
-    An observer may have a method ``bound_to(function) -> Observer``: it is asked for each function that the
-    hook is woven on, and what it returns observes that function. A ``HookError`` says that it cannot.
+    An observer may have only one of the two methods, the other one absent or None: it is not called, and
+    exit() without enter() gets None as its token. An observer may have a method
+    ``bound_to(function) -> Observer``: it is asked for each function that the hook is woven on, and what it
+    returns observes that function. A ``HookError`` says that it cannot.
     """
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
@@ -98,7 +100,6 @@ class Advice:
 
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
     :param required: the process stops, with a message that says why, if the target turns out to be missing.
-    :param as_called: the hook gets the arguments as the caller wrote them, with no default filled in.
     """
 
     target: Target
@@ -107,7 +108,6 @@ class Advice:
     order: int = 0
     source: HookSource | None = None
     required: bool = False
-    as_called: bool = False
     enabled: bool = True
     errors: int = 0
     state: State = State.REMOVED
@@ -154,11 +154,17 @@ def check_hook(hook: object, hook_type: object, target: str) -> None:
         choices = ", ".join(kind.name for kind in HookType)
         raise HookError(f"{target}: {hook_type!r} is no HookType; choose one of {choices}")
     if hook_type is HookType.OBSERVE:
-        missing = [name for name in ("enter", "exit") if not callable(getattr(hook, name, None))]
-        if missing or isinstance(hook, type):
-            fault = "is a class: pass an instance" if not missing else f"has no {' and no '.join(missing)}()"
+        parts = [getattr(hook, name, None) for name in ("enter", "exit", "bound_to")]
+        fault = None
+        if isinstance(hook, type):
+            fault = "is a class: pass an instance"
+        elif not any(map(callable, parts)):
+            fault = "has no enter and no exit()"
+        elif not all(part is None or callable(part) for part in parts):
+            fault = "has an enter or exit that cannot be called"
+        if fault:
             raise HookError(
-                f"{target}: the observer {hook!r} {fault}; it needs enter(args, kwargs) and exit(...)"
+                f"{target}: the observer {hook!r} {fault}; it needs enter(args, kwargs), exit(...) or both"
             )
     elif isinstance(hook, type):
         if hook_type is not HookType.REPLACE:

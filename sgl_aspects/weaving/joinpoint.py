@@ -7,9 +7,9 @@ import logging
 import types
 from typing import Any
 
+from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.chain import build_chain, own_containers
-from sgl_aspects.weaving.codegen import ANYTHING, FunctionKind, Signature
-from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.homes import Home
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
 from sgl_aspects.weaving.kinds import open_attribute
@@ -45,9 +45,22 @@ class JoinPoint:
 
         :raises HookError: the observer cannot do its work on this function.
         """
+        self._check_async(advice)
         if advice.hook_type is HookType.OBSERVE and hasattr(type(advice.hook), "bound_to"):
             self._observers[advice] = advice.hook.bound_to(self.inner)
         self.advices.append(advice)
+
+    def _check_async(self, advice: Advice) -> None:
+        if (
+            advice.hook_type in (HookType.OBSERVE, HookType.REPLACE)
+            or self.woven.kind is FunctionKind.COROUTINE
+        ):
+            return
+        if FunctionKind.of(advice.hook) is FunctionKind.COROUTINE:
+            raise HookError(
+                f"{advice}: the hook is async, and {self.place} is not: its callers would get a coroutine. "
+                "Write it as a plain def, or hook the async def that awaits this function"
+            )
 
     def dismiss(self, advice: Advice) -> None:
         """Take a hook away."""
@@ -100,37 +113,19 @@ class JoinPoint:
         behavioural = replaces[-1:] + behavioural
         observers = [advice for advice in reversed(active) if advice.hook_type is HookType.OBSERVE]
         self._head = build_chain(self._called, behavioural, awaits=self.woven.kind is FunctionKind.COROUTINE)
-        self.woven.steer(
-            self._head,
-            tuple(self._observing(advice) for advice in observers),
-            signature=self._accepted(active, replaces),
-            compiling=compiling,
-        )
+        self.woven.set_hooks(self._head, tuple(map(self._observing, observers)), compiling)
 
     def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
         observer = self._observers.get(advice, advice.hook)
-        return observer.enter, observer.exit, _Failed(advice)
+        return getattr(observer, "enter", None), getattr(observer, "exit", None), _Failed(advice)
 
     @property
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
-    def _accepted(self, active: list[Advice], replaces: list[Advice]) -> Signature | None:
-        """The parameters to accept: the target's, or anything for a hook that needs it."""
-        if not isinstance(self.woven, WovenFunction):
-            return None
-        if any(advice.as_called for advice in active):
-            return ANYTHING
-        if not replaces:
-            return None
-        replacement = replaces[-1].hook
-        same = (
-            type(replacement) is types.FunctionType
-            and Signature.of(replacement) == self.woven.signature
-            and FunctionKind.of(replacement) is self.woven.kind
-            and _has_same_defaults(replacement, self.woven.function)
-        )
-        return self.woven.signature if same else ANYTHING
+    def release(self) -> None:
+        """No hook will come here any more."""
+        self.woven.release(self._called)
 
     def settle(self, compiling: Any = None) -> None:
         """Put ours in place while a hook is active, the identical original while none is.
@@ -171,14 +166,6 @@ def _once(advices: list[Advice]) -> list[Advice]:
         for advice in advices
         if (one := first[id(advice.hook), advice.hook_type]) is advice or one.target == advice.target
     ]
-
-
-def _has_same_defaults(one: types.FunctionType, other: types.FunctionType) -> bool:
-    """Whether ours may fill in the defaults for a replacement (identical: equality may be costly, or odd)."""
-    names = (one.__kwdefaults__ or {}).keys() | (other.__kwdefaults__ or {}).keys()
-    defaults = [*zip(one.__defaults__ or (), other.__defaults__ or ())]
-    defaults += [((one.__kwdefaults__ or {}).get(n), (other.__kwdefaults__ or {}).get(n)) for n in names]
-    return all(mine is theirs for mine, theirs in defaults)
 
 
 class _Failed:

@@ -41,7 +41,7 @@ class Opened:
 
     def weave(self, place: str) -> Woven:
         """A stand-in for ``content`` that can be steered."""
-        if type(self.content) is types.FunctionType and not _has_hidden_parameters(self.content):
+        if type(self.content) is types.FunctionType:
             return WovenFunction(self.content)
         return WovenProxy(self.content, self.called, place)
 
@@ -177,9 +177,3 @@ def _rebuilt_cached_property(
     rebuilt = copy.copy(raw)
     rebuilt.func = woven
     return rebuilt
-
-
-def _has_hidden_parameters(function: types.FunctionType) -> bool:
-    """Comprehension-like code has parameters that no source text can name."""
-    code = function.__code__
-    return not all(name.isidentifier() for name in code.co_varnames[: code.co_argcount])

@@ -17,8 +17,7 @@ from typing import Any
 
 import wrapt
 
-from sgl_aspects.weaving.codegen import ANYTHING, FunctionKind
-from sgl_aspects.weaving.functions import Observers, WovenFunction
+from sgl_aspects.weaving.functions import FunctionKind, Observers, WovenFunction
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
@@ -171,8 +170,8 @@ class WovenProxy:
     """
 
     def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
-        self._run = WovenFunction(original, ANYTHING)
-        self._run.steer(called, ())
+        self._run = WovenFunction(original, anonymous=True)
+        self._run.set_hooks(called, ())
         self.function = CallableProxy(original, self._run.function, place)
 
     @property
@@ -180,8 +179,8 @@ class WovenProxy:
         return self._run.kind
 
     @property
-    def steered(self) -> bool:
-        return self._run.steered
+    def applied(self) -> bool:
+        return self._run.applied
 
     @property
     def calls(self) -> int:
@@ -190,7 +189,10 @@ class WovenProxy:
     def own_containers(self) -> list[Any]:
         return [self.__dict__, *self._run.own_containers()]
 
-    def steer(self, head: Any, observers: Observers, *, signature: Any = None, compiling: Any = None) -> None:
-        """Swap the hooks; the signature is for generated functions: a proxy accepts anything."""
-        del signature
-        self._run.steer(head, observers, compiling=compiling)
+    def set_hooks(self, head: Any, observers: Observers, compiling: Any = None) -> None:
+        """Swap the hooks."""
+        self._run.set_hooks(head, observers, compiling)
+
+    def release(self, head: Any) -> None:
+        """No hook is left."""
+        self._run.release(head)

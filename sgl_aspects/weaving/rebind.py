@@ -22,8 +22,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_aspects import compat
 from sgl_aspects.weaving import holders
-from sgl_aspects.weaving.codegen import is_ours
+from sgl_aspects.weaving.functions import holds_hooks
 from sgl_aspects.weaving.places import is_a, is_class, namespace
 
 
@@ -66,7 +67,7 @@ def rebind(pairs: Iterable[Pair], ours: frozenset[int]) -> list[Stale]:
     found = _rebind_modules(wanted) if wanted else {}
     left = [pair for key, pair in wanted.items() if not 0 <= pair.extra <= found.get(key, 0)]
     stale = _Collected(left, ours).rebind() if left else []
-    return [*stale, *(_weak(pair) for pair in every if _is_weakly_held(pair))]
+    return [*stale, *(_weak(pair) for pair in every if _stays_weakly_held(pair))]
 
 
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
@@ -88,14 +89,18 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
     return found
 
 
-def _is_weakly_held(pair: Pair) -> bool:
+def _stays_weakly_held(pair: Pair) -> bool:
+    """Rebind the weak references to methods; True where there are others, which cannot be changed."""
     if pair.only_bound_to is not None or not is_a(pair.old, types.FunctionType):
         return False
+    if weakref.getweakrefcount(pair.old) and is_a(pair.new, types.FunctionType):
+        for weak_method in compat.weak_methods(pair.old):
+            compat.retarget_weak_method(weak_method, pair.new)
     return weakref.getweakrefcount(pair.old) > 0
 
 
 def _weak(pair: Pair) -> Stale:
-    return Stale(describe(pair.old), "a weak reference, as in a WeakSet or a WeakMethod")
+    return Stale(describe(pair.old), "a weak reference, as in a WeakSet")
 
 
 class _Collected:
@@ -223,7 +228,7 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 def _is_of_weaver(holder: Any) -> bool:
     if is_a(holder, tuple):
-        return is_ours(holder)
+        return holds_hooks(holder)
     return str(type(holder).__module__).startswith("sgl_aspects.weaving")
 
 

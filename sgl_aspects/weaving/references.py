@@ -32,18 +32,18 @@ def _count(point: JoinPoint) -> int:
 
 
 def _baseline(point: JoinPoint) -> int:
-    steered = point.woven.steered
-    key = (point.installed, steered)
+    applied = point.woven.applied
+    key = (point.installed, applied)
     if key not in _baselines:
         _baselines[key] = _measure(*key)
     return _baselines[key]
 
 
-def _measure(installed: bool, steered: bool) -> int:
+def _measure(installed: bool, applied: bool) -> int:
     home = types.ModuleType("stand_in")
     exec("def f(): pass", home.__dict__)
     point = JoinPoint(Place(home, "f", home.__dict__["f"]))
-    if steered:
+    if applied:
         point.refresh()
     if installed:
         point.home.move_in("", point.woven.function)

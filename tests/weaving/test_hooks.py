@@ -169,20 +169,6 @@ def test_a_replace_has_its_own_defaults(engine: Any) -> None:
         engine.f(1)
 
 
-def test_a_hook_may_ask_for_the_arguments_as_they_were_written(engine: Any) -> None:
-    seen: list[Any] = []
-    written = aspects.Advice(
-        aspects.Target.parse("engine:f"),
-        HookType.BEFORE,
-        lambda *args, **kwargs: seen.append((args, kwargs)),
-        as_called=True,
-    )
-    with aspects.woven(written):
-        assert (engine.f(1), engine.f(1, 3), engine.f(b=4, a=1)) == (3, 4, 5)
-        assert str(inspect.signature(engine.f)) == "(a, b=2)"
-    assert seen == [((1,), {}), ((1, 3), {}), ((), {"b": 4, "a": 1})]
-
-
 def test_a_replace_may_be_any_callable(engine: Any) -> None:
     for replacement, result in ((max, 5), (C_ADD(3).__call__, 9), (C_ADD(4), 10)):
         with aspects.woven(advice("engine:f", HookType.REPLACE, replacement)):
@@ -221,7 +207,7 @@ def test_an_around_hook_may_call_the_original_that_it_kept(engine: Any) -> None:
 
 
 def test_before_changes_arguments(engine: Any) -> None:
-    with aspects.woven(advice("engine:f", HookType.BEFORE, lambda a, b: ((a * 10,), {"b": b * 10}))):
+    with aspects.woven(advice("engine:f", HookType.BEFORE, lambda a, b=2: ((a * 10,), {"b": b * 10}))):
         assert engine.f(1) == 30
     with aspects.woven(advice("engine:f", HookType.BEFORE, lambda *a, **k: ([7], {}))):
         assert engine.f(1) == 9
@@ -250,21 +236,23 @@ def test_after_changes_the_result_and_can_make_it_none(engine: Any) -> None:
     answers: list[Any] = [None, 0, Result(None), Result(Result(1))]
     with aspects.woven(advice("engine:f", HookType.AFTER, after)):
         assert [engine.f(1) for _ in range(4)] == [3, 0, None, Result(1)]
-    assert calls == [(3, (1,), {"b": 2})] * 4
+    assert calls == [(3, (1,), {})] * 4
 
 
 def test_around_decides_how_often_the_original_runs(engine: Any) -> None:
     with aspects.woven(around("engine:f", lambda o, *a, **k: "skipped")):
         assert engine.f(1) == "skipped"
-    with aspects.woven(around("engine:f", lambda o, a, b: o(a) + o(a, b * 10))):
+    with aspects.woven(around("engine:f", lambda o, a, b=2: o(a) + o(a, b * 10))):
         assert engine.f(1) == 24
     assert engine.log == [("f", 1, 2), ("f", 1, 20)]
 
 
 def test_native_hooks_get_and_give_the_packed_pair(engine: Any) -> None:
+    seen: list[Any] = []
+
     def native(proceed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert (args, kwargs) == ((1,), {"b": 2})
-        return ["native", proceed((args[0] + 1,), {"b": 3})]
+        seen.append((args, kwargs))
+        return ["native", proceed((2,), {"b": 3})]
 
     def outer(proceed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return ["outer", proceed(args, kwargs)]
@@ -276,6 +264,7 @@ def test_native_hooks_get_and_give_the_packed_pair(engine: Any) -> None:
     ):
         assert engine.f(1) == ["around", ["outer", ["native", 5]]]
         assert engine.f(a=1) == ["around", ["outer", ["native", 5]]]
+    assert seen == [((1,), {}), ((), {"a": 1})]
 
 
 @pytest.mark.parametrize("kind", [HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.NATIVE])
@@ -584,11 +573,11 @@ def test_after_gets_the_awaited_result(engine: Any, asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_before_changes_arguments_of_async_targets(engine: Any, asynchronous: bool) -> None:
-    async def later(a: int, b: int) -> Any:
+    async def later(a: int, b: int = 2) -> Any:
         await asyncio.sleep(0)
         return (a * 10,), {"b": b}
 
-    hook = later if asynchronous else (lambda a, b: ((a * 10,), {"b": b}))
+    hook = later if asynchronous else (lambda a, b=2: ((a * 10,), {"b": b}))
     with aspects.woven(advice("engine:co", HookType.BEFORE, hook)):
         assert asyncio.run(engine.co(1)) == 12
 

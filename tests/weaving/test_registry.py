@@ -458,7 +458,7 @@ def test_observers_in_every_form(module: Any) -> None:
     module.f(2)
     module.g()
     assert events == [
-        ("enter", (), {"value": 2}),
+        ("enter", (2,), {}),
         ("exit", "token", ["f", 2], None),
         (None, ["g"]),
     ]

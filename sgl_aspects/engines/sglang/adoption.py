@@ -115,7 +115,7 @@ def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice:
     except (AttributeError, ValueError):
         raise HookError(f"{target}: {hook_type!r} is no HookType") from None
     origin = HookSource(*source) if source else None
-    return Advice(Target.parse(target), ours, hook, source=origin, as_called=True)
+    return Advice(Target.parse(target), ours, hook, source=origin)
 
 
 def _fault(advice: Advice) -> HookError | None:

@@ -1,0 +1,226 @@
+"""What debuggers, tracebacks, coverage and `inspect` see of a hooked function: the user's own code."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import linecache
+import subprocess
+import sys
+import textwrap
+import traceback
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from tests.support.woven_modules import Watch, around, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = '''
+import math
+
+scale = 3
+
+
+def helper(x):
+    return x * scale
+
+
+def f(a, b=2):
+    """Documented."""
+    total = helper(a) + b
+    return math.floor(total)
+
+
+def outer(value, args=1):
+    def inner(x):
+        return x + value + args + unknown(x)
+    return inner
+
+
+inner = outer(5)
+
+
+def fail(a):
+    raise ValueError(a)
+
+
+async def fail_later(a):
+    raise ValueError(a)
+
+
+def fail_item(a):
+    yield a
+    raise ValueError(a)
+
+
+class Base:
+    def m(self):
+        return "base"
+
+
+class C(Base):
+    def m(self, x=1):
+        return super().m(), helper(x)
+'''
+
+
+@pytest.fixture
+def mod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "debugged.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield importlib.import_module("debugged")
+    sys.modules.pop("debugged")
+    linecache.clearcache()
+
+
+@pytest.mark.parametrize("path", ["f", "inner", "fail", "fail_later", "fail_item", "C.m"])
+def test_inspect_gives_the_users_code(mod: Any, path: str) -> None:
+    def found() -> Any:
+        return eval(path, vars(mod))
+
+    def facts() -> list[Any]:
+        function = found()
+        code = function.__code__
+        return [
+            inspect.getfile(function),
+            inspect.getsourcefile(function),
+            inspect.getsourcelines(function),
+            inspect.getclosurevars(function),
+            inspect.getdoc(function),
+            code.co_filename,
+            code.co_firstlineno,
+            code.co_name,
+        ]
+
+    original = found()
+    bare = facts()
+    assert bare[0].endswith("debugged.py")
+    for hooks in ([around(f"debugged:{path}")], [Watch().on(f"debugged:{path}") for _ in range(6)]):
+        with aspects.woven(*hooks):
+            assert found() is not original
+            assert facts() == bare
+
+
+def test_a_closure_whose_variables_are_called_as_ours(mod: Any) -> None:
+    mod.unknown = lambda x: 0
+    with aspects.woven(around("debugged:inner"), Watch().on("debugged:inner")):
+        assert mod.inner(1) == 7
+        assert "args" in inspect.getclosurevars(mod.inner).nonlocals
+
+
+def finish(function: Any, *args: Any) -> Any:
+    value = function(*args)
+    return asyncio.run(value) if inspect.iscoroutine(value) else list(value)
+
+
+@pytest.mark.parametrize("path", ["fail", "fail_later", "fail_item"])
+def test_each_line_of_a_traceback_has_its_source(mod: Any, path: str) -> None:
+    def hook(original_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return original_fn(*args, **kwargs)
+
+    with aspects.woven(around(f"debugged:{path}", hook), Watch().on(f"debugged:{path}")):
+        with pytest.raises(ValueError, match="5") as caught:
+            finish(getattr(mod, path), 5)
+        frames = traceback.extract_tb(caught.value.__traceback__)
+    assert all(frame.line for frame in frames)
+    mine = [frame.line for frame in frames if frame.filename == mod.__file__]
+    definition = inspect.getsourcelines(getattr(mod, path))[0][0].strip()
+    assert mine == [definition, "raise ValueError(a)"]
+    assert all(Path(frame.filename).exists() for frame in frames)
+
+
+PDB = """
+import sys
+sys.path.insert(0, {folder!r})
+import debugged, sgl_aspects as aspects
+
+@aspects.around("debugged:f")
+def hook(original_fn, *args, **kwargs):
+    return original_fn(*args, **kwargs)
+
+aspects.weave(hook)
+{before}
+print("result", debugged.f(1))
+"""
+
+
+def test_a_breakpoint_by_name_stops_in_the_users_body(tmp_path: Path) -> None:
+    (tmp_path / "debugged.py").write_text(SOURCE)
+    program = tmp_path / "program.py"
+    program.write_text(PDB.format(folder=str(tmp_path), before="print('ready')"))
+    last = len(program.read_text().splitlines())
+    commands = f"b {last}\nc\nb debugged.f\nc\nc\np 'seen', a, b\nw\nc\nq\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "pdb", str(program)],
+        input=commands,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "-> total = helper(a) + b" in done.stdout
+    assert "('seen', 1, 2)" in done.stdout
+    assert "result 5" in done.stdout
+
+
+def test_coverage_sees_the_users_lines(tmp_path: Path) -> None:
+    coverage = pytest.importorskip("coverage")
+    (tmp_path / "debugged.py").write_text(SOURCE)
+    program = tmp_path / "program.py"
+    program.write_text(PDB.format(folder=str(tmp_path), before=""))
+    command = [sys.executable, "-W", "error", "-m", "coverage", "run", "--branch", "--include=*/debugged.py"]
+    done = subprocess.run([*command, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "result 5\n", done.stderr
+    assert done.stderr == ""
+    data = coverage.CoverageData(str(tmp_path / ".coverage"))
+    data.read()
+    (measured,) = data.measured_files()
+    lines = set(data.lines(measured) or ())
+    first = SOURCE.splitlines().index("def f(a, b=2):") + 1
+    assert {first, first + 2, first + 3} <= lines
+    assert SOURCE.splitlines().index("    raise ValueError(a)") + 1 not in lines
+
+
+def test_a_weak_method_made_while_hooked_survives_the_removal(mod: Any) -> None:
+    made = mod.C()
+    before = weakref.WeakMethod(made.m)
+    died: list[Any] = []
+    with aspects.woven(around("debugged:C.m", lambda original, *args: ["hooked", *original(*args)])):
+        within = weakref.WeakMethod(made.m, died.append)
+        assert aspects.report().stale == ()
+        for weak in (before, within):
+            method = weak()
+            assert method is not None
+            assert method() == ["hooked", "base", 3]
+    for weak in (before, within):
+        method = weak()
+        assert method is not None
+        assert method() == ("base", 3)
+    assert died == []
+    del made, method
+    assert (before(), within()) == (None, None)
+    assert died == [within]
+
+
+def test_a_warning_names_the_callers_file(mod: Any) -> None:
+    exec(
+        compile(
+            textwrap.dedent("""
+            import warnings
+            def warn(): warnings.warn("old", DeprecationWarning, stacklevel=2)
+            """),
+            "somewhere.py",
+            "exec",
+        ),
+        vars(mod),
+    )
+    with aspects.woven(Watch().on("debugged:warn")), pytest.warns(DeprecationWarning, match="old") as caught:
+        mod.warn()
+    assert isinstance(caught[0].lineno, int)
