@@ -51,7 +51,7 @@ class Engine:
             raise ConfigError("give Engine a ServerArgs or its fields, not both")
         _refuse_second_import()
         args = server_args or ServerArgs(**fields)
-        load_plugins()
+        load_plugins(compatible=True)
         self.server_args = args = with_platform_defaults(args)
         checkpoint = open_checkpoint(str(args.model_path))
         config = checkpoint.config

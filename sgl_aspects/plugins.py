@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from sgl_aspects import env
-from sgl_aspects.engines.sglang import adoption
 from sgl_aspects.errors import AspectsError, ConfigError, MissingTargetError, Stop
 from sgl_aspects.weaving import HookRegistry, HookSource, current_source
 
@@ -19,17 +21,25 @@ logger = logging.getLogger("sgl_aspects")
 
 PLUGINS_GROUP = "sgl_aspects.plugins"
 PLATFORMS_GROUP = "sgl_aspects.platforms"
+#: SGLang's names for the same: plugins and platforms that were written for it.
+SGLANG_PLUGINS_GROUP = "sglang.srt.plugins"
+SGLANG_PLATFORMS_GROUP = "sglang.srt.platforms"
+
 TRACING = EntryPoint("tracing", "sgl_aspects.tracing.plugin:activate", PLUGINS_GROUP)
 """Our own plugin: it asks its own variables whether it is wanted, and needs no installed metadata."""
 
-ATTACHING = EntryPoint("attach", "sgl_aspects.engines.sglang.attachments:activate", PLUGINS_GROUP)
-"""Likewise, for operators and communication."""
+Installed: TypeAlias = Callable[[str], Iterable[EntryPoint]]
+
+_ENGINES = Path(__file__).parent / "engines"
+_DISTRIBUTION = "sgl-aspects"
 
 _lock = threading.RLock()
-_loaded = False
+_loaded: set[str] = set()
+# What the rooms of engines do once all hooks are in place.
+_afterwards: list[Callable[[], None]] = []
 
 
-def load_plugins() -> None:
+def load_plugins(*, compatible: bool = False) -> None:
     """Run every allowed plugin once in this process, then apply the hooks that they registered.
 
     Other threads wait until that is done; a plugin that calls this again goes on at once.
@@ -37,25 +47,45 @@ def load_plugins() -> None:
     Environment: ``SGLANG_PLUGINS`` (comma-separated names) allows only these, checked before a plugin's
     module is imported; with ``SGLANG_PLATFORM`` set, plugins of distributions that provide another
     platform are skipped unimported. A plugin that fails is logged with its name and distribution, and
-    the rest go on. With SGLang its registry's hooks are adopted (see engines/sglang/adoption.py).
+    the rest go on.
 
+    :param compatible: plugins of SGLang's group run, too. Not for SGLang's processes: it runs them itself.
     :raises Stop: a hook that is marked as required cannot be woven, or a setting is wrong.
     """
-    global _loaded
     with _lock:
-        if _loaded:
+        groups = {PLUGINS_GROUP, *([SGLANG_PLUGINS_GROUP] if compatible else [])} - _loaded
+        if not groups:
             return
-        _loaded = True
+        is_first = not _loaded
+        _loaded.update(groups)
         try:
-            adoption.adopt()
-            for plugin in _selected():
-                _run(plugin)
-            _register_declared_hooks()
+            for plugin, distribution in _selected(groups):
+                _run(plugin, distribution)
+            if is_first:
+                _register_declared_hooks()
             HookRegistry.apply_hooks()
         except AspectsError as error:
             raise Stop(error) from error
-        adoption.reach_children()
-        _write_report()
+        for finish in _afterwards:
+            finish()
+        if is_first:
+            _write_report()
+
+
+def load_plugins_by_group(
+    group: str, excluded_dists: Iterable[str] = ()
+) -> dict[str, tuple[Callable[[], Any], str | None]]:
+    """The plugins of a group that ``SGLANG_PLUGINS`` allows: ``{name: (callable, distribution)}``.
+
+    Those of ``excluded_dists`` are not imported; one that cannot be imported is logged and left out.
+    """
+    excluded, found = set(excluded_dists), {}
+    for plugin, distribution in _allowed(entry_points(group=group), excluded):
+        try:
+            found[plugin.name] = (plugin.load(), distribution)
+        except (Exception, SystemExit):
+            logger.exception("plugin %s failed; the others go on", HookSource(plugin.name, distribution))
+    return found
 
 
 def _register_declared_hooks() -> None:
@@ -92,39 +122,93 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _selected() -> list[EntryPoint]:
+def _selected(groups: set[str]) -> Iterator[tuple[EntryPoint, str | None]]:
+    """The plugins to run, with their distributions: ours first, and none twice."""
+    installed = _installed()
+    seen = set()
+    if PLUGINS_GROUP in groups:
+        _warn_of_unknown_names(installed)
+        for plugin in (TRACING, *_plugins_of_engines()):
+            seen.add((plugin.name, plugin.value))
+            yield plugin, _DISTRIBUTION
+    excluded = _excluded_distributions(installed)
+    for group in sorted(groups):
+        for plugin, distribution in _allowed(installed(group), excluded):
+            # Ours in SGLang's group is this function.
+            if (plugin.name, plugin.value) not in seen and distribution != _DISTRIBUTION:
+                seen.add((plugin.name, plugin.value))
+                yield plugin, distribution
+
+
+def _installed() -> Installed:
+    """Entry points by group; all installed distributions are searched now, and only once."""
+    found = entry_points()
+    return lambda group: found.select(group=group)
+
+
+def _plugins_of_engines() -> Iterator[EntryPoint]:
+    """What each engine's room does in that engine's processes: its module ``plugin``, where it has one."""
+    for room in sorted(path.parent.name for path in _ENGINES.glob("*/plugin.py")):
+        yield EntryPoint(room, f"sgl_aspects.engines.{room}.plugin:activate", PLUGINS_GROUP)
+
+
+def _allowed(plugins: Iterable[EntryPoint], excluded: set[str]) -> Iterator[tuple[EntryPoint, str | None]]:
     allowed = env.names("SGLANG_PLUGINS")
-    excluded = _distributions_of_other_platforms()
-    selected: list[EntryPoint] = [TRACING, ATTACHING]
-    for plugin in entry_points(group=PLUGINS_GROUP):
+    for plugin in plugins:
         distribution = plugin.dist.name if plugin.dist else None
         if allowed and plugin.name not in allowed:
             logger.info("plugin %s is not in SGLANG_PLUGINS: skipped", plugin.name)
         elif distribution in excluded:
             logger.info("plugin %s belongs to another platform than SGLANG_PLATFORM: skipped", plugin.name)
-        elif not any(plugin.name == other.name and plugin.value == other.value for other in selected):
-            selected.append(plugin)
-    return selected
+        else:
+            yield plugin, distribution
 
 
-def _distributions_of_other_platforms() -> set[str]:
+def _warn_of_unknown_names(installed: Installed) -> None:
+    allowed = env.names("SGLANG_PLUGINS") or ()
+    groups = (PLUGINS_GROUP, SGLANG_PLUGINS_GROUP, PLATFORMS_GROUP, SGLANG_PLATFORMS_GROUP)
+    known = {plugin.name for group in groups for plugin in installed(group)}
+    unknown = [name for name in allowed if name not in known]
+    if unknown:
+        logger.warning(
+            "SGLANG_PLUGINS names %s, and no installed plugin has that name; there is: %s",
+            ", ".join(map(repr, unknown)),
+            ", ".join(sorted(known)) or "none",
+        )
+
+
+def excluded_distributions() -> set[str]:
+    """Whose plugins are skipped: those that provide a platform, but not the one ``SGLANG_PLATFORM`` names.
+
+    ``name=pkg.mod:Cls`` names a class that has no entry point: its package's distribution is kept as well.
+    """
+    return _excluded_distributions(_installed())
+
+
+def _excluded_distributions(installed: Installed) -> set[str]:
     platform = env.text("SGLANG_PLATFORM")
     if platform is None:
         return set()
-    name = platform.partition("=")[0]
-    providers = entry_points(group=PLATFORMS_GROUP)
-    chosen = {plugin.dist.name for plugin in providers if plugin.dist and plugin.name == name}
-    return {plugin.dist.name for plugin in providers if plugin.dist and plugin.name != name} - chosen
+    name, _, class_name = (part.strip() for part in platform.partition("="))
+    groups = (PLATFORMS_GROUP, SGLANG_PLATFORMS_GROUP)
+    providers = [plugin for group in groups for plugin in installed(group)]
+    chosen = {
+        plugin.dist.name
+        for plugin in providers
+        if plugin.dist and (plugin.name == name or _package(plugin.value) == _package(class_name))
+    }
+    return {plugin.dist.name for plugin in providers if plugin.dist} - chosen
 
 
-def _run(plugin: EntryPoint) -> None:
-    distribution = (
-        "sgl-aspects" if plugin in (TRACING, ATTACHING) else plugin.dist.name if plugin.dist else None
-    )
+def _package(qualified_name: str) -> str:
+    return qualified_name.partition(":")[0].partition(".")[0]
+
+
+def _run(plugin: EntryPoint, distribution: str | None) -> None:
     source = HookSource(plugin.name, distribution)
     token = current_source.set(source)
     try:
-        plugin.load()()
+        finish = plugin.load()()
     except (MissingTargetError, Stop):
         raise  # a hook that it marked as required has no target
     except ConfigError as error:
@@ -132,5 +216,8 @@ def _run(plugin: EntryPoint) -> None:
         logger.error("plugin %s failed; the others go on: %s", source, error)
     except (Exception, SystemExit):
         logger.exception("plugin %s failed; the others go on", source)
+    else:
+        if distribution == _DISTRIBUTION and callable(finish):
+            _afterwards.append(finish)
     finally:
         current_source.reset(token)

@@ -29,7 +29,7 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     scheduler = None
     try:
-        load_plugins()
+        load_plugins(compatible=True)
         from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
         scheduler = Scheduler(server_args, connection, ranks)

@@ -5,7 +5,7 @@
     operator_targets.py, operators.py, layers.py
                         operator dispatch in its fused layers
     communicator.py     a vendor's communicator in its groups
-    attachments.py      activates both where they are asked for
+    plugin.py           activates all of that where it is asked for
     platform_bridge.py  a platform of ours in SGLang; cpu_platform.py: on the CPU
     device.py           the device SGLang runs on, as a platform of ours
 

@@ -46,6 +46,16 @@ def adopt() -> None:
         wrapt.register_post_import_hook(_take_over, _MODULE)
 
 
+def apply_orphans() -> None:
+    """Apply what plugins have registered with SGLang's registry where SGLang itself never will.
+
+    That is in another engine's process, which runs plugins that were written for SGLang.
+    """
+    plugins = sys.modules.get("sglang.srt.plugins")
+    if plugins is not None and _MODULE in sys.modules and not getattr(plugins, "_plugins_loaded", True):
+        sys.modules[_MODULE].HookRegistry.apply_hooks()
+
+
 def reach_children() -> None:
     """Have the interpreters that SGLang starts from now on hooked from their start.
 

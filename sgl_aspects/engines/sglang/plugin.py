@@ -1,0 +1,42 @@
+"""What SGLang's room does in each of SGLang's processes, where it is asked for; else it imports nothing.
+
+hooks that other plugins register with SGLang's registry    SGL_ASPECTS_ADOPT (on)
+operator dispatch in its fused layers                       SGL_ASPECTS_OP_ATTACH
+a vendor's communicator in its groups                       SGL_ASPECTS_COMMUNICATOR
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sgl_aspects import env
+from sgl_aspects.engines.sglang import adoption
+from sgl_aspects.errors import AspectsError, Stop
+
+OPERATORS_VARIABLE = "SGL_ASPECTS_OP_ATTACH"
+COMMUNICATOR_VARIABLE = "SGL_ASPECTS_COMMUNICATOR"
+
+
+def activate() -> Callable[[], None]:
+    """Called in each process before the plugins; what it returns, once their hooks are in place.
+
+    :raises Stop: what is asked for cannot be: the engine would serve without it.
+    """
+    try:
+        adoption.adopt()
+        if env.flag(OPERATORS_VARIABLE):
+            from sgl_aspects.engines.sglang import operators
+
+            operators.attach()
+        if env.text(COMMUNICATOR_VARIABLE) is not None:
+            from sgl_aspects.engines.sglang import communicator
+
+            communicator.attach(str(env.text(COMMUNICATOR_VARIABLE)))
+    except AspectsError as error:
+        raise Stop(error) from error
+    return _hooks_are_in_place
+
+
+def _hooks_are_in_place() -> None:
+    adoption.apply_orphans()
+    adoption.reach_children()
