@@ -281,11 +281,15 @@ def _known_capabilities(platform_class: type[SRTPlatform], capabilities: Any) ->
     """Ours, by SGLang's names; none that needs a class where there is none to hand over."""
     known = getattr(capabilities, "__struct_fields__", ()) or capabilities.__annotations__
     ours = platform_class.capabilities
-    return {
+    found = {
         name: getattr(ours, name) and (name not in _NEEDS or _has_class(platform_class, _NEEDS[name]))
         for name in _CAPABILITIES
         if name in known and hasattr(ours, name)
     }
+    if "piecewise_graph" in found and not _is_vendors(platform_class, _NEEDS["piecewise_graph"]):
+        # Not what the embedded engine replays, but what SGLang's own class does.
+        found["piecewise_graph"] = found["graph_capture"] and platform_class.device_type == "cuda"
+    return found
 
 
 def _has_class(platform_class: type[SRTPlatform], factory: str) -> bool:

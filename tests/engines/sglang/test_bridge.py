@@ -48,7 +48,7 @@ OLD = """
 NEW = """
     from sglang.srt.platforms.device_mixin import DeviceMixin
     class PlatformCapabilities:
-        __annotations__ = {"graph_capture": bool, "supports_triton": bool}
+        __annotations__ = {"graph_capture": bool, "piecewise_graph": bool, "supports_triton": bool}
         def __init__(self, **given):
             self.given = given
     class SRTPlatform(DeviceMixin):
@@ -137,7 +137,8 @@ def test_what_a_vendor_wrote_goes_over_under_both_names(engine: Engine) -> None:
     assert platform.get_kv_pool_cls(kind="mha") is collections.OrderedDict
     assert platform.get_kv_pool_cls(kind="mla") is None
     assert platform.get_graph_runner_cls() is collections.Counter
-    assert platform.capabilities.given == {"graph_capture": True, "supports_triton": False}
+    given = {"graph_capture": True, "piecewise_graph": False, "supports_triton": False}
+    assert platform.capabilities.given == given
     mixin = engine.load("sglang.srt.platforms.device_mixin")
     capability = platform.get_device_capability()
     assert type(capability) is mixin.DeviceCapability
@@ -191,6 +192,7 @@ def test_graphs_on_cuda_are_those_of_sglangs_own_runner(
     assert platform.support_cuda_graph()
     if version == "new":
         assert platform.capabilities.given["graph_capture"]
+        assert platform.capabilities.given["piecewise_graph"]
 
 
 def test_a_vendor_who_derives_from_cuda_keeps_a_runner_of_its_own(engine: Engine) -> None:
