@@ -27,8 +27,8 @@ ALLOWED = {
     "plugins": {"errors", "env", "weaving", "config", "process_reports", "engines"},
     "platforms": {"errors", "env", "platforms"},
     "runtime": {"errors", "env", "platforms", "runtime", "plugins", "conformance", "__version__"},
-    "conformance": {"errors", "env", "platforms", "runtime", "plugins", "conformance"},
-    "engines": {"errors", "env", "weaving", "bootstrap", "platforms", "runtime", "engines"},
+    "conformance": {"errors", "env", "platforms", "runtime", "plugins", "conformance", "__version__"},
+    "engines": {"errors", "env", "weaving", "bootstrap", "platforms", "runtime", "conformance", "engines"},
     "bootstrap": {"plugins"},
     "attach": {
         "errors",

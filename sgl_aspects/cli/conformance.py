@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "by default the one that would be chosen here",
     )
     parser.add_argument(
+        "--engine",
+        metavar="NAME",
+        default="embedded",
+        help="the engine that is run on the platform: embedded (the default), or one that is installed: sglang",
+    )
+    parser.add_argument(
         "--only",
         metavar="CHECKS",
         help="groups or checks, comma-separated (attention,memory.peak)",
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what generated tokens are compared with; auto is transformers where it is installed",
     )
     parser.add_argument("--json", metavar="FILE", type=writable_file, help="write the results as JSON")
+    parser.add_argument("--report", metavar="FILE", type=writable_file, help="write a page (Markdown)")
     parser.add_argument("--junit", metavar="FILE", type=writable_file, help="write the results as JUnit XML")
 
 
@@ -51,24 +58,29 @@ def run(arguments: argparse.Namespace) -> int:
         # By the variable, so that the processes that checks start choose the same.
         os.environ["SGLANG_PLATFORM"] = arguments.platform
     from sgl_aspects.conformance import run_checks, selected_checks
+    from sgl_aspects.conformance.report import ReportHead, counted
 
-    checks = selected_checks(arguments.only.split(",") if arguments.only else ())
+    only = arguments.only.split(",") if arguments.only else ()
+    checks = selected_checks(only, engine=arguments.engine)
     choice = current_platform_choice()
     platform = choice.platform
     print(_heading(choice.name, platform))
     width = max(len(check.name) for check in checks)
     results: list[Result] = []
+    lines: list[str] = []
     for result in run_checks(checks, reference=_reference(arguments.reference)):
         results.append(result)
-        for line in row(result, width):
-            print(line, flush=True)
-    counts = Counter(result.status for result in results)
-    print(f"\n{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+        lines += row(result, width)
+        print("\n".join(row(result, width)), flush=True)
+    print(f"\n{counted(results)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(choice.name, platform, results), indent=2) + "\n")
+    if arguments.report:
+        head = ReportHead.of(choice.name, platform, arguments.engine, results)
+        arguments.report.write_text(head.markdown(lines), encoding="utf-8")
     if arguments.junit:
         arguments.junit.write_text(as_junit(choice.name, results) + "\n")
-    return 1 if counts["failed"] else 0
+    return 1 if any(result.status == "failed" for result in results) else 0
 
 
 def row(result: Result, width: int) -> list[str]:

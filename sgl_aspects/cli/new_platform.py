@@ -21,6 +21,7 @@ TEMPLATES = {
     "operators.py": "$package/operators.py",
     "hooks.py": "$package/hooks.py",
     "sglang.py": "$package/sglang.py",
+    "sglang_multimodal.py": "$package/sglang_multimodal.py",
     "test_platform.py": "tests/test_$name.py",
 }
 

@@ -11,7 +11,7 @@ from sgl_aspects.conformance.tiny_model import write_tiny_model
 _TOKENS = 16
 
 
-def _prompts() -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """Lengths about the edges of pages (8) and chunks (24)."""
     draw = random.Random(5)
     return [[draw.randrange(256) for _ in range(length)] for length in (1, 7, 8, 25, 40)]
@@ -23,21 +23,21 @@ def greedy(bench: Bench) -> str:
     from sgl_aspects.runtime.sampling_params import SamplingParams
 
     folder = bench.folder / "tiny-llama"
-    weights, prompts = write_tiny_model(folder), _prompts()
+    weights, given = write_tiny_model(folder), prompts()
     if bench.reference == "transformers":
-        right = greedy_by_transformers(folder, prompts, _TOKENS)
+        right = greedy_by_transformers(folder, given, _TOKENS)
     else:
-        right = greedy_in_float64(weights, prompts, _TOKENS)
+        right = greedy_in_float64(weights, given, _TOKENS)
     params = SamplingParams(max_new_tokens=_TOKENS, ignore_eos=True)
     engine = Engine(
         model_path=folder, dtype="float32", page_size=8, max_total_tokens=1024, chunked_prefill_size=24
     )
     try:
-        rounds = [[result.output_ids for result in engine.generate(prompts, params)] for _ in range(2)]
+        rounds = [[result.output_ids for result in engine.generate(given, params)] for _ in range(2)]
     finally:
         engine.shutdown()
     for number, found in enumerate(rounds, 1):
-        for prompt, tokens, expected in zip(prompts, found, right):
+        for prompt, tokens, expected in zip(given, found, right):
             same = next((i for i, (a, b) in enumerate(zip(tokens, expected)) if a != b), len(expected))
             require(
                 tokens == expected,
@@ -45,4 +45,4 @@ def greedy(bench: Bench) -> str:
                 f"{tokens} in round {number}: the same up to token {same}",
                 "the operators and the attention backend, or the pool: see the checks above",
             )
-    return f"{len(prompts)} prompts × {_TOKENS} tokens, equal to {bench.reference}, twice"
+    return f"{len(given)} prompts × {_TOKENS} tokens, equal to {bench.reference}, twice"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pkgutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,19 +29,45 @@ GROUPS = (
 )
 
 
-def selected_checks(only: Sequence[str] = ()) -> list[Check]:
-    """All checks, or those that ``only`` names, by group or by name. ConfigError for an unknown one."""
-    for group in GROUPS:
-        importlib.import_module(f"sgl_aspects.conformance.{group}")
-    known = {*GROUPS, *(check.name for check in CHECKS)}
+EMBEDDED = "embedded"
+#: By name: the engines import the kit, not the other way round.
+_ROOMS = "sgl_aspects.engines"
+
+
+def selected_checks(only: Sequence[str] = (), *, engine: str = EMBEDDED) -> list[Check]:
+    """All checks of an engine, or those that ``only`` names, by group or by name.
+
+    Another engine's are in the module ``conformance`` of its room. ConfigError for an unknown check, and for
+    an engine that has none.
+    """
+    checks = _embedded_checks() if engine == EMBEDDED else _checks_of(engine)
+    groups = list(dict.fromkeys(check.group for check in checks))
+    known = {*groups, *(check.name for check in checks)}
     for name in only:
         if name not in known:
             raise ConfigError(
-                f"no check is called {name!r}. Groups: {', '.join(GROUPS)}. Checks: "
-                f"{', '.join(check.name for check in CHECKS)}."
+                f"no check is called {name!r}. Groups: {', '.join(groups)}. Checks: "
+                f"{', '.join(check.name for check in checks)}."
             )
-    ordered = sorted(CHECKS, key=lambda check: GROUPS.index(check.group))  # within a group as written
-    return [check for check in ordered if not only or check.group in only or check.name in only]
+    return [check for check in checks if not only or check.group in only or check.name in only]
+
+
+def _embedded_checks() -> list[Check]:
+    for group in GROUPS:
+        importlib.import_module(f"sgl_aspects.conformance.{group}")
+    mine = [check for check in CHECKS if check.group in GROUPS]
+    return sorted(mine, key=lambda check: GROUPS.index(check.group))  # within a group as written
+
+
+def _checks_of(engine: str) -> list[Check]:
+    folders = importlib.import_module(_ROOMS).__path__
+    rooms = sorted(room.name for room in pkgutil.iter_modules(folders) if room.ispkg)
+    able = [room for room in rooms if importlib.util.find_spec(f"{_ROOMS}.{room}.conformance")]
+    if engine not in able:
+        raise ConfigError(f"engine {engine!r} has no checks: choose one of {', '.join([EMBEDDED, *able])}")
+    module = importlib.import_module(f"{_ROOMS}.{engine}.conformance")
+    checks: list[Check] = module.CHECKS
+    return checks
 
 
 def run_checks(checks: Iterable[Check], *, reference: str = "float64") -> Iterator[Result]:

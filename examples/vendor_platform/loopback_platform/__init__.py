@@ -17,3 +17,10 @@ def activate_for_sglang() -> str | None:
     if os.environ.get("SGLANG_PLATFORM") != "loopback":
         return None
     return "loopback_platform.sglang.LoopbackSGLangPlatform"
+
+
+def activate_for_multimodal() -> str | None:
+    """For SGLang's engine for images and video; only where it is asked for by name."""
+    if os.environ.get("SGLANG_DIFFUSION_PLATFORM_OVERRIDE") != "loopback":
+        return None
+    return "loopback_platform.sglang_multimodal.LoopbackMultimodalPlatform"

@@ -17,8 +17,10 @@ import inspect
 from typing import Any
 
 from sgl_aspects import env
+from sgl_aspects.engines.sglang.multimodal import bridged_multimodal
 from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms.discovery import resolve_qualified_name
+from sgl_aspects.platforms.mm_platform import MMPlatform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 CPU_NAME = "sgl_aspects_cpu"
@@ -104,11 +106,14 @@ def activate_cpu() -> str | None:
     return "sgl_aspects.engines.sglang.cpu_platform.SGLangCpuPlatform"
 
 
-def bridged(platform_class: type[SRTPlatform]) -> type:
-    """A class for SGLang's group ``sglang.srt.platforms`` that answers as ``platform_class`` does.
+def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
+    """A class for SGLang's group ``sglang.srt.platforms`` that answers as ``platform_class`` does; of an
+    MMPlatform one for ``sglang.multimodal_gen.platforms``.
 
     :raises ModuleNotFoundError: SGLang is not installed, or is too old for platforms (before 0.5.12).
     """
+    if issubclass(platform_class, MMPlatform):
+        return bridged_multimodal(platform_class)
     from sglang.srt.platforms import interface
     from sglang.srt.platforms.device_mixin import PlatformEnum
 

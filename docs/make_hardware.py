@@ -1,0 +1,47 @@
+"""Makes docs/hardware.md of the reports in docs/conformance/: what ran where and when.
+
+sgl-aspects conformance --platform NAME --report docs/conformance/NAME.md
+python docs/make_hardware.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sgl_aspects.conformance.report import ReportHead
+from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
+
+DOCS = Path(__file__).parent
+HEAD = """# Hardware
+
+Which platforms ran, where and when: by the reports in `docs/conformance/` that
+[the conformance kit](platforms.md#the-conformance-kit) wrote. `docs/make_hardware.py` makes this page of them.
+"""
+NEVER = """
+## Never run
+
+No report exists for these: nobody ran them on their devices. Their classes are tested against stand-ins for the
+modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what those
+modules document, and no more. Whoever has such a device: `sgl-aspects conformance --platform NAME --report
+NAME.md`, and send the file.
+"""
+
+
+def page(reports: Path = DOCS / "conformance") -> str:
+    """The page for the reports in a folder."""
+    found = {path.name: ReportHead.read(path) for path in sorted(reports.glob("*.md"))}
+    lines = [HEAD, "| platform | engine | devices | date | versions | checks |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for name, head in found.items():
+        cells = (head.platform, head.engine, head.device, head.date, head.versions, head.result)
+        lines.append(f"| [{cells[0]}](conformance/{name}) | {' | '.join(cells[1:])} |")
+    ran = {head.platform for head in found.values()}
+    never = [row for row in BUILTIN_PLATFORMS if row.name not in ran]
+    if never:
+        lines += [NEVER, "| platform | class |", "| --- | --- |"]
+        lines += [f"| {row.name} | `{row.class_name}` |" for row in never]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "hardware.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,74 @@
+"""A run of the kit as a page: who ran, where and when, and each result. Read back for docs/hardware.md."""
+
+from __future__ import annotations
+
+import datetime
+import platform as host
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from sgl_aspects import __version__
+from sgl_aspects.conformance.check import Result
+from sgl_aspects.platforms import SRTPlatform
+
+MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "skip"}
+
+
+@dataclass(frozen=True)
+class ReportHead:
+    """The table at the top of a report, a row for each field."""
+
+    platform: str
+    #: The platform's class, as ``pkg.mod:Cls``.
+    implementation: str
+    engine: str
+    device: str
+    date: str
+    versions: str
+    result: str
+
+    @classmethod
+    def of(cls, name: str, platform: SRTPlatform, engine: str, results: Sequence[Result]) -> ReportHead:
+        import torch
+
+        kind = type(platform)
+        return cls(
+            platform=name,
+            implementation=f"{kind.__module__}:{kind.__qualname__}",
+            engine=engine,
+            device=f"{platform.device_count()} × {platform.get_device_name(0)}",
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            versions=f"sgl-aspects {__version__}, torch {torch.__version__}, Python {host.python_version()}",
+            result=counted(results),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> ReportHead:
+        """:raises ValueError: the page is no report, or lacks a row."""
+        rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", path.read_text(encoding="utf-8"), re.MULTILINE))
+        missing = [field.name for field in fields(cls) if field.name not in rows]
+        if missing:
+            raise ValueError(
+                f"{path} lacks {', '.join(missing)}: write it with sgl-aspects conformance --report"
+            )
+        return cls(**{field.name: rows[field.name] for field in fields(cls)})
+
+    def markdown(self, lines: Sequence[str]) -> str:
+        """The report; ``lines`` are those of its results."""
+        rows = [f"| {field.name} | {getattr(self, field.name)} |" for field in fields(self)]
+        head = [
+            f"# Conformance of {self.platform}, {self.engine} engine",
+            "",
+            "| | |",
+            "| --- | --- |",
+            *rows,
+        ]
+        return "\n".join([*head, "", "```text", *lines, "```", ""])
+
+
+def counted(results: Sequence[Result]) -> str:
+    counts = Counter(result.status for result in results)
+    return f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"

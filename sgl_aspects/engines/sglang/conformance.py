@@ -1,0 +1,143 @@
+"""``sgl-aspects conformance --engine sglang``: real SGLang on the platform, each part in its own process.
+
+SGLang's entry points name the platform. One that has none, a built-in or a class in development, gets a
+bridge for the time of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from sgl_aspects.conformance.check import Bench, BrokenPromiseError, Check, NotApplicableError, require
+from sgl_aspects.conformance.generation import prompts
+from sgl_aspects.conformance.reference_model import greedy_by_transformers, greedy_in_float64
+from sgl_aspects.conformance.tiny_model import write_tiny_model
+from sgl_aspects.platforms import current_platform_choice
+
+GROUP = "sglang.srt.platforms"
+MULTIMODAL_GROUP = "sglang.multimodal_gen.platforms"
+TOKENS = 12
+_SECONDS = 300
+CHECKS: list[Check] = []
+
+
+def _check(write: str, expects: str) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
+    def add(function: Callable[[Bench], str]) -> Callable[[Bench], str]:
+        CHECKS.append(Check(f"sglang.{function.__name__}", write, expects, function))
+        return function
+
+    return add
+
+
+def ask(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
+    """What :mod:`sgl_aspects.engines.sglang.conformance_child` answers in a process that SGLang starts in."""
+    name, environment = _chosen(bench, group)
+    environment |= {
+        "SGLANG_PLATFORM": name,
+        "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": name,
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "sgl_aspects.engines.sglang.conformance_child", what]
+    done = subprocess.run(
+        [*command, *words], env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no output"]
+        raise BrokenPromiseError("SGLang to start", f"exit code {done.returncode}: {last[0][:300]}", "")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _chosen(bench: Bench, group: str) -> tuple[str, dict[str, str]]:
+    """The platform's name in SGLang's group, and the environment in which it is there."""
+    name = current_platform_choice().name
+    environment = dict(os.environ)
+    if any(point.name == name for point in entry_points(group=group)):
+        return name, environment
+    if group == MULTIMODAL_GROUP:
+        raise NotApplicableError(f"no entry point {name!r} in group {group}")
+    site = bench.folder / "bridge"
+    metadata = site / "conformance_bridge-1.0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    kind = type(bench.platform)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: conformance-bridge\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\nbridged_{name} = conformance_bridge:activate\n")
+    (site / "conformance_bridge.py").write_text(
+        "def activate():\n    return 'conformance_bridged.Platform'\n", encoding="utf-8"
+    )
+    (site / "conformance_bridged.py").write_text(
+        "from sgl_aspects.engines.sglang.platform_bridge import bridged\n"
+        "from sgl_aspects.platforms import resolve_qualified_name\n"
+        f"Platform = bridged(resolve_qualified_name('{kind.__module__}:{kind.__qualname__}'))\n"
+    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [environment.get("PYTHONPATH")])])
+    return f"bridged_{name}", environment
+
+
+@_check("the entry point of group sglang.srt.platforms", "SGLang to choose the platform")
+def chosen(bench: Bench) -> str:
+    found = ask(bench, "identity")
+    platform = bench.platform
+    require(found["out_of_tree"], "is_out_of_tree()", found["class"])
+    for name in ("device_name", "device_type"):
+        require(found[name] == getattr(platform, name), getattr(platform, name), found[name], name)
+    return f"{found['class']}, SGLang {found['version']}"
+
+
+@_check("the method that is named", "every question of SGLang's interface to be answered in its type")
+def questions(bench: Bench) -> str:
+    answers = ask(bench, "questions")
+    for name, answer in answers.items():
+        require(answer["right"], answer["expected"], answer["found"], name)
+    return f"{len(answers)} questions"
+
+
+@_check("capabilities", "what is declared for SGLang to be there")
+def capabilities(bench: Bench) -> str:
+    found = ask(bench, "capabilities")
+    for name, problem in found.items():
+        require(problem is None, f"{name}: the kernels or the library", problem, "capabilities")
+    return ", ".join(found) or "none declared"
+
+
+@_check("get_kv_pool_cls", "None, or a class derived from SGLang's pool of the kind")
+def pools(bench: Bench) -> str:
+    found = ask(bench, "pools")
+    for kind, (right, name) in found.items():
+        require(right, f"a subclass of SGLang's {kind} pool, or None", name, "get_kv_pool_cls")
+    return ", ".join(f"{kind}: {name}" for kind, (_, name) in found.items())
+
+
+@_check(
+    "get_default_attention_backend, get_device",
+    "real SGLang, no --device, to give the tokens of the reference",
+)
+def greedy(bench: Bench) -> str:
+    folder = bench.folder / "tiny-llama-sglang"
+    weights, given = write_tiny_model(folder), prompts()
+    if bench.reference == "transformers":
+        right = greedy_by_transformers(folder, given, TOKENS)
+    else:
+        right = greedy_in_float64(weights, given, TOKENS)
+    asked = folder / "prompts.json"
+    asked.write_text(json.dumps(given))
+    found = ask(bench, "greedy", str(folder), str(asked), str(TOKENS))
+    require(found == right, str(right), found)
+    return f"{len(given)} prompts × {TOKENS} tokens, equal to {bench.reference}"
+
+
+@_check(
+    "MMPlatform", "the engine for images and video to choose the platform, and its questions to be answered"
+)
+def multimodal(bench: Bench) -> str:
+    answers = ask(bench, "multimodal", group=MULTIMODAL_GROUP)
+    if "missing" in answers:
+        raise NotApplicableError(answers["missing"])
+    for name, answer in answers.items():
+        require(answer["right"], answer["expected"], answer["found"], name)
+    return f"{len(answers)} questions"
