@@ -15,13 +15,13 @@ DOCS = Path(__file__).parent
 HEAD = """# Hardware
 
 Which platforms ran, where and when: by the reports in `docs/conformance/` that
-[the conformance kit](platforms.md#the-conformance-kit) wrote. `docs/make_hardware.py` makes this page of them.
+[the conformance kit](platforms.md#the-conformance-kit) wrote. `docs/make_hardware.py` makes this page.
 """
 NEVER = """
 ## Never run
 
-No report exists for these: nobody ran them on their devices. Their classes are tested against stand-ins for the
-modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what those
+No report exists for these: nobody ran them on their devices. Their classes are tested against stand-ins for
+the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what those
 modules document, and no more. Whoever has such a device: `sgl-aspects conformance --platform NAME --report
 NAME.md`, and send the file.
 """
