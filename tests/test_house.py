@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sgl_aspects
+from sgl_aspects.engines import BUILT_IN
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sgl_aspects"
@@ -24,7 +26,7 @@ ALLOWED = {
     "weaving": {"errors", "compat", "weaving"},
     "config": {"errors", "env", "weaving"},
     "process_reports": {"errors", "env", "weaving"},
-    "plugins": {"errors", "env", "weaving", "config", "process_reports", "engines"},
+    "plugins": {"errors", "env", "weaving", "config", "process_reports"},
     "platforms": {"errors", "env", "platforms"},
     "runtime": {"errors", "env", "platforms", "runtime", "plugins", "conformance", "__version__"},
     "conformance": {"errors", "env", "platforms", "runtime", "plugins", "conformance", "__version__"},
@@ -86,6 +88,70 @@ def test_imports_point_one_way() -> None:
             if parts[0] == "opentelemetry" and room not in OPENTELEMETRY:
                 faults.append(f"{path}:{line}: {room} imports OpenTelemetry")
     assert not faults, "\n".join(faults)
+
+
+# Names of engines that users write, wherever they are read; and files that bear one.
+PUBLIC_NAMES = (
+    "SGLANG_PLATFORM",
+    "SGLANG_PLUGINS",
+    "SGLANG_PLUGINS_GROUP",
+    "SGLANG_PLATFORMS_GROUP",
+    "sglang.srt.plugins",
+    "sglang.srt.platforms",
+)
+PUBLIC_FILES = ("platforms/sglang_bridge.py", "sgl_aspects/cli/new_platform.py")
+
+
+def written(path: Path) -> Iterator[tuple[int, str]]:
+    """Every name, attribute, import and text of a module, but for comments and docstrings."""
+    tree = ast.parse(path.read_text(), str(path))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+    yield from imported(path)
+
+
+def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
+    targets = {
+        engine.name: {target for role in engine.roles.values() for target in role.targets}
+        for engine in BUILT_IN
+        if engine.name != "embedded"
+    }
+    ours = {node.name for _, path in modules() for node in classes(path)}
+    faults = []
+    for name, its_targets in targets.items():
+        packages = {target.partition(".")[0] for target in its_targets} | {name}
+        its_classes = {target.partition(":")[2].partition(".")[0] for target in its_targets} - ours
+        its_classes = {each for each in its_classes if each.isidentifier() and not each.islower()}
+        # transformers is also the library that models are compared with.
+        words = [*sorted(its_classes), *sorted(packages - {"transformers"})]
+        found = re.compile(rf"\b({'|'.join(words)})(?=\b|_)", re.IGNORECASE)
+        for _, path in modules():
+            relative = str(path.relative_to(ROOT))
+            if relative.startswith((f"sgl_aspects/engines/{name}/", "sgl_aspects/engines/__init__")):
+                continue
+            for line, text in written(path):
+                kept = re.sub(rf"\b({'|'.join(PUBLIC_NAMES)})\b", "", text)
+                if found.search(kept) and relative not in PUBLIC_FILES:
+                    faults.append(f"{relative}:{line}: {text!r} is {name}'s")
+    assert not faults, "\n".join(faults)
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.ClassDef):
+            yield node
 
 
 def test_the_engine_knows_of_the_plugin_loader_and_of_nothing_else_that_watches_it() -> None:

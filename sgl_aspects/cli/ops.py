@@ -254,8 +254,8 @@ def _not_compared(watch: dict[str, Any]) -> list[str]:
         )
     if watch["shadow"] and not watch["compared"]:
         lines.append(
-            "nothing was compared yet. Where that stays so, start the engine without graphs (SGLang: "
-            "--disable-cuda-graph), or raise --rate"
+            "nothing was compared yet. Where that stays so, start the engine without device "
+            "graphs, or raise --rate"
         )
     return lines
 
