@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 from sgl_aspects.engines import Engine, find_engines
 from sgl_aspects.engines.source import FoundRole, Source
+from sgl_aspects.errors import ConfigError
 
 
 def show(paths: Sequence[str], *, as_json: bool) -> int:
     """A table, roles by version. Exit status 1 where a required role is missing in a version."""
     sources = [Source(path) for path in paths]
     engine = max(find_engines(), key=lambda one: sum(_found(source, one) for source in sources))
+    if not any(_found(source, engine) for source in sources):
+        known = ", ".join(one.name for one in find_engines())
+        raise ConfigError(f"{', '.join(paths)}: no role of any engine is there (known engines: {known})")
     columns = [list(source.find_roles(engine)) for source in sources]
     if as_json:
         print(

@@ -45,8 +45,9 @@ class Source:
     @property
     def version(self) -> str:
         """From a wheel's name; of a folder, its own name."""
-        parts = self.path.name.split("-")
-        return parts[1] if self._archive is not None and len(parts) > 1 else self.path.name
+        name = self.path.resolve().name
+        parts = name.split("-")
+        return parts[1] if self._archive is not None and len(parts) > 1 else name
 
     def find_roles(self, engine: Engine) -> Iterator[FoundRole]:
         """Every role of ``engine`` that is this package's to play, in their order."""
@@ -58,9 +59,15 @@ class Source:
             yield FoundRole(name, found, role.targets)
 
     def defines(self, target: str) -> bool:
-        """Whether ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or any match of a pattern is there."""
+        """Whether ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or any match of a pattern is there.
+
+        ``"pkg.mod:Class+.method"``: the class or one that derives from it has the method.
+        """
         module, _, path = target.partition(":")
         names = path.split(".")
+        if names[0].endswith("+"):
+            names[0] = names[0].removesuffix("+")
+            return self._has(module, names, frozenset()) or self._subclass_has(module, names)
         if "*" not in target:
             return self._has(module, names, frozenset())
         fits = _expression(module).fullmatch
@@ -77,6 +84,49 @@ class Source:
             for node in _statements(tree.body)
             if isinstance(node, ast.ClassDef)
         )
+
+    def _subclass_has(self, module: str, names: list[str]) -> bool:
+        """Whether a class anywhere that derives from the first name defines the last one itself."""
+        root = self._origin(module, names[0])
+        for other in self.modules:
+            text = self._read(other.replace(".", "/") + ".py") or b""
+            tree = self.tree(other) if names[-1].encode() in text else None
+            for node in _statements(tree.body) if tree is not None else ():
+                if (
+                    isinstance(node, ast.ClassDef)
+                    and any(_name_of(member) == names[-1] for member in _statements(node.body))
+                    and self._derives(other, node, root, frozenset())
+                ):
+                    return True
+        return False
+
+    def _derives(
+        self, module: str, node: ast.ClassDef, root: tuple[str, str], seen: frozenset[tuple[str, str]]
+    ) -> bool:
+        for base in node.bases:
+            origin = self._origin(module, base.id) if isinstance(base, ast.Name) else ("", "")
+            if origin == root:
+                return True
+            tree = self.tree(origin[0]) if origin not in seen else None
+            for other in _statements(tree.body) if tree is not None else ():
+                if (
+                    isinstance(other, ast.ClassDef)
+                    and other.name == origin[1]
+                    and self._derives(origin[0], other, root, seen | {origin})
+                ):
+                    return True
+        return False
+
+    def _origin(self, module: str, name: str) -> tuple[str, str]:
+        """Where the class that ``module`` knows by ``name`` is defined, as far as imports can be followed."""
+        seen: set[tuple[str, str]] = set()
+        while (module, name) not in seen:
+            seen.add((module, name))
+            tree = self.tree(module)
+            if tree is None or any(_name_of(node) == name for node in _statements(tree.body)):
+                break
+            module, name = _imports(tree).get(name, (module, name))
+        return module, name
 
     def _has(self, module: str, names: list[str], seen: frozenset[tuple[str, str]]) -> bool:
         tree = self.tree(module)

@@ -30,7 +30,7 @@ class Loop(Base):
         async def step(self): ...
     alias = step
 """,
-    "engine/again.py": "from engine.loop import Loop\n",
+    "engine/again.py": "from engine.loop import Loop\nclass Last(Loop):\n    def deep(self): ...\n",
 }
 
 
@@ -68,6 +68,12 @@ def wheel(folder: Path, name: str, modules: dict[str, str]) -> Path:
         ("engine.**:Out*.stream", True),
         ("engine.*:Out*.step", False),
         ("other.*:Loop.step", False),
+        ("engine.base:Outputs+.stream", True),
+        ("engine.base:Outputs+.step", True),  # of a subclass
+        ("engine.base:Outputs+.deep", True),  # of a subclass's subclass
+        ("engine.base:Outputs+.fallback", False),
+        ("engine.base:Outputs+", True),
+        ("engine.base:Gone+.step", False),
     ],
 )
 def test_a_target_is_found_where_it_would_be_at_run_time(source: Source, target: str, is_there: bool) -> None:
@@ -114,3 +120,37 @@ def test_the_doctor_names_roles_that_a_version_lacks(
 def test_what_is_no_wheel_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a wheel nor a folder"):
         Source(tmp_path / "gone.whl")
+
+
+def test_every_room_of_this_package_is_checked_against_a_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The embedded engine's source is here; others are read where their wheels are."""
+    assert main(["doctor", "--json", "--engine", str(Path(__file__).parents[2])]) == 0
+    (columns,) = json.loads(capsys.readouterr().out).values()
+    assert all(columns.values())
+    assert columns["graph_launch"].endswith("DeviceGraph+.replay")
+
+
+def test_an_engine_of_a_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "their_room.py").write_text(
+        "from sgl_aspects.engines import Engine, Role\n"
+        "ROLES = {'run_batch': Role(('engine.loop:Loop.step',), required=True)}\n"
+        "ENGINE = Engine('theirs', 'theirs', ROLES)\n"
+    )
+    info = tmp_path / "their_room-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-room\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sgl_aspects.engines]\ntheirs = their_room:ENGINE\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = wheel(tmp_path, "engine-1.2-py3-none-any.whl", MODULES)
+    assert main(["doctor", "--engine", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["theirs", "1.2"]
+
+
+def test_a_source_that_no_room_knows_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = wheel(tmp_path, "other-1.2-py3-none-any.whl", {"other/__init__.py": ""})
+    assert main(["doctor", "--engine", str(path)]) == 2
+    assert "known engines: embedded, sglang" in capsys.readouterr().err
