@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -16,9 +17,10 @@ from sgl_aspects import config, env
 from sgl_aspects.errors import AspectsError, AttachError
 from sgl_aspects.tracing import session as tracing
 from sgl_aspects.tracing.run_folder import collector_state
-from sgl_aspects.weaving import weaver
+from sgl_aspects.weaving import in_pieces, weaver
 
 _CHECK_SECONDS = 1.0
+_SWITCH_SECONDS = 0.0005
 
 
 @dataclass
@@ -47,10 +49,11 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
             f"sgl-aspects {aspects.__version__} is loaded there, and you run {request['version']}: "
             "attach with the version that is loaded"
         )
-    with _lock:
+    with _lock, _beside_the_engine(), in_pieces() as pieces:
         begin = time.perf_counter()
         answer = _attach(request) if request["operation"] == "attach" else _detach()
-        return {**answer, "seconds": time.perf_counter() - begin}
+        seconds = time.perf_counter() - begin
+    return {**answer, "seconds": seconds, "longest_piece_seconds": pieces.longest}
 
 
 def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
     if tracing.current() is not None:
         raise AttachError("it is traced already: change what is recorded with sgl-aspects ctl")
     before = set(weaver.advices)
-    with env.reading_from(request["environment"]), _whole_heap():
+    with env.reading_from(request["environment"]):
         attachment = _attachment = _Attachment(tracing.join_run(_end_without_collector), [])
         try:
             _weave_declared(attachment)
@@ -102,9 +105,8 @@ def _detach() -> dict[str, Any]:
     if attachment is None:
         return {"restored": 0, "not_restored": []}
     originals = _originals(attachment.advices)
-    with _whole_heap():
-        weaver.remove(attachment.hooks)
-        attachment.session.detach()
+    weaver.remove(attachment.hooks)
+    attachment.session.detach()
     lost = [place for place, original in originals.items() if _callable_at(place) is not original]
     attachment.session.close()
     return {"restored": len(originals) - len(lost), "not_restored": sorted(lost)}
@@ -122,13 +124,18 @@ def _end_without_collector(run_folder: str) -> None:
 
 
 def _detach_alone() -> None:
-    with _lock, contextlib.suppress(AspectsError, OSError):
+    with _lock, _beside_the_engine(), in_pieces(), contextlib.suppress(AspectsError, OSError):
         _detach()
 
 
 @contextlib.contextmanager
-def _whole_heap() -> Iterator[None]:
-    """Objects that the engine has frozen are seen by the garbage collector in the block; it does not run."""
+def _beside_the_engine() -> Iterator[None]:
+    """Other threads get the interpreter soon after they ask for it; holders that the engine froze are found.
+
+    What an engine froze (``gc.freeze``) the garbage collector shows to nobody. It does not run in the block.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     was_enabled = gc.isenabled()
     gc.disable()
     frozen = gc.get_freeze_count()
@@ -141,6 +148,7 @@ def _whole_heap() -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
+        sys.setswitchinterval(interval)
 
 
 # -- what stands where ------------------------------------------------------------------------------------
@@ -159,7 +167,7 @@ def _callable_at(place: str) -> Any:
     module, _, path = place.partition(":")
     found: Any = sys.modules.get(module)
     for name in path.split("."):
-        found = vars(found).get(name) if found is not None else None
+        found = inspect.getattr_static(found, name, None)
     for inner in ("__func__", "fget", "func"):
         if not hasattr(found, "__code__") and hasattr(type(found), inner):
             return getattr(found, inner)

@@ -66,10 +66,13 @@ def _import_agent(package: str, pace: _Pace) -> Any:
         _move(os.path.join(package, "sgl_aspects"))
     sys.path.insert(0, package)
     sys.meta_path.insert(0, pace)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)  # other threads get the interpreter soon after they ask for it
     try:
         agent = importlib.import_module("sgl_aspects.attach.agent")
         pace.take_turn()
     finally:
+        sys.setswitchinterval(interval)
         sys.meta_path.remove(pace)
         sys.path.remove(package)
     return agent

@@ -138,11 +138,11 @@ def _shown(answer: Answer) -> Answer:
     if answer.error:
         print(f"{where}: NOT attached: {answer.error}", flush=True)
         return answer
-    longest = max(values["seconds"], values["longest_import_seconds"])
+    piece = values["longest_piece_seconds"]
     print(
         f"{where}: {len(values['woven'])} functions woven, {values['waiting']} hooks wait for modules; "
-        f"main thread stopped {answer.stood * 1e3:.1f} ms, imports {values['import_seconds'] * 1e3:.0f} ms, "
-        f"longest piece {longest * 1e3:.0f} ms",
+        f"main thread stopped {answer.stood * 1e3:.1f} ms; beside it imports {values['import_seconds']:.2f} s, "
+        f"weaving {values['seconds']:.2f} s, longest piece {piece * 1e3:.0f} ms",
         flush=True,
     )
     for title, key in (("not woven", "not_woven"), ("keeps the original", "stale")):
@@ -161,4 +161,4 @@ def describe_detached(answer: Answer) -> str:
         return f"{where}: NOT detached: {answer.error}"
     lost = answer.values["not_restored"]
     text = f"{where}: {answer.values['restored']} originals are back"
-    return text + (f"; not back, because others have patched over them: {', '.join(lost)}" if lost else "")
+    return text + (f"; NOT back, something else stands there: {', '.join(lost)}" if lost else "")

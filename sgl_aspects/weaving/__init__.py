@@ -33,7 +33,7 @@ from sgl_aspects.weaving.faces import (
     woven,
 )
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, Observer, Result, State, current_source
-from sgl_aspects.weaving.rebind import Stale
+from sgl_aspects.weaving.rebind import Stale, in_pieces
 from sgl_aspects.weaving.reporting import HookReport, Report
 from sgl_aspects.weaving.targets import Target
 
@@ -57,6 +57,7 @@ __all__ = [
     "before",
     "current_source",
     "explain",
+    "in_pieces",
     "native",
     "observe",
     "plugin_hook",

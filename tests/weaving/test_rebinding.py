@@ -20,6 +20,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
+from sgl_aspects.weaving import in_pieces
 from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
@@ -418,6 +419,19 @@ def test_a_copy_made_before_the_hook_is_hooked_and_restored(engine: Any, name: s
     assert held.call() == bare
     assert held.get() is original
     assert engine.f is original
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_copy_is_found_piece_by_piece_as_well(engine: Any, name: str) -> None:
+    original = engine.f
+    held = HOLDERS[name](original)
+    with in_pieces() as pieces:
+        handle = aspects.weave(around("engine:f", hooked))
+        assert held.get() is engine.f
+        assert aspects.report().stale == ()
+        handle.remove()
+    assert held.get() is original
+    assert pieces.longest >= 0
 
 
 @pytest.mark.parametrize("name", HOLDERS)
