@@ -8,6 +8,9 @@ SRTPlatform subclass (``"pkg.mod:Cls"``), or None where its hardware is absent.
     SGLANG_PLATFORM=name                only this plugin, or this built-in, is imported and asked
     SGLANG_PLATFORM=name=pkg.mod:Cls    this class, without any packaging (for development)
 
+A name that is neither is looked up in SGLang's group, ``sglang.srt.platforms``: what is bridged to SGLang is
+a class of ours, and runs here as well.
+
 Nothing falls back to other hardware in silence: a plugin that raises, a name that is unknown, and hardware
 that was asked for and is absent are each a PlatformError.
 """
@@ -27,6 +30,7 @@ from sgl_aspects.platforms.identity import PlatformCapabilities, PlatformEnum
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 ENTRY_POINT_GROUP = "sgl_aspects.platforms"
+SGLANG_GROUP = "sglang.srt.platforms"
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
 #: What every platform says of itself, and as what.
 _IDENTITY = {
@@ -81,6 +85,8 @@ class PlatformPlugin:
                 f"{type(error).__name__}: {error}. Repair or uninstall {self.distribution}, or set "
                 f"{PLATFORM_VARIABLE} to another platform."
             ) from error
+        if isinstance(answer, str) and self.entry_point.group == SGLANG_GROUP and ":" not in answer:
+            return ":".join(answer.rpartition(".")[::2])  # SGLang writes a dot before the class
         if answer is None or isinstance(answer, str):
             return answer
         raise PlatformTypeError(
@@ -89,9 +95,9 @@ class PlatformPlugin:
         )
 
 
-def find_plugins() -> tuple[PlatformPlugin, ...]:
-    """The installed platform plugins, by name. Nothing is imported."""
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+def find_plugins(group: str = ENTRY_POINT_GROUP) -> tuple[PlatformPlugin, ...]:
+    """The installed platform plugins of ``group``, by name. Nothing is imported."""
+    found = importlib.metadata.entry_points(group=group)
     plugins = [PlatformPlugin(point.name, _distribution_of(point), point) for point in found]
     return tuple(sorted(plugins, key=lambda plugin: (plugin.name, plugin.distribution)))
 
@@ -179,6 +185,8 @@ def _choose_builtin(plugins_without_hardware: Sequence[Candidate]) -> PlatformCh
 
 def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
     named = [plugin for plugin in plugins if plugin.name == wanted]
+    if not named and all(row.name != wanted for row in BUILTIN_PLATFORMS):
+        named = [plugin for plugin in find_plugins(SGLANG_GROUP) if plugin.name == wanted]
     if len(named) > 1:
         raise PlatformError(
             f"{PLATFORM_VARIABLE}={wanted}: several distributions provide a platform of this name: "
@@ -259,11 +267,13 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
             f"{class_name} of {provider} failed while its module was imported: "
             f"{type(error).__name__}: {error}"
         ) from error
+    unbridged: type = getattr(cls, "platform_class", cls)
+    cls = unbridged
     if not issubclass(cls, SRTPlatform):
         bases = ", ".join(base.__qualname__ for base in cls.__mro__[1:])
         raise PlatformTypeError(
             f"{class_name} of {provider} is no sgl_aspects.platforms.SRTPlatform: it is a class with the "
-            f"bases {bases}. Derive it from SRTPlatform."
+            f"bases {bases}. Derive it from SRTPlatform; a class for SGLang is made of that by bridged()."
         )
     try:
         platform = cls()

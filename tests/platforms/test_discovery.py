@@ -34,7 +34,15 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def install(self, name: str, activate: str, *, module: str = GOOD, platform: str | None = None) -> None:
+    def install(
+        self,
+        name: str,
+        activate: str,
+        *,
+        module: str = GOOD,
+        platform: str | None = None,
+        group: str = "sgl_aspects.platforms",
+    ) -> None:
         """A distribution ``<name>-dist`` 1.2, whose plugin is ``activate`` (a function's body)."""
         platform = platform or name
         package = f"{name}_pkg"
@@ -47,7 +55,7 @@ class Site:
         info = self.folder / f"{name}_dist-1.2.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-dist\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text(f"[sgl_aspects.platforms]\n{platform} = {package}:activate\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{platform} = {package}:activate\n")
 
     def imported(self) -> set[str]:
         return {file.stem for file in self.folder.glob("*.imported")}
@@ -208,6 +216,33 @@ def test_two_distributions_with_one_name_are_an_error(site: Site) -> None:
     error = error_of(site.choose("npu7"), "PlatformError")
     assert "acme-dist 1.2, bolt-dist 1.2" in error
     assert site.imported() == set()
+
+
+BRIDGED = (
+    GOOD
+    + """
+class ForSGLang:
+    platform_class = Platform
+"""
+)
+
+
+@pytest.mark.parametrize("class_name", ["acme_pkg.platform.ForSGLang", "acme_pkg.platform:ForSGLang"])
+def test_a_platform_that_is_bridged_to_sglang_runs_by_its_name_there(site: Site, class_name: str) -> None:
+    site.install("acme", f"return {class_name!r}", module=BRIDGED, group="sglang.srt.platforms")
+    answer = site.choose("acme")
+    assert (answer["device"], answer["name"]) == ("acme", "acme")
+    assert "device" in site.choose(None)
+    assert site.choose(None)["name"] != "acme"  # never chosen by itself
+
+
+def test_a_platform_that_was_written_for_sglang_alone_is_told_what_to_change(site: Site) -> None:
+    module = "class Theirs: pass\n"
+    body = "return 'acme_pkg.platform.Theirs'"
+    site.install("acme", body, module=module, group="sglang.srt.platforms")
+    error = str(site.choose("acme")["error"])
+    assert "acme_pkg.platform:Theirs of plugin 'acme' of acme-dist" in error
+    assert "Derive it from SRTPlatform; a class for SGLang is made of that by bridged()" in error
 
 
 def test_a_class_without_packaging(site: Site) -> None:

@@ -123,7 +123,8 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
         "_enum": PlatformEnum.OOT,
         "device_name": platform_class.device_name,
         "device_type": platform_class.device_type,
-        "__init__": _init(platform_class),
+        "platform_class": platform_class,
+        "__init__": _init,
         "get_current_memory_usage": _get_current_memory_usage,
         "is_pin_memory_available": _is_pin_memory_available,
         "get_cpu_architecture": _get_cpu_architecture,
@@ -162,11 +163,8 @@ def asked_by(interface: type) -> list[str]:
     return sorted(name for name in asked if not name.startswith("is_") or name == "is_pin_memory_available")
 
 
-def _init(platform_class: type[SRTPlatform]) -> Any:
-    def __init__(self: Any) -> None:  # noqa: N807
-        self.platform = platform_class()
-
-    return __init__
+def _init(self: Any) -> None:
+    self.platform = self.platform_class()
 
 
 def _forward(name: str) -> Any:
