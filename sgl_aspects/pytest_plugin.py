@@ -58,13 +58,13 @@ class CapturedSpans:
         """A span for each call of a function in this process, as ``[[trace]]`` in `aspects.toml` gives."""
         import sgl_aspects as aspects
         from sgl_aspects import config
-        from sgl_aspects.tracing.aspects.function import FunctionAspect
+        from sgl_aspects.tracing.observers.function import FunctionObserver
 
         table: dict[str, Any] = {"target": target, "attributes": dict(attributes or {}), "required": True}
         (declared,) = config.parse(
             {"trace": [table | ({"name": name} if name else {})]}, "captured_spans"
         ).traces
-        aspect = FunctionAspect(self._session.recorder, declared, ())
+        aspect = FunctionObserver(self._session.recorder, declared)
         advice = aspects.Advice(declared.target, aspects.HookType.OBSERVE, aspect, required=True)
         self._handles.append(aspects.weave(advice))
 

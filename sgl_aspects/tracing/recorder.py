@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sgl_aspects.tracing.context import Opened, TraceContext, close_span
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanEnd, SpanType
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.ring.steps import OpenSteps
 
 
 class SpanWriter(Protocol):
@@ -72,6 +75,25 @@ class Recorder(Protocol):
         ``trace``: that of the root, for what belongs to a request.
         """
 
+    def open(self) -> bool:
+        """Makes this process a writer of the run, if it is not; False where the run has ended."""
+
+    def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Any:
+        """OpenTelemetry's object for a span that is open; None where a span is recorded when it ends."""
+
+    @property
+    def steps(self) -> OpenSteps:
+        """Where steps are open; its words hold the level and the sampling, too. May change at any time."""
+
+    def text(self, text: str) -> int:
+        """The number of a text, for a step's words; 0 where there is no room for it."""
+
+    def write_group(self, key: int, links: Sequence[int]) -> bool:
+        """Records which requests a step links to (their keys); False where there was no room."""
+
+    def end_step(self, steps: OpenSteps, block: int) -> None:
+        """Records the step in a block of ``steps``, and frees the block."""
+
     def close(self) -> None:
         """Ends this process's part of the run; what is recorded later is lost."""
 
@@ -98,6 +120,7 @@ def in_sample(root_id: int, sample: int) -> bool:
 def id_source() -> Callable[[], int]:
     """Ids for one process, never 0: from a random number on, one after the other.
 
-    That two of a hundred processes with a billion ids each meet is less likely than one in 100,000.
+    They stay below 2**60: the bits above distinguish the spans of a step (:mod:`.ring.format`). That two of a
+    hundred processes with a billion ids each meet is less likely than one in 50,000.
     """
-    return itertools.count(1 + (int.from_bytes(os.urandom(8), "big") >> 2)).__next__
+    return itertools.count(1 + (int.from_bytes(os.urandom(8), "big") >> 5)).__next__

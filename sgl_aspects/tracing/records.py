@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+#: The error of a span whose process ended first.
+UNFINISHED = "unfinished"
+
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | list[float] | None"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opentelemetry import metrics, trace
@@ -21,6 +21,8 @@ from sgl_aspects import __version__
 from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.steps import OpenSteps, spans_of
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 
 # Spans whose parent has not come yet, and requests that never ended, are given up beyond so many.
@@ -43,6 +45,38 @@ class SdkRecorder:
         self._known: dict[int, Span | None] = {}
         self._request_ids: dict[int, str] = {}
         self._waiting: dict[int, list[SpanEnd]] = {}  # by the parent that they wait for
+        self.steps = OpenSteps.in_memory()
+        self.steps.words[layout.WORD_LEVEL] = level
+        self.steps.words[layout.WORD_SAMPLE] = layout.SAMPLE_ALL
+        self._texts: list[str] = [""]
+        self._groups: dict[int, Sequence[int]] = {}
+
+    def open(self) -> bool:
+        return True
+
+    def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Span:
+        with self._lock:
+            return self._begin(SpanBegin(type, span_id, root_id, parent_id, start_ns))
+
+    def text(self, text: str) -> int:
+        with self._lock:
+            if text not in self._texts:
+                self._texts.append(text)
+            return self._texts.index(text)
+
+    def write_group(self, key: int, links: Sequence[int]) -> bool:
+        with self._lock:
+            _bound(self._groups)
+            self._groups[key] = [*links]
+        return True
+
+    def end_step(self, steps: OpenSteps, block: int) -> None:
+        words = steps.words[block : block + layout.STEP_WORDS].tolist()
+        steps.words[block] = 0
+        steps.give_back(block)
+        links = self._groups.get(words[layout.STEP_GROUP], ())
+        for span in spans_of(words, self._texts.__getitem__, links):
+            self._take(span)
 
     def write(self, event: Event) -> None:
         with self._lock:
@@ -76,7 +110,7 @@ class SdkRecorder:
     def close(self) -> None:
         """What is open stays so; flushing is the application's, whose provider it is."""
         with self._lock:
-            self.level = 0
+            self.level = self.steps.words[layout.WORD_LEVEL] = 0
 
     def _begin(self, record: SpanBegin) -> Span:
         span = self._open.get(record.span_id)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.aspects import weave_aspects
-from sgl_aspects.tracing.aspects.options import AspectOptions
+from sgl_aspects.tracing.observers import weave_observers
+from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
@@ -98,8 +98,8 @@ class TraceSession:
         """None in a process that did not start the collector."""
         return self._collector.process_id if self._collector else None
 
-    def _attach(self, options: AspectOptions) -> None:
-        self._undo = [*weave_aspects(self.recorder, options), correlate_logs()]
+    def _attach(self, options: TraceOptions) -> None:
+        self._undo = [*weave_observers(self.recorder, options), correlate_logs()]
 
     def detach(self) -> None:
         """Takes the hooks off this process's functions: they are the original objects again."""
@@ -164,8 +164,8 @@ class TraceSession:
                 os.environ[name] = value
 
 
-def _options(settings: TraceSettings, measures: bool) -> AspectOptions:
-    return AspectOptions(settings.sampler.asks_parent, measures, settings.content, settings.takes_context)
+def _options(settings: TraceSettings, measures: bool) -> TraceOptions:
+    return TraceOptions(settings.sampler.asks_parent, measures, settings.content, settings.takes_context)
 
 
 def attach(

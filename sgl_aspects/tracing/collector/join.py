@@ -17,11 +17,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 
-from sgl_aspects.tracing.collector.span_builder import UNFINISHED, SpanBuilder
+from sgl_aspects.tracing.collector.span_builder import SpanBuilder
 from sgl_aspects.tracing.collector.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import (
+    UNFINISHED,
     AttributeValue,
     Record,
     RequestBegin,
@@ -176,6 +177,8 @@ class Joiner:
 
     def writer_gone(self, writer: Writer) -> None:
         """Everything of this writer is read and nothing more comes: its open spans end as unfinished."""
+        for record in writer.open_steps():
+            self.add(writer, record)
         for key, (owner, begin) in list(self._open.items()):
             if owner is writer and isinstance(begin, SpanBegin):
                 self._lose(key)

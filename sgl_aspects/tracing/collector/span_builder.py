@@ -15,13 +15,11 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
 from sgl_aspects.tracing.export.variables import SpanLimits
-from sgl_aspects.tracing.records import SpanEnd
+from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
 from sgl_aspects.tracing.ring.decoder import encodable
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
 
 _NO_LIMITS = SpanLimits()
-#: The error of a span whose process ended first.
-UNFINISHED = "unfinished"
 _UNSET = Status(StatusCode.UNSET)
 
 

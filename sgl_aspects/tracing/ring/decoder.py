@@ -18,10 +18,14 @@ from sgl_aspects.tracing.records import (
 )
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.span_readers import SpanReader, make_reader
+from sgl_aspects.tracing.ring.steps import spans_of
 
 # Parts of records whose end has not come; beyond so many the oldest are given up.
 _PENDING_PIECES = 1 << 17
 _PENDING_LINKS = 1 << 16
+# Groups of requests that steps link to; a scheduler has one at a time, or one for each stage of a pipeline.
+_GROUPS = 256
+_STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # What OTLP has room for.
 _IDS, _TRACE_IDS, _TIMES = range(1 << 64), range(1, 1 << 128), range(1 << 63)
 _new = tuple.__new__
@@ -54,9 +58,10 @@ class Decoder:
         self._pieces = 0
         self._links: dict[int, list[int]] = {}
         self._link_count = 0
+        self._groups: dict[int, list[int]] = {}
 
-    def decode(self, data: bytes, position: int) -> Record | None:
-        """The record in a slot; None for a part of one. Raises ``DamagedError``."""
+    def decode(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
+        """The record in a slot; None for a part of one, a list for a step. Raises ``DamagedError``."""
         try:
             if data[position] == layout.KIND_SPAN:  # nearly all are
                 return self._span(data, position)
@@ -80,8 +85,32 @@ class Decoder:
         # The same as SpanEnd(…), in a third of the time.
         return _new(SpanEnd, (type, span_id, root_id, parent_id, start, end, values, error, links))
 
-    def _other(self, data: bytes, position: int) -> Record | None:
+    def open_step(self, data: bytes, position: int) -> list[SpanEnd]:
+        """The spans of a step that is open in the header; none in a block that is free."""
+        if data[position] != layout.KIND_STEP:
+            return []
+        try:
+            return self._step(data, position)
+        except (ValueError, LookupError, struct.error) as error:
+            raise DamagedError(str(error)) from error
+
+    def _step(self, data: bytes, position: int) -> list[SpanEnd]:
+        words = [*_STEP.unpack_from(data, position)]
+        latest = 0
+        for word in range(layout.SCHEDULE_START, layout.PROCESS_END + 1):
+            if words[word]:
+                words[word] += self._clock_offset
+                if words[word] not in _TIMES:
+                    raise DamagedError(f"a time of {words[word]}")
+                latest = max(latest, words[word])
+        self.last_ns = max(self.last_ns, latest)
+        links = self._groups.get(words[layout.STEP_GROUP], ())
+        return spans_of(words, self._defined_text, links, self.last_ns)
+
+    def _other(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
         kind = data[position]
+        if kind == layout.KIND_STEP:
+            return self._step(data, position)
         if kind == layout.KIND_BEGIN:
             head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
             type = self._layout(head >> layout.HEAD_SHIFT).type
@@ -95,6 +124,12 @@ class Decoder:
         if kind == layout.KIND_LINKS:
             _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
             self._keep_links(span_id, [link for link in links if link])
+            return None
+        if kind == layout.KIND_GROUP:
+            _, key, *links, _ = layout.LINKS.unpack_from(data, position)
+            self._groups.setdefault(key, []).extend(link for link in links if link)
+            if len(self._groups) > _GROUPS:
+                del self._groups[next(iter(self._groups))]
             return None
         if kind in (layout.KIND_PART, layout.KIND_LONG):
             return self._text(data, position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = b"SGLARING"
-VERSION = 2
+VERSION = 3
 SUFFIX = ".ring"
 
 HEADER_BYTES = 4096
@@ -38,8 +38,12 @@ WORD_SAMPLE = 34
 #: The value of WORD_SAMPLE that keeps every request.
 SAMPLE_ALL = 1 << 32
 
+#: The header's open steps: so many blocks of the size of a slot, from this word on, up to its end.
+OPEN_STEPS_WORD = 64
+OPEN_STEPS = (HEADER_BYTES // 8 - OPEN_STEPS_WORD) // (SLOT_BYTES // 8)
+
 # Kinds of records: the first byte of a slot. 0 is none.
-KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG = range(1, 8)
+KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG, KIND_STEP, KIND_GROUP = range(1, 10)
 
 # The first word of a slot: kind in the lowest byte, a 32-bit number in the upper half.
 HEAD_SHIFT = 32
@@ -68,3 +72,53 @@ def span_struct(codes: str, has_error: bool, links: int) -> struct.Struct:
     packed = "".join(CODES[code] for code in codes) + "Q" * (has_error + links)
     padding = (SPAN_WORDS - len(codes) - has_error - links) * 8
     return struct.Struct(f"<6Q{packed}{padding}xQ")
+
+
+# -- a step: one record for all of its spans ------------------------------------------------------------
+
+#: The words of a step, in its block of the header while it is open and in its slot when it has ended.
+#: Times are nanoseconds, 0: not yet. ``GROUP``: the ``KIND_GROUP`` records with this key hold the links.
+(
+    STEP_HEAD,
+    STEP_SPAN_ID,
+    STEP_GROUP,
+    SCHEDULE_START,
+    SCHEDULE_END,
+    RUN_START,
+    RUN_END,
+    FORWARD_START,
+    FORWARD_END,
+    SAMPLE_START,
+    SAMPLE_END,
+    PROCESS_START,
+    PROCESS_END,
+    STEP_MODE,
+    STEP_SIZE,
+    STEP_TOKENS,
+    STEP_NUMBER,
+    STEP_WAITING,
+    STEP_RUNNING,
+    STEP_KV_USAGE,
+    STEP_DEVICE_TIME,
+    STEP_GRAPH,
+    STEP_DEVICE_NAME,
+    STEP_ERROR,
+    STEP_FAILED,
+) = range(25)
+STEP_WORDS = SLOT_BYTES // 8
+#: Figures are stored plus one, so that 0 is none: numbers, nanoseconds, and the usage in millionths.
+KV_USAGE_UNIT = 1_000_000
+#: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
+STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
+#: What is known at its end, from ``STEP_NUMBER`` on: number, waiting, running, usage.
+STEP_END = struct.Struct("<4Q")
+
+#: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
+CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)
+#: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
+CHILD_SHIFT = 60
+
+
+def child_id(step_id: int, child: int) -> int:
+    """The span id of a step's child: it follows from the step's."""
+    return step_id | child << CHILD_SHIFT

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sgl_aspects.tracing.records import Record
+from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.decoder import DamagedError, Decoder
 
@@ -137,6 +137,15 @@ class RingReader:
             self.damaged = damaged
             number += count
 
+    def open_steps(self) -> Iterator[SpanEnd]:
+        """The spans of the steps that are open now; of a dead process those that it never ended."""
+        data = self._read(0, layout.HEADER_BYTES)
+        for word in range(layout.OPEN_STEPS_WORD, layout.HEADER_BYTES // 8, layout.STEP_WORDS):
+            try:
+                yield from self._decoder.open_step(data, word * 8)
+            except DamagedError:
+                self.damaged += 1
+
     def skip_to_newest(self) -> None:
         """Takes everything as read, so that ``history`` gives all that the ring holds."""
         self.taken = self._newest()
@@ -199,7 +208,11 @@ class RingReader:
             except DamagedError:
                 self.damaged += 1
                 continue
-            if record is not None:
+            if record is None:
+                continue
+            if isinstance(record, list):
+                yield from record
+            else:
                 yield record
         self.last_ns = max(self.last_ns, self._decoder.last_ns)
 

@@ -26,6 +26,7 @@ from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanEn
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
 from sgl_aspects.tracing.ring.slots import Slots
+from sgl_aspects.tracing.ring.steps import OpenSteps
 from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, shape, writer_by_values
 
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
@@ -68,8 +69,7 @@ class RingRecorder:
         self.new_id: Callable[[], int] = id_source()
         self._lock = threading.RLock()  # for opening and defining only
         self._file: RingFile | None = None
-        self._words: Any = [0] * 64
-        self._words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1] = self._control
+        self.steps = self._steps_in_memory()
         # A file's own numbers; the writers hold on to these dictionaries.
         self._begins.clear()
         self._texts.clear()
@@ -81,7 +81,8 @@ class RingRecorder:
         # The parent's ring belongs to the parent: closing the copy here does not release its lock.
         file = self._file
         if file is not None:
-            level, wanted, sample = self._words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1]
+            words = self.steps.words
+            level, wanted, sample = words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1].tolist()
             self._control = level, wanted, sample
         self._slots.forget()
         self._begin()
@@ -91,12 +92,12 @@ class RingRecorder:
     @property
     def level(self) -> int:
         """How much is to be recorded now, 0 to 4; another process may change it at any time."""
-        return self._words[layout.WORD_LEVEL]  # type: ignore[no-any-return]
+        return self.steps.words[layout.WORD_LEVEL]  # type: ignore[no-any-return]
 
     @property
     def sample(self) -> int:
         """Of requests that no caller decided about, so many in 2**32 are wanted."""
-        return self._words[layout.WORD_SAMPLE]  # type: ignore[no-any-return]
+        return self.steps.words[layout.WORD_SAMPLE]  # type: ignore[no-any-return]
 
     def open(self) -> bool:
         """Makes this process a writer of the run; False where the run has ended."""
@@ -115,7 +116,7 @@ class RingRecorder:
                 if self._file is None:
                     self._closed = True
                 else:
-                    self._words = self._file.words
+                    self.steps = OpenSteps(self._file.memory, self._file.words)
             return self._file
 
     def spans(self, type: SpanType) -> SpanWriter:
@@ -150,6 +151,45 @@ class RingRecorder:
         if head:
             self._slots.fill_begin(head, span_id, root_id, parent_id, start_ns)
 
+    def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
+        """A ring has no objects for spans."""
+
+    def _steps_in_memory(self) -> OpenSteps:
+        """Before the file is made, and after the end."""
+        steps = OpenSteps.in_memory()
+        for word, value in enumerate(self._control, layout.WORD_LEVEL):
+            steps.words[word] = value
+        return steps
+
+    def text(self, text: str) -> int:
+        """The number of a text in this process's file."""
+        with self._lock:
+            if text not in self._texts:
+                index = self._define("T", text[:_LONGEST_TEXT])
+                if index is None:
+                    return 0
+                self._texts[text] = index
+            return self._texts[text]
+
+    def write_group(self, key: int, links: Sequence[int]) -> bool:
+        """The keys of the requests that steps of this group link to."""
+        return self._write_links(layout.KIND_GROUP, key, links)
+
+    def end_step(self, steps: OpenSteps, block: int) -> None:
+        """Copies the step into a slot."""
+        try:
+            number, memory, offset = self._slots.take()
+        except StopIteration:
+            if self._slots.make_room():
+                self.end_step(steps, block)
+                return
+        else:
+            start = block * 8
+            memory[offset : offset + layout.MARK_OFFSET] = steps.memory[start : start + layout.MARK_OFFSET]
+            layout.MARK.pack_into(memory, offset + layout.MARK_OFFSET, number)
+        steps.words[block] = 0
+        steps.give_back(block)
+
     #: A ring is told of a span when it ends.
     begin = staticmethod(begin_span)
 
@@ -160,7 +200,8 @@ class RingRecorder:
             file, self._file = self._file, None
             if file is not None:
                 # Another thread may be packing right now: the memory goes when nobody holds it.
-                self._words = [0] * 64
+                self._control = 0, 0, 0
+                self.steps = self._steps_in_memory()
                 file.end()
 
     def _learn(self, type: SpanType, write: SpanWriter, *fields: Any) -> None:
@@ -171,7 +212,7 @@ class RingRecorder:
         links, has_error = span.links, span.error != ""
         own = len(values) + has_error
         if own <= layout.SPAN_WORDS < own + len(links):
-            if not self._write_links(span.span_id, links):
+            if not self._write_links(layout.KIND_LINKS, span.span_id, links):
                 return
             links = ()
         span = span._replace(values=values, links=links)
@@ -229,11 +270,11 @@ class RingRecorder:
             file = self._open_file()
             return None if file is None else file.define(kind, text)
 
-    def _write_links(self, span_id: int, links: Sequence[int]) -> bool:
+    def _write_links(self, kind: int, key: int, links: Sequence[int]) -> bool:
         for start in range(0, len(links), layout.LINKS_WORDS):
             some = links[start : start + layout.LINKS_WORDS]
             padding = [0] * (layout.LINKS_WORDS - len(some))
-            if not self._slots.fill(layout.LINKS.pack_into, layout.KIND_LINKS, span_id, *some, *padding):
+            if not self._slots.fill(layout.LINKS.pack_into, kind, key, *some, *padding):
                 return False
         return True
 

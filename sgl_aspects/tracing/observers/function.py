@@ -9,9 +9,8 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
-from sgl_aspects.tracing.aspects.observer import error_type
-from sgl_aspects.tracing.aspects.scheduled import SchedulerState
 from sgl_aspects.tracing.context import close_span, innermost
+from sgl_aspects.tracing.observers.observation import error_type
 from sgl_aspects.tracing.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType
 from sgl_aspects.weaving import argument_reader
@@ -23,15 +22,15 @@ _PLAIN = (bool, int, float, str)
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
-class FunctionAspect:
+class FunctionObserver:
     """Observes the functions of one ``[[trace]]``: a span for each call.
 
     Its parent is the traced function that is open around it, else the scheduler step that runs; with
     neither it is the root of a trace of its own.
     """
 
-    def __init__(self, recorder: Recorder, declared: DeclaredTrace, states: Sequence[SchedulerState]) -> None:
-        self._recorder, self._declared, self._states = recorder, declared, states
+    def __init__(self, recorder: Recorder, declared: DeclaredTrace) -> None:
+        self._recorder, self._declared = recorder, declared
         self.__qualname__, self.__module__ = declared.name or str(declared.target), declared.where
 
     def bound_to(self, function: Callable[..., Any]) -> TracedFunction:
@@ -41,7 +40,7 @@ class FunctionAspect:
         # Of no type of their own: what a path leads to is known when it has been walked.
         type = SpanType(name, dict.fromkeys(self._declared.attributes, object))
         is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-        return TracedFunction(self._recorder, type, self._declared.level, self._states, readers, is_generator)
+        return TracedFunction(self._recorder, type, self._declared.level, readers, is_generator)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Never called: each function has an observer of its own."""
@@ -60,11 +59,10 @@ class TracedFunction:
         recorder: Recorder,
         type: SpanType,
         level: int,
-        states: Sequence[SchedulerState],
         readers: Sequence[Reader],
         is_generator: bool,
     ) -> None:
-        self._recorder, self._states, self._readers = recorder, states, readers
+        self._recorder, self._readers = recorder, readers
         self._level, self._type = level, type
         self._write = recorder.spans(type)
         # Between two items of a generator its caller runs, whose spans are none of its children.
@@ -75,7 +73,7 @@ class TracedFunction:
         if recorder.level < self._level:
             return None
         outer = innermost()
-        root_id, parent_id = self._step() if outer is None else outer[:2]
+        root_id, parent_id = (0, 0) if outer is None else outer[:2]
         span_id, start_ns = recorder.new_id(), time_ns()
         if not root_id:
             if not in_sample(span_id, recorder.sample):
@@ -99,12 +97,6 @@ class TracedFunction:
         if self._is_generator and isinstance(error, GeneratorExit):
             error = None  # its reader had enough
         self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
-
-    def _step(self) -> tuple[int, int]:
-        for state in self._states:
-            if state.step_id:
-                return state.step_id, state.run_id or state.step_id
-        return 0, 0
 
 
 def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:

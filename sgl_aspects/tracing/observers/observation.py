@@ -1,4 +1,4 @@
-"""The shape of an aspect's parts."""
+"""The shape of an observer's parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Any
 
 @dataclass
 class Observation:
-    """An observer for the function that plays ``role``; reports name it after its aspect."""
+    """An observer for the function that plays ``role``; reports name it after its class.
+
+    ``level``: from which trace level on it is woven. Those of level 1 and 2 always are: one of them sees that
+    the level has changed.
+    """
 
     role: str
     enter: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     exit: Callable[[Any, Any, BaseException | None], None]
+    level: int = 1
 
     def __post_init__(self) -> None:
         method = self.enter if inspect.ismethod(self.enter) else self.exit
@@ -23,6 +28,10 @@ class Observation:
 
 def nothing(token: Any, result: Any, error: BaseException | None) -> None:
     """The exit of an observer that does its work on entry."""
+
+
+def no_token(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The entry of an observer that does its work on exit."""
 
 
 def error_type(error: BaseException | None) -> str:

@@ -5,36 +5,24 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.base import Engine
-from sgl_aspects.tracing.aspects.observer import Observation, error_type
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.schema import PREPARATIONS
 
-#: Roles that an engine may have, each with the name of its spans.
-_SPANS = {
-    "load_model": "load_model",
-    "kv_init": "init_kv_cache",
-    "graph_capture": "capture_graphs",
-    "update_weights": "update_weights",
-    "update_weights_from_disk": "update_weights",
-    "update_weights_from_distributed": "update_weights",
-    "update_weights_from_tensor": "update_weights",
-    "update_weights_from_ipc": "update_weights",
-}
-
-
-class PreparationAspect:
+class PreparationObserver:
     """Spans ``load_model``, ``init_kv_cache``, ``capture_graphs`` and ``update_weights``."""
 
-    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+    def __init__(self, trackers: Trackers) -> None:
         self._preparations = {
-            role: _Preparation(recorder, SpanType(name))
-            for role, name in _SPANS.items()
-            if role in engine.roles
+            role: _Preparation(trackers.recorder, type)
+            for role, type in PREPARATIONS.items()
+            if role in trackers.engine.roles
         }
 
     def observations(self) -> list[Observation]:
-        return [Observation(role, one.enter, one.exit) for role, one in self._preparations.items()]
+        return [Observation(role, one.enter, one.exit, 2) for role, one in self._preparations.items()]
 
 
 class _Preparation:

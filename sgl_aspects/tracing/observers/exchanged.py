@@ -24,11 +24,11 @@ from typing import Any
 
 from sgl_aspects.engines.base import Engine, Role
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects.observer import Observation, nothing
-from sgl_aspects.tracing.aspects.options import AspectOptions
-from sgl_aspects.tracing.aspects.request import REQUEST
+from sgl_aspects.tracing.observers.observation import Observation, nothing
+from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin
+from sgl_aspects.tracing.schema import OPERATION, PROVIDER, REQUEST
 
 _SERVER = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
 #: The functions of the HTTP server; they belong to no engine.
@@ -88,13 +88,13 @@ _exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
 current_exchange: Callable[[], Exchange | None] = _exchange.get
 
 
-class ExchangeAspect:
+class ExchangeObserver:
     """Spans of requests that are refused; for all others what it notes belongs to the request's span.
 
     ``engines``: those whose requests come by HTTP. A refused request belongs to the one that is loaded.
     """
 
-    def __init__(self, recorder: Recorder, engines: Sequence[Engine], options: AspectOptions) -> None:
+    def __init__(self, recorder: Recorder, engines: Sequence[Engine], options: TraceOptions) -> None:
         self._recorder = recorder
         self._engines = engines
         self._options = options
@@ -139,8 +139,8 @@ class ExchangeAspect:
         headers = exchange.headers if self._options.takes_context else None
         origin = context.of_request(headers, recorder.sample, self._options.asks_parent)
         attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": engine.provider_name,
+            OPERATION: operation,
+            PROVIDER: engine.provider_name,
         }
         span_id, start_ns, status = recorder.new_id(), exchange.start_ns, exchange.status
         recorder.write(RequestBegin(span_id, "", start_ns, *origin, operation, attributes))

@@ -6,48 +6,22 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
-from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions, no_headers
-from sgl_aspects.tracing.content import INPUT, OUTPUT
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
-
-TOKENIZE = SpanType("tokenize", {"gen_ai.usage.input_tokens": int})
-DETOKENIZE = SpanType(
-    "detokenize", {"sgl_aspects.detokenize.calls": int, "sgl_aspects.detokenize.busy_time": float}
-)
-REQUEST = SpanType(
-    "request",
-    {
-        "gen_ai.response.id": str,
-        "gen_ai.response.model": str,
-        "gen_ai.response.finish_reasons": list,
-        "gen_ai.response.time_to_first_chunk": float,
-        "gen_ai.usage.input_tokens": int,
-        "gen_ai.usage.output_tokens": int,
-        "gen_ai.usage.cache_read.input_tokens": int,
-        "gen_ai.latency.time_to_first_token": float,
-        "gen_ai.latency.e2e": float,
-        OUTPUT: str,
-        # Of a request that failed: the last, where others end before it.
-        "http.response.status_code": int,
-    },
-)
-
-# Attributes known when the request comes in, read from the request.
-REQUEST_ATTRIBUTES = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stream",
-    "frequency_penalty",
-    "presence_penalty",
-    "stop_sequences",
-    "choice.count",
+from sgl_aspects.tracing.schema import (
+    DETOKENIZE,
+    INPUT_MESSAGES,
+    OPERATION,
+    PROVIDER,
+    REQUEST,
+    REQUEST_ATTRIBUTES,
+    REQUEST_ID,
+    REQUEST_MODEL,
+    REQUEST_PREFIX,
+    TOKENIZE,
 )
 
 
@@ -66,10 +40,11 @@ class _Live:
     detokenize_calls: int = 0
 
 
-class RequestAspect:
+class CallingObserver:
     """Spans ``chat {model}`` or ``text_completion {model}``, from its receipt to its finish."""
 
-    def __init__(self, recorder: Recorder, engine: Engine, options: AspectOptions = DEFAULTS) -> None:
+    def __init__(self, trackers: Trackers) -> None:
+        engine, recorder, options = trackers.engine, trackers.recorder, trackers.options
         self._recorder = recorder
         self._options = options
         self._content = options.content
@@ -90,7 +65,7 @@ class RequestAspect:
         self._operation = reader("request.operation")
         self._request_rid = reader("request.rid")
         self._attributes = [
-            (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
+            (REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
         ]
         self._group = reader("request.group")
         self._messages = reader("request.messages")
@@ -121,10 +96,10 @@ class RequestAspect:
         rid = str(self._request_rid(request) or "")
         operation = str(self._operation(request) or "text_completion")
         attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": self._provider,
-            "gen_ai.request.model": model,
-            "gen_ai.request.id": rid,
+            OPERATION: operation,
+            PROVIDER: self._provider,
+            REQUEST_MODEL: model,
+            REQUEST_ID: rid,
         }
         for name, read in self._attributes:
             value = read(request)
@@ -133,7 +108,7 @@ class RequestAspect:
         if self._content is not None:
             prompt = self._content.input(self._messages(request))
             if prompt is not None:
-                attributes[INPUT] = prompt
+                attributes[INPUT_MESSAGES] = prompt
         # Several requests of one call are one trace, even where the call brought none along.
         first = self._live.get(self._group(request) or "")
         origin = (

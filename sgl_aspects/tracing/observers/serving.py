@@ -18,16 +18,27 @@ from functools import partial
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects.exchanged import Exchange, current_exchange, operation_of
-from sgl_aspects.tracing.aspects.observer import Observation, error_type, nothing
-from sgl_aspects.tracing.aspects.options import DEFAULTS, AspectOptions, no_headers
-from sgl_aspects.tracing.aspects.request import REQUEST, REQUEST_ATTRIBUTES, TOKENIZE
-from sgl_aspects.tracing.content import INPUT, LONGEST
+from sgl_aspects.tracing.content import LONGEST
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.exchanged import Exchange, current_exchange, operation_of
+from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
+from sgl_aspects.tracing.schema import (
+    CHOICE_COUNT,
+    INPUT_MESSAGES,
+    OPERATION,
+    PROVIDER,
+    REQUEST,
+    REQUEST_ATTRIBUTES,
+    REQUEST_ID,
+    REQUEST_MODEL,
+    REQUEST_PREFIX,
+    RESPONSE_MODEL,
+    TOKENIZE,
+)
 
 
 @dataclass(eq=False)
@@ -90,10 +101,11 @@ _serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar(
 )
 
 
-class ServedRequestAspect:
+class ServingObserver:
     """Spans ``chat {model}`` or ``text_completion {model}``, with ``tokenize`` below them."""
 
-    def __init__(self, recorder: Recorder, engine: Engine, options: AspectOptions = DEFAULTS) -> None:
+    def __init__(self, trackers: Trackers) -> None:
+        engine, recorder, options = trackers.engine, trackers.recorder, trackers.options
         self._recorder = recorder
         self._options = options
         self._content = options.content
@@ -127,7 +139,7 @@ class ServedRequestAspect:
         self._model = reader("manager.model")
         self._choice_count = reader("request.choice_count")
         self._attributes = [
-            (f"gen_ai.request.{name}", reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
+            (REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
         ]
         self._sent_rid = reader("tokenized.rid")
         self._token_count = reader("tokenized.count")
@@ -208,7 +220,7 @@ class ServedRequestAspect:
         if self._content is not None:
             prompt = self._content.input(self._messages(request))
             if prompt is not None:
-                attributes[INPUT] = prompt
+                attributes[INPUT_MESSAGES] = prompt
         root = serving.root = self._begin(serving, rids[0], start_ns, serving.origin, attributes)
         self._tell_tokenized(root, exchange)
         answers = self._answer_rids(request)
@@ -228,7 +240,7 @@ class ServedRequestAspect:
         parent = TraceContext(origin.trace_id, root.span_id, origin.sampled, origin.state, False)
         now = time_ns()
         for rid in rids:
-            attributes: dict[str, AttributeValue] = {"gen_ai.request.id": rid}
+            attributes: dict[str, AttributeValue] = {REQUEST_ID: rid}
             answer = self._live[rid] = self._begin(serving, rid, now, parent, attributes)
             serving.answers.append(answer)
             serving.rids.add(rid)
@@ -249,12 +261,12 @@ class ServedRequestAspect:
         self, request: Any, operation: str, model: str, rid: str
     ) -> dict[str, AttributeValue]:
         attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": self._provider,
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-            "gen_ai.request.id": rid,
-            "gen_ai.request.choice.count": self._choice_count(request),
+            OPERATION: operation,
+            PROVIDER: self._provider,
+            REQUEST_MODEL: model,
+            RESPONSE_MODEL: model,
+            REQUEST_ID: rid,
+            CHOICE_COUNT: self._choice_count(request),
         }
         for name, read in self._attributes:
             value = read(request)

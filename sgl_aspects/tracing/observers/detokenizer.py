@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.base import Engine
-from sgl_aspects.tracing.aspects.observer import Observation
-from sgl_aspects.tracing.aspects.request import DETOKENIZE
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.records import RequestSeen
+from sgl_aspects.tracing.schema import DETOKENIZE
 
 
 @dataclass(eq=False)
@@ -23,10 +22,11 @@ class _Detokenized:
     busy_ns: float = 0.0
 
 
-class DetokenizerAspect:
+class DetokenizerObserver:
     """Spans ``detokenize``; the time of a call is shared out over the requests in it."""
 
-    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+    def __init__(self, trackers: Trackers) -> None:
+        engine, recorder = trackers.engine, trackers.recorder
         self._recorder = recorder
         self._write = recorder.spans(DETOKENIZE)
         self._live: dict[str, _Detokenized] = {}

@@ -1,4 +1,4 @@
-"""What the aspects of a process are to do, beyond what the recorder says with each request and step."""
+"""What the observers of a process are to do, beyond what the recorder says with each request and step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sgl_aspects.tracing.content import ContentCapture
 
 
-class AspectOptions(NamedTuple):
+class TraceOptions(NamedTuple):
     """``asks_parent``: the caller of a request decides whether its trace is wanted, not the sampling alone.
 
     ``measures``: steps that are not traced leave figures for the metrics. ``content``: None where prompts and
@@ -20,7 +20,7 @@ class AspectOptions(NamedTuple):
     takes_context: bool = True
 
 
-DEFAULTS = AspectOptions()
+DEFAULTS = TraceOptions()
 
 
 def no_headers(_: object) -> None:

@@ -1,0 +1,132 @@
+"""The bridge to OpenTelemetry: our current span is its current span, in both directions.
+
+Other people's spans nest in ours, and clients send our ``traceparent``. Opens outnumber reads, so nothing is
+told to OpenTelemetry when a span opens: its context with our span in it is made when somebody asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import wrapt
+
+from sgl_aspects.tracing.context.current import Fields, OpenSpan, current_fields
+from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new
+
+logger = logging.getLogger(__name__)
+
+_joining = threading.Lock()
+_is_bridged = False
+
+
+def from_current_span() -> TraceContext | None:
+    """The context of the OpenTelemetry span open in this thread; None where nobody uses OpenTelemetry."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return None
+    return TraceContext(
+        context.trace_id,
+        context.span_id,
+        context.trace_flags.sampled,
+        context.trace_state.to_header(),
+        context.is_remote,
+    )
+
+
+def of_request(
+    headers: Mapping[str, str] | None, sample: int = 1 << 32, asks_parent: bool = True
+) -> TraceContext:
+    """The headers' context before the current span's, and a new trace where there is neither.
+
+    Who called has decided whether the trace is wanted; only for a new one is ``sample`` asked, unless it is
+    not to be ``asks_parent``.
+    """
+    found = from_headers(headers) or from_current_span()
+    if found is None:
+        return new(sample)
+    return found if asks_parent else found._replace(sampled=is_wanted(found.trace_id, sample))
+
+
+def bridge_opentelemetry() -> None:
+    """From now on, or once this process has loaded OpenTelemetry, whoever asks it what is current sees ours."""
+    global _is_bridged
+    with _joining:
+        if not _is_bridged:
+            _is_bridged = True
+            wrapt.register_post_import_hook(_join, "opentelemetry.trace")
+
+
+def _runtime_context_class() -> Any:
+    """What OpenTelemetry's current context is kept by; None where a version keeps it elsewhere."""
+    from opentelemetry import context
+
+    try:
+        from opentelemetry.context.context import _RuntimeContext
+    except ImportError:
+        return None
+    return _RuntimeContext if isinstance(getattr(context, "_RUNTIME_CONTEXT", None), _RuntimeContext) else None
+
+
+def _join(_: Any) -> None:
+    from opentelemetry import context, trace
+
+    base = _runtime_context_class()
+    if base is None:
+        logger.warning(
+            "this version of OpenTelemetry keeps its current context elsewhere: spans of your own are not "
+            "children of the engine's, which are recorded all the same"
+        )
+        return
+    (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
+
+    class CurrentSpan(trace.NonRecordingSpan):
+        """Its context is built when somebody asks."""
+
+        def __init__(self, span: OpenSpan) -> None:
+            self._span = span
+
+        def get_span_context(self) -> trace.SpanContext:
+            span, origin = self._span, self._span.trace
+            flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if origin is None or origin.sampled else 0)
+            state = trace.TraceState.from_header([origin.state]) if origin and origin.state else None
+            return trace.SpanContext(span.trace_id, span.span_id, False, flags, state)
+
+    class Attached(context.Context):
+        """What others made current inside a span of ours, ``inside``: that one is not on top of it."""
+
+        inside: Fields
+
+    class RuntimeContext(base):  # type: ignore[misc, valid-type]
+        """The process's own, ``inner``, and on top of what is current there the spans of ours since then."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def get_current(self) -> context.Context:
+            found, opened = self.inner.get_current(), current_fields()
+            covered = found.inside if isinstance(found, Attached) else None
+            while covered is not None and covered is not opened:
+                covered = covered[4]
+            if opened is None or opened is covered:
+                return found  # type: ignore[no-any-return]
+            span = OpenSpan(*opened)
+            return context.Context({**found, key: CurrentSpan(span) if span.span is None else span.span})
+
+        def attach(self, context: Any) -> Any:
+            opened = current_fields()
+            if opened is not None:
+                context = Attached(context)
+                context.inside = opened
+            return self.inner.attach(context)
+
+        def detach(self, token: Any) -> None:
+            self.inner.detach(token)
+
+    context._RUNTIME_CONTEXT = RuntimeContext(context._RUNTIME_CONTEXT)

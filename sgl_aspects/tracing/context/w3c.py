@@ -1,0 +1,76 @@
+"""W3C trace context: the trace that a request belongs to, by the headers of its caller or a new one.
+
+Read without OpenTelemetry, which the engine's processes do not have to load: it is one header with fixed
+fields.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# version "-" trace-id "-" parent-id "-" flags; a version above 00 may carry more fields.
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_LONGEST_STATE = 8192
+
+
+class TraceContext(NamedTuple):
+    """The trace that a request belongs to, and the span that called it (``parent_id`` 0: none)."""
+
+    trace_id: int
+    parent_id: int = 0
+    sampled: bool = True
+    state: str = ""
+    remote: bool = False
+
+
+def from_headers(headers: Mapping[str, str] | None) -> TraceContext | None:
+    """The W3C context in ``headers``, whatever the case of their names; None where it is absent or invalid.
+
+    An invalid ``traceparent`` is ignored together with its ``tracestate``, as the standard asks.
+    """
+    if not headers:
+        return None
+    fields = {str(name).lower(): value for name, value in headers.items()}
+    value = fields.get("traceparent")
+    match = _TRACEPARENT.fullmatch(value.strip(" \t")) if isinstance(value, str) else None
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(parent_id, 16):
+        return None
+    state = fields.get("tracestate")
+    if not isinstance(state, str) or len(state) > _LONGEST_STATE:
+        state = ""
+    return TraceContext(int(trace_id, 16), int(parent_id, 16), bool(int(flags, 16) & 1), state, True)
+
+
+def new(sample: int = 1 << 32) -> TraceContext:
+    """A trace of its own, with 128 random bits for its id. ``sample``: so many in 2**32 are wanted.
+
+    Decided by the id, as OpenTelemetry's ratio sampler does it, so that every service decides the same.
+    """
+    trace_id = int.from_bytes(os.urandom(16), "big") or 1
+    return TraceContext(trace_id, sampled=is_wanted(trace_id, sample))
+
+
+def is_wanted(trace_id: int, sample: int) -> bool:
+    """Whether the trace is one of the ``sample`` in 2**32."""
+    return (trace_id >> 32 & 0xFFFF_FFFF) < sample
+
+
+_SPREAD = 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835
+_GATHER = pow(_SPREAD, -1, 1 << 128)
+
+
+def trace_id_of_root(span_id: int) -> int:
+    """The trace of a root that no request brought along: every process can tell it from the span's id."""
+    return (span_id * _SPREAD) % (1 << 128) or 1
+
+
+def root_of_trace_id(trace_id: int) -> int:
+    """The root whose trace :func:`trace_id_of_root` named so; 0 where the id came from elsewhere."""
+    root = (trace_id * _GATHER) % (1 << 128)
+    return root if root < 1 << 64 else 0

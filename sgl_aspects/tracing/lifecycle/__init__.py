@@ -1,0 +1,29 @@
+"""What happens to a request and to a batch, in any engine: trackers, the only writers of their spans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sgl_aspects.engines.base import Engine
+from sgl_aspects.tracing.lifecycle.requests import RequestTracker
+from sgl_aspects.tracing.lifecycle.steps import Step, StepTracker
+from sgl_aspects.tracing.options import TraceOptions
+from sgl_aspects.tracing.recorder import Recorder
+
+
+class Trackers(NamedTuple):
+    """What the observers of one engine tell; an engine's own observers are made from it."""
+
+    engine: Engine
+    recorder: Recorder
+    options: TraceOptions
+    requests: RequestTracker
+    steps: StepTracker
+
+    @classmethod
+    def of(cls, engine: Engine, recorder: Recorder, options: TraceOptions) -> Trackers:
+        requests = RequestTracker(recorder)
+        return cls(engine, recorder, options, requests, StepTracker(recorder, options.measures))
+
+
+__all__ = ["RequestTracker", "Step", "StepTracker", "Trackers"]

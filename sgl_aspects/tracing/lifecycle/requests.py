@@ -1,0 +1,164 @@
+"""The life of a request in the scheduler: queued, each chunk of its prompt, decoding, preempted, ended.
+
+The spans ``queue``, ``prefill`` (one for each chunk), ``decode``, and for engines that have them
+``bootstrap`` and ``kv_transfer``, are children of the request's own span, which another process writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import AttributeValue, RequestSeen, SpanType
+from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
+
+
+@dataclass(eq=False)
+class ScheduledRequest:
+    """A request in the scheduler. ``key`` is its name in this process's records (see ``RequestSeen``).
+
+    ``phase``: the span of it that is open (its type's name); "" while its prompt is worked on.
+    """
+
+    key: int
+    rid: str
+    phase: str = ""
+    phase_id: int = 0
+    phase_ns: int = 0
+    chunks: int = 0
+    #: What the engine found wrong with it, where it refused it.
+    problem: str = ""
+
+    @property
+    def decodes(self) -> bool:
+        return self.phase == DECODE.name
+
+    @property
+    def is_running(self) -> bool:
+        return not self.phase or self.decodes
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A part of one request's prompt in a batch. ``is_last`` None: settled when the result comes."""
+
+    req: Any
+    request: ScheduledRequest
+    tokens: int
+    start_ns: int
+    is_last: bool | None = None
+
+
+class RequestTracker:
+    """The requests of one scheduler, by request id."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.requests: dict[str, ScheduledRequest] = {}
+        #: Those that gave way, and are in the queue again.
+        self.preempted_requests: set[ScheduledRequest] = set()
+        self._processed: list[Chunk] = []
+        self._recorder = recorder
+        self._announce: Callable[[SpanType, int, int, int, int], None] = recorder.announce
+        self._writers = {name: recorder.spans(type) for name, type in PHASES.items()}
+        self._write_prefill = recorder.spans(PREFILL)
+
+    def follow(self) -> None:
+        """Another rank, which runs the same requests, tells of them; the steps here are linked to them."""
+        self._announce = self._write_prefill = _untold
+        self._writers = dict.fromkeys(self._writers, _untold)
+
+    def queued(self, rid: str) -> ScheduledRequest:
+        """The scheduler got a request."""
+        recorder, now = self._recorder, time_ns()
+        request = ScheduledRequest(recorder.new_id(), rid)
+        recorder.write(RequestSeen(request.key, rid, now))
+        self.requests[rid] = request
+        self._open(request, QUEUE.name, now)
+        return request
+
+    def enter(self, rid: str, phase: str, now: int = 0) -> None:
+        """It goes from the phase that is open to another: one of ``schema.PHASES``."""
+        request = self.requests.get(rid)
+        if request is not None and request.phase != phase:
+            now = now or time_ns()
+            self._close(request, now)
+            self._open(request, phase, now)
+
+    def launched(self, request: ScheduledRequest, now: int) -> None:
+        """Its prompt is in a batch; no-op for one that was before."""
+        if request.phase:
+            self.preempted_requests.discard(request)
+            self._close(request, now)
+
+    def resume(self, request: ScheduledRequest, now: int) -> None:
+        """It gave way, and all that it had is still in the prefix cache: it decodes at once."""
+        self.preempted_requests.discard(request)
+        self._close(request, now)
+        self._open(request, DECODE.name, now)
+
+    def processing(self, chunks: list[Chunk]) -> None:
+        """The result of a batch with these parts of prompts is here, and being processed."""
+        self._processed = chunks
+
+    def processed(self, problem: str = "") -> None:
+        """The result is processed: the chunks have ended, and the requests whose prompts are whole decode."""
+        chunks, self._processed = self._processed, []
+        self.prefilled(chunks, problem)
+
+    def prefilled(self, chunks: Iterable[Chunk], problem: str = "") -> None:
+        """Chunks have been worked on; from the last one of a prompt on its request decodes."""
+        end_ns = time_ns()
+        for chunk in chunks:
+            request = chunk.request
+            key, values = request.key, (chunk.tokens, request.chunks)
+            request.chunks += 1
+            self._write_prefill(self._recorder.new_id(), key, key, chunk.start_ns, end_ns, values, problem)
+            if chunk.is_last and not problem and not request.phase and request.rid in self.requests:
+                self._open(request, DECODE.name, end_ns)
+
+    def preempted(self, rid: str, output_tokens: int | None) -> None:
+        """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
+        request = self.requests.get(rid)
+        if request is None or not request.is_running:
+            return
+        now = time_ns()
+        self._close(request, now, (output_tokens, "retracted"))
+        self.preempted_requests.add(request)
+        self._open(request, QUEUE.name, now)
+
+    def finished(
+        self, rid: str, output_tokens: int | None, reason: str | None, problem: str = "", now: int = 0
+    ) -> None:
+        """It leaves the scheduler, wherever it was; no-op where it is not known."""
+        if self._processed:
+            self.processed()  # its last token may have come with its prompt
+        request = self.requests.pop(rid, None)
+        if request is None:
+            return
+        self.preempted_requests.discard(request)
+        values = (output_tokens, reason) if request.decodes else (reason,)
+        self._close(request, now or time_ns(), values, problem)
+
+    def _open(self, request: ScheduledRequest, phase: str, now: int) -> None:
+        span_id = self._recorder.new_id()
+        request.phase, request.phase_id, request.phase_ns = phase, span_id, now
+        self._announce(PHASES[phase], span_id, request.key, request.key, now)
+
+    def _close(
+        self,
+        request: ScheduledRequest,
+        now: int,
+        values: tuple[AttributeValue, ...] = (),
+        problem: str = "",
+    ) -> None:
+        phase, key, start_ns = request.phase, request.key, request.phase_ns
+        if phase:
+            request.phase = ""
+            self._writers[phase](request.phase_id, key, key, start_ns, max(start_ns, now), values, problem)
+
+
+def _untold(*fields: Any, **named: Any) -> None:
+    """Records nothing."""

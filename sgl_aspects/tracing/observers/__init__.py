@@ -1,0 +1,130 @@
+"""What watches an engine's functions and tells the trackers of requests and steps, whatever the engine.
+
+An observer watches roles: for each a pair ``enter(args, kwargs) -> token`` and ``exit(token, result, error)``.
+They look and record; they cannot change what the engine does. The engine's room says which functions play the
+roles and how to read what they got and gave; a role that it does not have is not watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import sgl_aspects as aspects
+from sgl_aspects import config
+from sgl_aspects.engines import Engine, Role, find_engines
+from sgl_aspects.tracing.context import add_source, bridge_opentelemetry
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.calling import CallingObserver
+from sgl_aspects.tracing.observers.detail import DetailObserver
+from sgl_aspects.tracing.observers.detokenizer import DetokenizerObserver
+from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
+from sgl_aspects.tracing.observers.forward import ForwardObserver
+from sgl_aspects.tracing.observers.function import FunctionObserver
+from sgl_aspects.tracing.observers.observation import Observation
+from sgl_aspects.tracing.observers.preparation import PreparationObserver
+from sgl_aspects.tracing.observers.queue import QueueObserver
+from sgl_aspects.tracing.observers.serving import ServingObserver
+from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
+from sgl_aspects.tracing.recorder import Recorder
+
+_SOURCE = aspects.HookSource("tracing", "sgl-aspects")
+#: These are woven whatever the level is: they see that it has changed.
+_ALWAYS = 2
+
+
+def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> list[Callable[[], None]]:
+    """Weaves the observers for every engine that has a room, importing none of it.
+
+    What it returns undoes it: call them last to first.
+    """
+    undo: list[Callable[[], None]] = []
+    bridge_opentelemetry()
+    by_http: list[Engine] = []
+    for engine in find_engines():
+        if not _is_called(engine):
+            by_http.append(engine)
+        trackers = Trackers.of(engine, recorder, options)
+        undo.append(add_source(trackers.steps.current_span))
+        woven = WovenLevels(engine, [*_observations(trackers)])
+        undo.append(woven.remove)
+        undo.append(trackers.steps.flush)
+        trackers.steps.on_level = woven.set_level
+        woven.set_level(recorder.level)
+    exchanges = ExchangeObserver(recorder, by_http, options).observations()
+    undo.append(aspects.weave(*_advices(HTTP_ROLES, exchanges)).remove)
+    undo += _trace_declared(recorder)
+    return undo
+
+
+class WovenLevels:
+    """The observations of one engine, of which those of the levels that are on are woven."""
+
+    def __init__(self, engine: Engine, observations: list[Observation]) -> None:
+        self._advices: dict[int, list[aspects.Advice]] = {}
+        self._handles: dict[int, aspects.Handle] = {}
+        for level in (_ALWAYS, 3, 4):
+            own = [one for one in observations if max(one.level, _ALWAYS) == level]
+            self._advices[level] = [*_advices(engine.roles, own)]
+
+    def set_level(self, level: int) -> None:
+        """Weaves what ``level`` asks for, and takes off what it does not."""
+        for own, advices in self._advices.items():
+            if own <= max(level, _ALWAYS) and own not in self._handles and advices:
+                self._handles[own] = aspects.weave(*advices)
+            elif own > max(level, _ALWAYS) and own in self._handles:
+                self._handles.pop(own).remove()
+
+    def remove(self) -> None:
+        """Gives every original back."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+def _is_called(engine: Engine) -> bool:
+    """Whether a function of its own ends each request; else a generator serves it, by HTTP as a rule."""
+    return "finish_request" in engine.roles
+
+
+def _advices(roles: Mapping[str, Role], observations: Iterable[Observation]) -> Iterator[aspects.Advice]:
+    """Those whose role there is."""
+    for observation in observations:
+        role = roles.get(observation.role)
+        if role is not None:
+            target = aspects.Target.parse(role.targets)
+            yield aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
+
+
+def _observations(trackers: Trackers) -> Iterator[Observation]:
+    engine = trackers.engine
+    if _is_called(engine):
+        yield from CallingObserver(trackers).observations()
+    else:
+        yield from ServingObserver(trackers).observations()
+        yield from DetokenizerObserver(trackers).observations()
+    yield from QueueObserver(trackers).observations()
+    yield from StepObserver(trackers).observations()
+    yield from ForwardObserver(trackers).observations()
+    yield from PreparationObserver(trackers).observations()
+    yield from DetailObserver(trackers).observations()
+    if engine.observers is not None:
+        yield from engine.observers(trackers)
+
+
+def _trace_declared(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Weaves the functions that the configuration file wants traced; yields what undoes it.
+
+    One that cannot be is logged and stays in the report: the engine's own are traced all the same.
+    """
+    for declared in config.from_environment().traces:
+        target, observer = str(declared.target), FunctionObserver(recorder, declared)
+        source = aspects.HookSource(declared.where)
+        observe = aspects.HookType.OBSERVE
+        aspects.HookRegistry.register(target, observer, observe, source=source, required=declared.required)
+        yield partial(_unregister, target, observer)
+    aspects.HookRegistry.apply_hooks()
+
+
+def _unregister(target: str, observer: FunctionObserver) -> None:
+    aspects.HookRegistry.unregister(target, observer, aspects.HookType.OBSERVE)

@@ -1,0 +1,161 @@
+"""Level 3: the model's forward pass, with the time that the device itself took for it, and sampling.
+
+The device's events sit right around its work: around the launch of a graph where one is replayed, else
+around the whole pass. They are read when the batch's result has been processed, never waited for.
+"""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.tracing.lifecycle import Step, Trackers
+from sgl_aspects.tracing.observers.observation import Observation, error_type, no_token, nothing
+from sgl_aspects.tracing.ring import format as layout
+
+_FAILED = 1 << layout.CHILD_FORWARD
+
+
+class ForwardObserver:
+    """Stores the moments of ``forward`` and ``sample`` in the step that runs, and takes the device's time.
+
+    A pass inside a pass (a draft model's) belongs to it. Outside of a step (a warm-up, the capture of a
+    graph) nothing is stored.
+    """
+
+    def __init__(self, trackers: Trackers) -> None:
+        engine = trackers.engine
+        self._tracker, self._recorder = trackers.steps, trackers.recorder
+        self._runner = engine.call_reader("forward", "model_runner")
+        self._platform_of = engine.reader("model_runner.platform")
+        self._has_graphs = "graph_replay" in engine.roles or "graph_launch" in engine.roles
+        self._labels: dict[str, int] = {}
+        self._met_steps: Any = None
+        self._met_runner: Any = None
+        self._platform: Any = None
+        #: The step whose pass runs, and its events; what they have marked so far.
+        self._step: Step | None = None
+        self._events: Any = None
+        self._has_begun = False
+        self._has_ended = False
+        #: Whether the last pass of this mode replayed a graph, or was to decide about one. An event costs the
+        #: device as much as a small kernel: where the launch marks the begin, entering does not.
+        self._expects: dict[int, bool] = {}
+        self._mode = 0
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("forward", self._enter, self._exit, 3),
+            Observation("graph_decision", no_token, self._decision_exit, 3),
+            Observation("graph_replay", self._replay_enter, nothing, 3),
+            Observation("graph_launch", self._launch_enter, self._launch_exit, 3),
+            Observation("sample", self._sample_enter, self._sample_exit, 3),
+        ]
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        step = self._tracker.running
+        if step is None or not step.id or self._step is not None:
+            return None
+        words, block = step.words, step.block
+        runner = self._runner(args, kwargs)
+        if runner is not self._met_runner or step.steps is not self._met_steps:
+            self._meet(runner, step)
+        self._step = step
+        step.child = layout.CHILD_FORWARD
+        words[block + layout.FORWARD_START] = time_ns()
+        words[block + layout.STEP_DEVICE_NAME] = self._labels["device"]
+        words[block + layout.STEP_GRAPH] = self._labels["eager"]
+        self._has_begun = self._has_ended = False
+        if self._platform is not None:
+            self._events = self._tracker.take_events(self._platform)
+            self._mode = words[block + layout.STEP_MODE]
+            if not self._expects.get(self._mode):
+                self._begin_on_device()
+        return step
+
+    def _exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
+        if step is None:
+            return
+        events, self._events, self._step = self._events, None, None
+        if events is not None:
+            if self._has_begun:
+                if not self._has_ended:
+                    events[1].record()
+                step.events = events
+            else:  # no graph was replayed, unlike the last time
+                self._tracker.give_back_events(events)
+                self._expects[self._mode] = False
+        step.words[step.block + layout.FORWARD_END] = time_ns()
+        step.child = layout.CHILD_RUN_BATCH
+        if error is not None:
+            self._tracker.fail(step, _FAILED, error_type(error))
+
+    def _decision_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if self._events is not None:
+            self._expects[self._mode] = True
+            if not result:
+                self._begin_on_device()
+
+    def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self._step
+        if step is not None:
+            step.words[step.block + layout.STEP_GRAPH] = self._labels["replayed"]
+
+    def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self._step
+        if step is None:
+            return
+        words, block = step.words, step.block
+        words[block + layout.STEP_GRAPH] = self._labels["replayed"]
+        # While the host prepared the replay the device had nothing to do.
+        if self._events is not None and not self._has_ended:  # else a further part of the same pass
+            self._expects[self._mode] = True
+            self._begin_on_device()
+
+    def _launch_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if self._events is not None:
+            self._events[1].record()
+            self._has_ended = True
+
+    def _begin_on_device(self) -> None:
+        self._events[0].record()
+        self._has_begun = True
+
+    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        tracker = self._tracker
+        step = tracker.running
+        if step is None:  # what waits for the result before: it is of the batch that was launched last
+            step = tracker.in_flight[-1] if tracker.in_flight else None
+        if step is None or not step.id:
+            return None
+        step.words[step.block + layout.SAMPLE_START] = time_ns()
+        tracker.running, step.child = step, layout.CHILD_SAMPLE
+        return step
+
+    def _sample_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
+        if step is None:
+            return
+        step.words[step.block + layout.SAMPLE_END] = time_ns()
+        step.child = layout.CHILD_RUN_BATCH
+        if error is not None:
+            self._tracker.fail(step, 1 << layout.CHILD_SAMPLE, error_type(error))
+        if step.words[step.block + layout.RUN_END]:
+            self._tracker.running = None  # it was sampled after its launch
+
+    def _meet(self, runner: Any, step: Step) -> None:
+        """Another runner, or another file for the texts."""
+        text = self._recorder.text
+        self._met_runner, self._met_steps = runner, step.steps
+        self._platform = platform = self._platform_of(runner)
+        if platform is not None:
+            try:
+                platform.create_event()
+            except NotImplementedError:
+                self._platform = None
+        name = getattr(platform, "device_name", None)
+        self._labels = {
+            "eager": text("eager") if self._has_graphs else 0,
+            "replayed": text("replayed"),
+            "device": text(str(name)) if name else 0,
+        }
+        self._expects.clear()

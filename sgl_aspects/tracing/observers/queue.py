@@ -1,0 +1,88 @@
+"""Level 1: watches what happens to requests in the scheduler outside of batches: queued, refused, preempted."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+
+
+class QueueObserver:
+    """Tells the tracker of requests when they come, give way, and end without a batch's result."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        engine = trackers.engine
+        self._recorder, self._requests = trackers.recorder, trackers.requests
+        call, reader = engine.call_reader, engine.reader
+        self._added = call("add_request", "message")
+        self._adding = call("add_request", "scheduler")
+        self._is_follower = reader("scheduler.is_follower")
+        self._aborting = call("abort_scheduled_request", "scheduler")
+        self._aborted = call("abort_scheduled_request", "message")
+        self._refused = call("reject_request", "req")
+        self._retracted = call("retract", "req")
+        self._ended = call("end_scheduled_request", "req")
+        self._end_reason = call("end_scheduled_request", "finish_reason")
+        self._message_rid = reader("message.rid")
+        self._is_probe = reader("message.is_probe")
+        self._abort_all = reader("message.abort_all")
+        self._waiting_rids = reader("scheduler.waiting_rids")
+        self._rid = reader("req.rid")
+        self._output_tokens = reader("req.output_tokens")
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("add_request", self._add_enter, self._add_exit),
+            Observation("add_embedding_request", self._add_enter, self._add_exit),
+            Observation("abort_scheduled_request", self._abort_enter, self._abort_exit),
+            Observation("reject_request", self._reject_enter, nothing),
+            Observation("retract", self._retract_enter, nothing),
+            Observation("end_scheduled_request", self._end_enter, nothing),
+        ]
+
+    def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._recorder.level:
+            return None
+        message = self._added(args, kwargs)
+        if self._is_probe(message):
+            return None
+        rid = self._message_rid(message)
+        if self._is_follower(self._adding(args, kwargs)):
+            self._requests.follow()
+        # Before the call, so that an end inside it (a request that is refused) finds the request.
+        self._requests.queued(rid)
+        return rid
+
+    def _add_exit(self, rid: Any, result: Any, error: BaseException | None) -> None:
+        if error is not None and rid is not None:
+            self._requests.finished(rid, None, None, error_type(error))
+
+    def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._aborting(args, kwargs), self._aborted(args, kwargs)
+
+    def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        """A request that waits is thrown out here; one that runs ends with its next step."""
+        scheduler, message = token
+        prefix, everything = self._message_rid(message), self._abort_all(message)
+        waiting = self._waiting_rids(scheduler) or set()
+        for rid, request in list(self._requests.requests.items()):
+            concerned = everything or (prefix and rid.startswith(prefix))
+            if concerned and not request.is_running and rid not in waiting:
+                self._requests.finished(rid, None, "abort")
+
+    def _reject_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        request = self._requests.requests.get(self._rid(self._refused(args, kwargs)))
+        if request is not None:
+            request.problem = "rejected"
+
+    def _retract_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        req = self._retracted(args, kwargs)
+        self._requests.preempted(self._rid(req), self._output_tokens(req))
+
+    def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # On entry: before the engine tells the caller, whose span is to end after this one.
+        req, reason = self._ended(args, kwargs), self._end_reason(args, kwargs)
+        problem = reason if reason == "error" else ""
+        self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, time_ns())

@@ -1,0 +1,222 @@
+"""Levels 1 and 2: watches a scheduler's batches and requests, of an engine whose loop may overlap.
+
+Written for a decode step of a fast engine: nothing begins or ends in it but the step itself. One observer
+each watches the launch of a batch and the processing of its result, for requests and steps together.
+"""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.tracing.lifecycle import Step, Trackers
+from sgl_aspects.tracing.lifecycle.requests import Chunk
+from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.ring import format as layout
+
+# The usage of the KV cache takes an engine microseconds to say: in decode it is asked for every 8th step.
+_STEPS_PER_READING = 8
+
+
+class StepObserver:
+    """Tells the trackers of requests and steps what ``schedule``, ``run_batch`` and ``process_batch_result`` do."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        engine = trackers.engine
+        self._recorder = trackers.recorder
+        self._steps, self._requests = trackers.steps, trackers.requests
+        self._measures = trackers.options.measures
+        self._busy: Any = None  # the scheduler, while the latest figures for the metrics show it at work
+        call, reader = engine.call_reader, engine.reader
+        self._ran = call("run_batch", "batch")
+        self._processing = call("process_batch_result", "scheduler")
+        self._processed_batch = call("process_batch_result", "batch")
+        self._result = call("process_batch_result", "result")
+        self._receiving = call("receive_messages", "scheduler")
+        self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
+        self._mode_name = reader("mode.name") if "mode.name" in engine.attributes else str
+        self._rid = reader("req.rid")
+        self._num_tokens = reader("batch.num_tokens")
+        self._prefills = reader("batch.prefills")
+        self._is_middle_chunk = reader("req.is_middle_chunk")
+        self._is_prefill_only = reader("req.is_prefill_only")
+        self._finished = reader("reqs.finished") if "reqs.finished" in engine.attributes else None
+        self._finish_reason = reader("req.finish_reason")
+        self._output_tokens = reader("req.output_tokens")
+        self._step_number = reader("batch.step_id")
+        self._shared_id = reader("batch.shared_id") if "batch.shared_id" in engine.attributes else None
+        self._queues = engine.values_reader("scheduler", ("waiting", "running"))
+        self._kv_usage = reader("scheduler.kv_usage")
+        self._is_idle = reader("scheduler.is_idle")
+        # Of the latest batch: most decode steps are like the one before.
+        self._mode: Any = None
+        self._mode_text = ""
+        self._decodes = False
+        self._reqs: Any = None
+        self._size = 0
+        self._count = 0
+        self._usage: float | None = None
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("receive_messages", self._receive_enter, nothing),
+            Observation("schedule", self._schedule_enter, self._schedule_exit),
+            Observation("run_batch", self._run_enter, self._run_exit),
+            Observation("process_batch_result", self._process_enter, self._process_exit),
+        ]
+
+    # -- scheduled ------------------------------------------------------------------------------------------
+
+    def _schedule_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return time_ns()
+
+    def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
+        # A scheduler without work comes here thousands of times a second.
+        tracker = self._steps
+        if tracker.schedule_start:  # the last one led to no batch
+            if tracker.details:
+                tracker.details.clear()
+            if self._busy is not None and not tracker.in_flight:
+                self._tell_idle()
+        tracker.schedule_start, tracker.schedule_end = start_ns, time_ns()
+
+    def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._busy is not None and self._is_idle(self._receiving(args, kwargs)):
+            self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        """After the last step the metrics are to show a scheduler without work."""
+        scheduler, self._busy = self._busy, None
+        waiting, _ = self._queues(scheduler)
+        self._steps.idle(waiting, 0, self._kv_usage(scheduler))
+
+    # -- launched -------------------------------------------------------------------------------------------
+
+    def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = time_ns()
+        batch = self._ran(args, kwargs)
+        mode, reqs = self._mode_and_reqs(batch)
+        if mode is not self._mode:
+            self._meet_mode(mode)
+        size = len(reqs) if reqs else 0
+        requests = self._requests
+        prefill: list[Chunk] | None = None
+        if not self._decodes:
+            prefill = self._launch_prompts(batch, now)
+            tokens = self._num_tokens(batch) or 0
+        else:
+            tokens = size
+            if requests.preempted_requests:
+                self._resume(reqs, now)
+        tracker = self._steps
+        if reqs is not self._reqs or size != self._size:
+            self._link(reqs, size)
+        shared_id = 0 if self._shared_id is None else self._shared_id(batch)
+        step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
+        if prefill:
+            if step is None:
+                step = tracker.begin_unrecorded(batch)
+            step.prefill = prefill
+        return step
+
+    def _run_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
+        if step is None:
+            return
+        now = time_ns()
+        words, block = step.words, step.block
+        words[block + layout.RUN_END] = now
+        number = self._step_number(step.batch)
+        if number is not None:
+            words[block + layout.STEP_NUMBER] = number + 1
+        if error is None:
+            self._steps.launched(step, result)
+            return
+        problem = error_type(error)
+        if step.prefill:
+            self._requests.prefilled(step.prefill, problem)
+        self._steps.fail(step, 1 << layout.CHILD_RUN_BATCH, problem)
+        self._steps.end(step, now)
+
+    def _meet_mode(self, mode: Any) -> None:
+        self._mode = mode
+        self._mode_text = str(self._mode_name(mode))
+        self._decodes = self._mode_text == "decode"
+
+    def _launch_prompts(self, batch: Any, now: int) -> list[Chunk]:
+        """The requests whose prompts a batch works on leave the queue."""
+        chunks = []
+        for req, tokens, is_last in self._prefills(batch) or ():
+            request = self._requests.requests.get(self._rid(req))
+            if request is None or request.decodes:
+                continue  # not ours, or decoded along with other requests' prompts
+            self._requests.launched(request, now)
+            chunks.append(Chunk(req, request, tokens, now, is_last))
+        return chunks
+
+    def _resume(self, reqs: Any, now: int) -> None:
+        for req in reqs:
+            request = self._requests.requests.get(self._rid(req))
+            if request in self._requests.preempted_requests and request is not None:
+                self._requests.resume(request, now)
+
+    def _link(self, reqs: Any, size: int) -> None:
+        """The batch serves others than the last one did."""
+        self._reqs, self._size = reqs, size
+        known, rid = self._requests.requests, self._rid
+        found = [known.get(rid(req)) for req in reqs or ()]
+        keys = [request.key for request in found if request is not None]
+        self._steps.link(keys)
+
+    # -- its result processed -------------------------------------------------------------------------------
+
+    def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = time_ns()
+        tracker = self._steps
+        if not tracker.in_flight:
+            return None
+        step = tracker.take(self._processed_batch(args, kwargs), self._result(args, kwargs))
+        if step is None:
+            return None
+        step.words[step.block + layout.PROCESS_START] = now
+        step.child = layout.CHILD_PROCESS_RESULT
+        tracker.running = step
+        if step.prefill:
+            for chunk in step.prefill:
+                if chunk.is_last is None:
+                    chunk.is_last = not self._is_middle_chunk(chunk.req)
+                if self._is_prefill_only(chunk.req):
+                    chunk.is_last = False
+            self._requests.processing(step.prefill)
+        return step, self._processing(args, kwargs)
+
+    def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        now = time_ns()
+        step, scheduler = token
+        problem = "" if error is None else error_type(error)
+        if step.prefill:
+            self._requests.processed(problem)
+        if self._finished is not None:
+            self._end_requests(step.batch)
+        tracker, words, block = self._steps, step.words, step.block
+        count = self._count = self._count + 1
+        if not count % _STEPS_PER_READING or step.prefill is not None:
+            self._usage = self._kv_usage(scheduler)
+        number = words[block + layout.STEP_NUMBER] - 1
+        waiting, running = self._queues(scheduler)
+        tracker.store_queues(words, block, number if number >= 0 else None, waiting, running, self._usage)
+        if problem:
+            tracker.fail(step, 1 << layout.CHILD_PROCESS_RESULT, problem)
+        if self._measures:
+            self._busy = scheduler
+        tracker.end(step, now)
+
+    def _end_requests(self, batch: Any) -> None:
+        requests = self._requests
+        for req in self._finished(self._mode_and_reqs(batch)[1]) or ():  # type: ignore[misc]
+            request = requests.requests.get(self._rid(req))
+            if request is not None:
+                reason = self._finish_reason(req)
+                problem = request.problem or (reason if reason == "abort" else "")
+                requests.finished(request.rid, self._output_tokens(req), reason, problem)

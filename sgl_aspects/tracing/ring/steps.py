@@ -1,0 +1,118 @@
+"""A step as one record: the blocks in which steps are open, and the spans that a record stands for.
+
+While a step runs, its moments are stored straight into a block of the ring's header: one word each, read by
+whoever looks after the process was killed. When its result has been processed, the block is copied into a
+slot, whose reader makes the step's spans of it: their ids follow from the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, SpanType
+from sgl_aspects.tracing.ring import format as layout
+
+#: Each child of a step: its number, type, the words of its start and end, and its parent (0: the step).
+_CHILDREN: tuple[tuple[int, SpanType, int, int, int], ...] = (
+    (layout.CHILD_SCHEDULE, schema.SCHEDULE, layout.SCHEDULE_START, layout.SCHEDULE_END, 0),
+    (layout.CHILD_RUN_BATCH, schema.RUN_BATCH, layout.RUN_START, layout.RUN_END, 0),
+    (
+        *(layout.CHILD_FORWARD, schema.FORWARD, layout.FORWARD_START, layout.FORWARD_END),
+        layout.CHILD_RUN_BATCH,
+    ),
+    (layout.CHILD_SAMPLE, schema.SAMPLE, layout.SAMPLE_START, layout.SAMPLE_END, layout.CHILD_RUN_BATCH),
+    (layout.CHILD_PROCESS_RESULT, schema.PROCESS_RESULT, layout.PROCESS_START, layout.PROCESS_END, 0),
+)
+CHILD_TYPES = {child: type for child, type, *_ in _CHILDREN}
+CHILD_STARTS = {child: start for child, _, start, *_ in _CHILDREN}
+
+
+class OpenSteps:
+    """The blocks of one header: ``words`` are its 64-bit numbers, ``memory`` its bytes.
+
+    ``take`` gives the first word of a free block (``IndexError``: there is none), ``give_back`` frees it.
+    """
+
+    __slots__ = ("_free", "give_back", "memory", "take", "words")
+
+    def __init__(self, memory: Any, words: Any) -> None:
+        self.memory, self.words = memory, words
+        self._free = [
+            layout.OPEN_STEPS_WORD + number * layout.STEP_WORDS for number in range(layout.OPEN_STEPS)
+        ]
+        self.take: Callable[[], int] = self._free.pop
+        self.give_back: Callable[[int], None] = self._free.append
+
+    @classmethod
+    def in_memory(cls) -> OpenSteps:
+        """Blocks without a file."""
+        memory = bytearray(layout.HEADER_BYTES)
+        return cls(memory, memoryview(memory).cast("Q"))
+
+
+def spans_of(
+    words: Sequence[int], text_of: Callable[[int], str], links: Sequence[int], open_until: int = 0
+) -> list[SpanEnd]:
+    """The spans that a step's record stands for, the step's own first; times as in the record.
+
+    ``open_until``: of a step that has not ended, the end of what is open in it.
+    """
+    step_id = words[layout.STEP_SPAN_ID]
+    mode, size, tokens = (
+        text_of(words[layout.STEP_MODE]) if words[layout.STEP_MODE] else None,
+        _figure(words[layout.STEP_SIZE]),
+        _figure(words[layout.STEP_TOKENS]),
+    )
+    error = text_of(words[layout.STEP_ERROR]) if words[layout.STEP_ERROR] else ""
+    end = words[layout.PROCESS_END] or open_until
+    if not words[layout.PROCESS_END] and not error:
+        error = UNFINISHED
+    start = words[layout.SCHEDULE_START] or words[layout.RUN_START] or end
+    usage = _figure(words[layout.STEP_KV_USAGE])
+    values = [
+        _figure(words[layout.STEP_NUMBER]),
+        mode,
+        size,
+        tokens,
+        _figure(words[layout.STEP_WAITING]),
+        _figure(words[layout.STEP_RUNNING]),
+        None if usage is None else usage / layout.KV_USAGE_UNIT,
+    ]
+    found = [SpanEnd(schema.STEP, step_id, step_id, 0, start, end, values, error, links)]
+    if not step_id:
+        return found  # figures for the metrics
+    failed = words[layout.STEP_FAILED]
+    for child, type, first, last, parent in _CHILDREN:
+        if not words[first]:
+            continue
+        values = []
+        if type is schema.FORWARD:
+            device_time = _figure(words[layout.STEP_DEVICE_TIME])
+            values = [mode, size, tokens, None, None, None]
+            if words[layout.STEP_DEVICE_NAME]:
+                values[3] = text_of(words[layout.STEP_DEVICE_NAME])
+            if device_time is not None:
+                values[4] = device_time / 1e9
+            if words[layout.STEP_GRAPH]:
+                values[5] = text_of(words[layout.STEP_GRAPH])
+        is_open = not words[last]
+        problem = error if failed >> child & 1 or is_open else ""
+        found.append(
+            SpanEnd(
+                type,
+                layout.child_id(step_id, child),
+                step_id,
+                layout.child_id(step_id, parent),
+                words[first],
+                words[last] or end,
+                values,
+                problem,
+            )
+        )
+    return found
+
+
+def _figure(word: int) -> int | None:
+    return word - 1 if word else None

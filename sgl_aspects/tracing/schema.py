@@ -1,0 +1,154 @@
+"""Every span, attribute and metric name, once. docs/tracing.md and docs/metrics.md say what they mean."""
+
+from __future__ import annotations
+
+from sgl_aspects.tracing.records import SpanType
+
+# -- attributes: OpenTelemetry's GenAI conventions ------------------------------------------------------
+
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+REQUEST_ID = "gen_ai.request.id"
+CHOICE_COUNT = "gen_ai.request.choice.count"
+#: What a request asks for: ``REQUEST_PREFIX`` and one of ``REQUEST_ATTRIBUTES``.
+REQUEST_PREFIX = "gen_ai.request."
+REQUEST_ATTRIBUTES = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stream",
+    "frequency_penalty",
+    "presence_penalty",
+    "stop_sequences",
+    "choice.count",
+)
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
+END_TO_END = "gen_ai.latency.e2e"
+TIME_IN_QUEUE = "gen_ai.latency.time_in_queue"
+TIME_IN_PREFILL = "gen_ai.latency.time_in_model_prefill"
+TIME_IN_DECODE = "gen_ai.latency.time_in_model_decode"
+TIME_IN_INFERENCE = "gen_ai.latency.time_in_model_inference"
+INPUT_MESSAGES = "gen_ai.input.messages"
+OUTPUT_MESSAGES = "gen_ai.output.messages"
+
+STATUS_CODE = "http.response.status_code"
+ERROR_TYPE = "error.type"
+UNFINISHED_FLAG = "sgl_aspects.unfinished"
+
+# -- attributes: ours ----------------------------------------------------------------------------------
+
+FINISH_REASON = "sgl_aspects.finish_reason"
+PREFILL_TOKENS = "sgl_aspects.prefill.tokens"
+PREFILL_CHUNK = "sgl_aspects.prefill.chunk"
+DETOKENIZE_CALLS = "sgl_aspects.detokenize.calls"
+DETOKENIZE_BUSY_TIME = "sgl_aspects.detokenize.busy_time"
+STEP_ID = "sgl_aspects.step.id"
+MODE = "sgl_aspects.forward.mode"
+BATCH_SIZE = "sgl_aspects.batch.size"
+BATCH_TOKENS = "sgl_aspects.batch.tokens"
+QUEUE_WAITING = "sgl_aspects.queue.waiting"
+QUEUE_RUNNING = "sgl_aspects.queue.running"
+KV_USAGE = "sgl_aspects.kv.usage"
+DEVICE_NAME = "sgl_aspects.device.name"
+DEVICE_TIME = "sgl_aspects.forward.device_time"
+GRAPH = "sgl_aspects.forward.graph"
+
+# -- spans of a request --------------------------------------------------------------------------------
+
+#: Its name is its operation and the model.
+REQUEST = SpanType(
+    "request",
+    {
+        RESPONSE_ID: str,
+        RESPONSE_MODEL: str,
+        FINISH_REASONS: list,
+        TIME_TO_FIRST_CHUNK: float,
+        INPUT_TOKENS: int,
+        OUTPUT_TOKENS: int,
+        CACHED_TOKENS: int,
+        TIME_TO_FIRST_TOKEN: float,
+        END_TO_END: float,
+        OUTPUT_MESSAGES: str,
+        # Of a request that failed: the last, where others end before it.
+        STATUS_CODE: int,
+    },
+)
+TOKENIZE = SpanType("tokenize", {INPUT_TOKENS: int})
+DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME: float})
+#: A finish reason in the queue: the request ended there. Its own span says whether that is an error.
+QUEUE = SpanType("queue", {FINISH_REASON: str})
+PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
+DECODE = SpanType("decode", {OUTPUT_TOKENS: int, FINISH_REASON: str})
+#: Where a prompt is worked on by one server and the answer decoded by another.
+BOOTSTRAP = SpanType("bootstrap", {FINISH_REASON: str})
+KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str})
+#: What a request can be in, one at a time, between and after the chunks of its prompt.
+PHASES = {type.name: type for type in (QUEUE, BOOTSTRAP, KV_TRANSFER, DECODE)}
+
+# -- spans of a step -----------------------------------------------------------------------------------
+
+STEP = SpanType(
+    "scheduler.step",
+    {
+        STEP_ID: int,
+        MODE: str,
+        BATCH_SIZE: int,
+        BATCH_TOKENS: int,
+        QUEUE_WAITING: int,
+        QUEUE_RUNNING: int,
+        KV_USAGE: float,
+    },
+)
+SCHEDULE = SpanType("schedule")
+RUN_BATCH = SpanType("run_batch")
+FORWARD = SpanType(
+    "forward",
+    {
+        MODE: str,
+        BATCH_SIZE: int,
+        BATCH_TOKENS: int,
+        DEVICE_NAME: str,
+        DEVICE_TIME: float,
+        GRAPH: str,
+    },
+)
+SAMPLE = SpanType("sample")
+PROCESS_RESULT = SpanType("process_result")
+
+#: Level 4: role → its span, below a step.
+DETAILS = {
+    "cache_match": SpanType("cache.match"),
+    "cache_insert": SpanType("cache.insert"),
+    "cache_evict": SpanType("cache.evict"),
+    "kv_alloc": SpanType("kv.alloc"),
+    "kv_alloc_prefill": SpanType("kv.alloc"),
+    "kv_alloc_decode": SpanType("kv.alloc"),
+    "kv_free": SpanType("kv.free"),
+    "attention": SpanType("attention"),
+    "operator": SpanType("operator"),
+    "logits": SpanType("logits"),
+    "sampler": SpanType("sampler"),
+}
+
+# -- before an engine serves, and between requests: role → a trace of its own ---------------------------
+
+PREPARATIONS = {
+    "load_model": SpanType("load_model"),
+    "kv_init": SpanType("init_kv_cache"),
+    "graph_capture": SpanType("capture_graphs"),
+    "update_weights": SpanType("update_weights"),
+    "update_weights_from_disk": SpanType("update_weights"),
+    "update_weights_from_distributed": SpanType("update_weights"),
+    "update_weights_from_tensor": SpanType("update_weights"),
+    "update_weights_from_ipc": SpanType("update_weights"),
+}
