@@ -252,7 +252,7 @@ def main() -> None:
         (scratch / "model").mkdir()
         write_model(scratch / "model", arguments.layers)
         with attach(level=3, file=str(folder / "traces.jsonl")) as session:
-            words = session.recorder._words  # type: ignore[union-attr]
+            words = session.recorder.steps.words  # type: ignore[union-attr]
             engine = Engine(scratch / "model")
             ways = [name for name in ("eager", "graphs") if engine.use_graphs(name == "graphs")]
             words[ring_format.WORD_LEVEL] = 0

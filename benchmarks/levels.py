@@ -66,7 +66,7 @@ class Traced:
             level = int(subject) if is_on else 0
             write_control(self._ring, Control(level, 4))
             # This process's own: opening the file would give its lock up.
-            self._session.recorder._words[ring_format.WORD_LEVEL] = level  # type: ignore[union-attr]
+            self._session.recorder.steps.words[ring_format.WORD_LEVEL] = level  # type: ignore[union-attr]
             os.kill(self.collector, signal.SIGCONT if is_on else signal.SIGSTOP)
 
     def steps(self) -> Generator[float, None, None]:

@@ -1,34 +1,36 @@
-"""Microseconds of the aspects in one decode step of eight requests, without the weaving's calls.
+"""What the observers of one decode step cost the scheduler's thread, without the weaving's calls.
 
-The engine's objects are stand-ins, so that a step takes no time of its own: python -m benchmarks.steps.
+    python -m benchmarks.steps [--sizes 1 16 64] [--steps 300]
+
+The engine's objects are stand-ins. "warm": one step after the other in a tight loop, whole steps. "evicted":
+before each observer a buffer of 64 MB is walked through, as a model does that runs on this processor's caches;
+each enter and exit is timed alone, less what the same timing says of an empty function. A live engine lies
+between the two: with its model on another device its caches are left alone, but for what the engine itself does.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
-from sgl_aspects.tracing.aspects.forward import ForwardAspect
-from sgl_aspects.tracing.aspects.scheduled import ScheduledRequest, ScheduledRequestAspect, SchedulerState
-from sgl_aspects.tracing.aspects.step import StepAspect
-from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.forward import ForwardObserver
+from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 
-LEVELS = (0, 1, 2, 3)
-ROUNDS, STEPS = 15, 2000
-
-
-class _Batch:
-    def __init__(self, reqs: list[Any]) -> None:
-        self.forward_mode = ForwardMode.DECODE
-        self.reqs = reqs
-        self.step_id = 1
-        self.num_new_tokens = [1] * len(reqs)
-        self.batch_size = self.num_tokens = len(reqs)
+LEVELS = (1, 2, 3)
+EVICTED_BYTES = 64 << 20
 
 
 class _Event:
@@ -44,80 +46,115 @@ class _Event:
         return 1.0
 
 
-class _Platform:
-    device_name = "cpu"
+class Stage:
+    """One scheduler with its observers, and a batch that decodes. ``calls``: those of one step, in order."""
 
-    def is_capturing(self) -> bool:
-        return False
+    def __init__(self, folder: str, size: int) -> None:
+        self.recorder = RingRecorder(folder)
+        self.recorder.open()
+        trackers = Trackers.of(EMBEDDED, self.recorder, DEFAULTS)
+        found = [*StepObserver(trackers).observations(), *ForwardObserver(trackers).observations()]
+        self._observers = {each.role: each for each in found}
+        reqs = [SimpleNamespace(rid=f"r{number}", output_ids=[]) for number in range(size)]
+        for req in reqs:
+            trackers.requests.resume(trackers.requests.queued(req.rid), 1)
+        cache = SimpleNamespace(total_size=1000, available_size=lambda: 500)
+        scheduler = SimpleNamespace(waiting=[], running=reqs, kv_cache=cache)
+        platform = SimpleNamespace(device_name="cpu", create_event=_Event)
+        runner = SimpleNamespace(platform=platform)
+        batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs, step_id=1, num_tokens=size)
+        result = object()
+        run = ("run_batch", (scheduler, batch), result)
+        process = ("process_batch_result", (scheduler, batch, result), None)
+        self._nested = [("forward", (runner, batch), None), ("sample", (runner, None, batch), None)]
+        self._around = [("schedule", (scheduler,), batch), run, process]
 
-    def create_event(self) -> _Event:
-        return _Event()
+    def calls(self, level: int) -> list[tuple[str, Callable[[Any], Any]]]:
+        """Each enter and exit in their order; they hand tokens on through a dictionary."""
+        found: list[tuple[str, Callable[[Any], Any]]] = []
+        for role, args, result in self._around:
+            found.append((f"{role} enter", self._enter(role, args)))
+            if role == "run_batch" and level >= 3:
+                for inner, inner_args, inner_result in self._nested:
+                    found.append((f"{inner} enter", self._enter(inner, inner_args)))
+                    found.append((f"{inner} exit", self._exit(inner, inner_result)))
+            found.append((f"{role} exit", self._exit(role, result)))
+        return found
+
+    def _enter(self, role: str, args: Any) -> Callable[[Any], Any]:
+        enter = self._observers[role].enter
+
+        def call(tokens: Any) -> None:
+            tokens[role] = enter(args, {})
+
+        return call
+
+    def _exit(self, role: str, result: Any) -> Callable[[Any], Any]:
+        exit = self._observers[role].exit
+        return lambda tokens: exit(tokens[role], result, None)
+
+    def be(self, level: int) -> None:
+        """The level, and a collector that has taken everything."""
+        words = self.recorder.steps.words
+        words[layout.WORD_LEVEL] = level
+        words[layout.WORD_TAKEN] = self.recorder._slots._last
 
 
-class _Cache:
-    total_size = 1000
+def warm(stage: Stage, level: int, steps: int) -> float:
+    """Microseconds of a whole step, the best of several turns."""
+    calls = [call for _, call in stage.calls(level)]
+    tokens: dict[str, Any] = {}
+    best = []
+    for _ in range(7):
+        stage.be(level)
+        before = time.perf_counter_ns()
+        for _ in range(steps):
+            for call in calls:
+                call(tokens)
+        best.append((time.perf_counter_ns() - before) / steps / 1000)
+    empty = [lambda tokens: None] * len(calls)
+    before = time.perf_counter_ns()
+    for _ in range(steps):
+        for nothing in empty:
+            nothing(tokens)
+    return min(best) - (time.perf_counter_ns() - before) / steps / 1000
 
-    def available_size(self) -> int:
-        return 500
+
+def evicted(stage: Stage, level: int, steps: int) -> dict[str, float]:
+    """Median microseconds of each enter and exit."""
+    buffer = torch.zeros(EVICTED_BYTES // 8, dtype=torch.int64)
+    found: dict[str, list[int]] = {}
+    tokens: dict[str, Any] = {}
+    clock = time.perf_counter_ns
+    calls: list[tuple[str, Callable[[Any], Any]]] = [*stage.calls(level), ("", lambda tokens: None)]
+    for _ in range(steps):
+        stage.be(level)
+        for name, call in calls:
+            buffer.add_(1)
+            before = clock()
+            call(tokens)
+            found.setdefault(name, []).append(clock() - before)
+    empty = statistics.median(found.pop(""))
+    return {name: (statistics.median(times) - empty) / 1000 for name, times in found.items()}
 
 
-class _Runner:
-    platform = _Platform()
-
-
-class _Scheduler:
-    def __init__(self) -> None:
-        self.waiting: list[Any] = []
-        self.running: list[Any] = []
-        self.kv_cache = _Cache()
-
-
-def measure() -> dict[int, float]:
-    """Median microseconds a step, by level, beyond those of level 0, where nothing is recorded."""
-    found: dict[int, list[float]] = {level: [] for level in LEVELS}
-    with tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-", dir="/dev/shm") as folder:
-        recorder = RingRecorder(folder)
-        recorder.open()
-        state = SchedulerState(recorder)
-        observers: dict[str, list[Any]] = {}
-        for aspect in (
-            ScheduledRequestAspect(recorder, EMBEDDED, state),
-            StepAspect(recorder, EMBEDDED, state),
-            ForwardAspect(recorder, EMBEDDED, state),
-        ):
-            for observation in aspect.observations():
-                observers.setdefault(observation.role, []).append((observation.enter, observation.exit))
-        reqs = [type("Req", (), {"rid": f"r{n}", "output_ids": []})() for n in range(8)]
-        for number, req in enumerate(reqs):
-            state.requests[req.rid] = ScheduledRequest(100 + number, 200 + number, 1)
-        scheduler, batch, runner = _Scheduler(), _Batch(reqs), _Runner()
-
-        def call(role: str, args: tuple[Any, ...], result: Any, inside: tuple[Any, ...] = ()) -> None:
-            tokens = [enter(args, {}) for enter, _ in observers[role]]
-            for inner in inside:
-                call(*inner)
-            for (_, exit), token in zip(observers[role], tokens):
-                exit(token, result, None)
-
-        inner = (("forward", (runner, batch), None), ("sample", (runner, None, batch), None))
-        children = (
-            ("schedule", (scheduler,), batch),
-            ("run_batch", (scheduler, batch), None, inner),
-            ("process_batch_result", (scheduler, batch, None), None),
-        )
-        for _ in range(ROUNDS):
-            for level in LEVELS:
-                recorder._words[ring_format.WORD_LEVEL] = level
-                recorder._words[ring_format.WORD_TAKEN] = recorder._slots._last  # an attentive collector
-                call("step", (scheduler,), None, children)
-                before = time.thread_time_ns()
-                for _ in range(STEPS):
-                    call("step", (scheduler,), None, children)
-                found[level].append((time.thread_time_ns() - before) / STEPS / 1000)
-        recorder.close()
-    off = statistics.median(found[0])
-    return {level: statistics.median(values) - off for level, values in found.items() if level}
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="requests in a batch")
+    parser.add_argument("--steps", type=int, default=200)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for size in given.sizes:
+        for level in LEVELS:
+            with tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-", dir="/dev/shm") as folder:
+                stage = Stage(folder, size)
+                whole = warm(stage, level, 2000)
+                each = evicted(stage, level, given.steps)
+                stage.recorder.close()
+            print(f"batch of {size}, level {level}: warm {whole:.1f} µs, evicted {sum(each.values()):.1f} µs")
+            if size == given.sizes[-1]:
+                print("".join(f"    {name:<28}{cost:6.1f} µs\n" for name, cost in each.items()), end="")
 
 
 if __name__ == "__main__":
-    print("\n".join(f"level {level}: {cost:.1f} µs a step" for level, cost in measure().items()))
+    main()

@@ -21,9 +21,9 @@ from sgl_aspects import __version__
 from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
+from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.steps import OpenSteps, spans_of
-from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 
 # Spans whose parent has not come yet, and requests that never ended, are given up beyond so many.
 _KEPT = 4096

@@ -207,7 +207,7 @@ def record_for_ever(folder: str) -> None:
         number += 1
         write(number, number, 0, number, number + 1, [number, f"text-{number % 7}"])
         if number % 1000 == 0:
-            recorder._words[ring_format.WORD_TAKEN] = number
+            recorder.steps.words[ring_format.WORD_TAKEN] = number
             time.sleep(0.002)
 
 
@@ -228,11 +228,9 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
     import time
 
     from sgl_aspects.tracing import context
-    from sgl_aspects.tracing.aspects.request import REQUEST
-    from sgl_aspects.tracing.aspects.scheduled import DECODE, PREFILL, QUEUE
-    from sgl_aspects.tracing.aspects.step import STEP
     from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
     from sgl_aspects.tracing.ring.recorder import RingRecorder
+    from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, REQUEST, STEP
 
     recorder = RingRecorder(folder, level=3)
     span, new_id, second = recorder.spans, recorder.new_id, 1_000_000_000

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
-from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects.scheduled import SchedulerState
-from sgl_aspects.tracing.aspects.step import StepAspect
-from sgl_aspects.tracing.collector.join import Joiner
-from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -83,28 +74,3 @@ def test_reading_contexts_loads_no_opentelemetry() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
-
-
-def test_a_user_s_span_inside_a_step_is_its_child(tmp_path: Path) -> None:
-    recorder = RingRecorder(str(tmp_path))
-    state = SchedulerState(recorder)
-    (step,) = [
-        observation
-        for observation in StepAspect(recorder, EMBEDDED, state).observations()
-        if observation.role == "step"
-    ]
-    outside = trace.get_current_span()
-    token = step.enter((object(),), {})
-    inside = trace.get_current_span().get_span_context()
-    assert (inside.span_id, inside.trace_id) == (state.step_id, context.trace_id_of_root(state.step_id))
-    step.exit(token, None, ValueError())
-    assert trace.get_current_span() is outside
-    reader = RunReader(str(tmp_path))
-    (record,) = [record for _, record in reader.poll()]
-    spans: list[ReadableSpan] = []
-    Joiner(Resource({}), spans.append).add(next(iter(reader.writers.values())), record)
-    exported = spans[0].get_span_context()
-    assert exported is not None
-    assert (exported.trace_id, exported.span_id) == (inside.trace_id, inside.span_id)
-    recorder.close()
-    reader.close()

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.aspects import weave_aspects
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.logs import correlate_logs
+from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
@@ -138,7 +138,7 @@ def traced(
             reader.close()
             return by_name(found)
 
-    undo = weave_aspects(recorder)
+    undo = weave_observers(recorder)
     yield Traced(engine, spans, [])
     for step in reversed(undo):
         step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +9,17 @@ import pytest
 import torch
 
 import sgl_aspects as aspects
-from sgl_aspects.engines import EMBEDDED, SGLANG
+from sgl_aspects.engines import EMBEDDED, SGLANG, Engine
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
-from sgl_aspects.tracing.aspects.forward import ForwardAspect
-from sgl_aspects.tracing.aspects.scheduled import SchedulerState
-from sgl_aspects.tracing.collector.run_reader import RunReader
-from sgl_aspects.tracing.records import SpanEnd
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.forward import ForwardObserver
+from sgl_aspects.tracing.observers.observation import Observation
+from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
+from tests.support.memory_recorder import Memory
 
 
 class Clock:
@@ -57,44 +58,48 @@ class Graph(DeviceGraph):
         self.clock.now += 2.0
 
 
-def test_what_the_host_prepares_for_a_replay_is_no_device_time(tmp_path: Path) -> None:
-    recorder, clock = RingRecorder(str(tmp_path)), Clock()
-    state = SchedulerState(recorder)
-    state.level, state.step_id = 3, recorder.new_id()
-    found = {each.role: each for each in ForwardAspect(recorder, EMBEDDED, state).observations()}
+def observers(engine: Engine, recorder: Memory) -> dict[str, Observation]:
+    """By role: of the steps and of their forward passes."""
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
+    found = [*StepObserver(trackers).observations(), *ForwardObserver(trackers).observations()]
+    return {each.role: each for each in found}
+
+
+def test_what_the_host_prepares_for_a_replay_is_no_device_time() -> None:
+    recorder, clock = Memory(), Clock()
+    found = observers(EMBEDDED, recorder)
     launch = aspects.Advice(
         aspects.Target.parse(EMBEDDED.roles["graph_launch"].targets),
         aspects.HookType.OBSERVE,
         found["graph_launch"],
     )
-    runner = SimpleNamespace(platform=clock, graph_runner=object())
-    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1, num_tokens=1)
+    runner = SimpleNamespace(platform=clock)
+    scheduler = SimpleNamespace()
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[object()], step_id=1)
     recorded: list[int] = []
     with aspects.woven(launch):
-        for is_replayed in (False, True, True, None, False, "off"):
-            if is_replayed == "off":
-                runner.graph_runner, is_replayed = None, None
+        for is_replayed in (False, True, True, None, False):
+            step = found["run_batch"].enter((scheduler, batch), {})
             token = found["forward"].enter((runner, batch), {})
             if is_replayed is not None:  # None: another kind of graph runner, which does not ask so
                 decide = found["graph_decision"]
                 decide.exit(decide.enter((None, batch), {}), is_replayed, None)
             clock.now += 1.0  # launching one by one, or preparing a replay
             if is_replayed:
-                found["graph_replay"].enter((None, batch), {})
                 Graph(clock).replay()
+            clock.now += 0.5 if is_replayed else 0  # what the host does after the replay
             found["forward"].exit(token, None, None)
+            result = object()
+            found["run_batch"].exit(step, result, None)
+            process = found["process_batch_result"]
+            process.exit(process.enter((scheduler, batch, result), {}), None, None)
             recorded.append(clock.recorded)
         Graph(clock).replay()  # somebody's, outside any pass
-    reader = RunReader(str(tmp_path))
-    spans = [record for _, record in reader.poll() if isinstance(record, SpanEnd)]
-    values = [dict(zip(span.type.attributes, span.values)) for span in spans]
-    labels = [each["sgl_aspects.forward.graph"] for each in values]
-    assert labels == ["eager", "replayed", "replayed", "eager", "eager", "eager"]
-    assert [each["sgl_aspects.forward.device_time"] for each in values] == [1.0, 2.0, 2.0, None, 1.0, 1.0]
-    # The first pass enters before it is known that it asks for a graph.
-    assert [after - before for before, after in zip([0, *recorded], recorded)] == [3, 2, 2, 0, 3, 2]
-    recorder.close()
-    reader.close()
+    values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
+    assert [each[GRAPH] for each in values] == ["eager", "replayed", "replayed", "eager", "eager"]
+    assert [each[DEVICE_TIME] for each in values] == [1.0, 2.0, 2.0, None, 1.0]
+    # The first pass enters before it is known that it asks for a graph; so does one after another kind.
+    assert [after - before for before, after in zip([0, *recorded], recorded)] == [3, 2, 2, 0, 3]
 
 
 class Module:
@@ -118,35 +123,55 @@ class Module:
         return event
 
 
-def test_sglangs_forward_has_the_time_of_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_forward_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whatever torch knows, also in an extension of somebody else's; with the batch's result, unwaited."""
     device = Module()
     monkeypatch.setattr(torch, "somebodys", device, raising=False)
-    recorder = RingRecorder(str(tmp_path))
-    state = SchedulerState(recorder)
-    state.level, state.step_id = 3, recorder.new_id()
-    found = {each.role: each for each in ForwardAspect(recorder, SGLANG, state).observations()}
-    runner = SimpleNamespace(device="somebodys:0")
-    reader = RunReader(str(tmp_path))
-
-    def spans() -> list[tuple[Any, ...]]:
-        records = [record for _, record in reader.poll() if isinstance(record, SpanEnd)]
-        return [tuple(record.values) for record in records]
-
+    recorder = Memory()
+    found = observers(SGLANG, recorder)
+    runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
+    launched = []
     for seconds in (1.0, 2.0):  # two are launched before the first one's result is processed
-        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, batch_size=3)
+        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[object()] * 3)
+        step = found["run_batch"].enter((scheduler, batch), {})
         token = found["forward"].enter((runner, batch), {})
         device.now += seconds
         found["forward"].exit(token, None, None)
-    assert spans() == []
+        launched.append((batch, object()))
+        found["run_batch"].exit(step, launched[-1][1], None)
     process = found["process_batch_result"]
-    for device.done in (1.0, 3.0):
-        process.exit(process.enter((None, None, None), {}), None, None)
-    values = [("decode", 3, 3, "somebodys", seconds, "eager") for seconds in (1.0, 2.0)]
-    assert spans() == values
+    for device.done, (batch, result) in zip((0.5, 3.0), launched):  # the first is late
+        process.exit(process.enter((scheduler, batch, result), {}), None, None)
+    values = {("decode", 3, 3, "somebodys", seconds, "eager") for seconds in (1.0, 2.0)}
+    assert {tuple(span.values) for span in recorder.named("forward")} == values
     assert device.waited == 0
-    recorder.close()
-    reader.close()
+
+
+def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang's backends of graphs: what the runner does before and after is not the device's time."""
+    device = Module()
+    device.done = 100.0
+    monkeypatch.setattr(torch, "somebodys", device, raising=False)
+    recorder = Memory()
+    found = observers(SGLANG, recorder)
+    runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
+    process, launch = found["process_batch_result"], found["graph_launch"]
+    for _ in range(3):
+        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[object()])
+        step = found["run_batch"].enter((scheduler, batch), {})
+        token = found["forward"].enter((runner, batch), {})
+        device.now += 0.5
+        replay = launch.enter((object(),), {})
+        device.now += 1.0
+        launch.exit(replay, None, None)
+        device.now += 0.25
+        found["forward"].exit(token, None, None)
+        result = object()
+        found["run_batch"].exit(step, result, None)
+        process.exit(process.enter((scheduler, batch, result), {}), None, None)
+    assert [(span.values[4], span.values[5]) for span in recorder.named("forward")] == [(1.0, "replayed")] * 3
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "cpu"), ("nobodys:1", None)])

@@ -20,10 +20,9 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import TraceSession, attach, context
-from sgl_aspects.tracing.aspects.request import REQUEST
-from sgl_aspects.tracing.aspects.step import STEP
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
+from sgl_aspects.tracing.schema import REQUEST, STEP
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.collectors import kill_collector_for_good

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sgl_aspects.tracing.aspects import weave_aspects
-from sgl_aspects.tracing.aspects.options import AspectOptions
-from sgl_aspects.tracing.context import Opened, open_span
-from sgl_aspects.tracing.recorder import SpanWriter, span_writer
-from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.observers import weave_observers
+from sgl_aspects.tracing.options import TraceOptions
+from tests.support.memory_recorder import Memory
 from tests.support.stand_ins import Engine, ForwardMode
 
 SCHEDULER = """
@@ -44,40 +41,11 @@ RUNNER = """
     """
 
 
-@dataclass
-class Memory:
-    """A recorder that keeps the calls."""
-
-    level: int = 3
-    sample: int = 1 << 32
-    ended: list[SpanEnd] = field(default_factory=list)
-    begun: list[SpanBegin] = field(default_factory=list)
-    ids: int = 0
-
-    def new_id(self) -> int:
-        self.ids += 1
-        return self.ids
-
-    def write(self, event: Event) -> None: ...
-
-    def announce(self, *fields: Any) -> None:
-        self.begun.append(SpanBegin(*fields))
-
-    def spans(self, type: SpanType) -> SpanWriter:
-        return span_writer(type, self.ended.append)
-
-    def begin(self, type: SpanType, span_id: int, root_id: int, *_: Any) -> Opened:
-        return open_span(root_id, span_id)
-
-    def named(self, name: str) -> list[SpanEnd]:
-        return [record for record in self.ended if record.type.name == name]
-
-
 @pytest.fixture
 def recorder(engine: Engine) -> Iterator[Memory]:
     engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
     recorder = Memory()
-    undo = weave_aspects(recorder)  # type: ignore[arg-type]
+    undo = weave_observers(recorder)
     yield recorder
     for step in reversed(undo):
         step()
@@ -201,7 +169,7 @@ def test_of_several_ranks_the_one_that_answers_tells_of_requests(
     second = batch("DECODE", req)
     scheduler.process_batch_result(second, launch(scheduler, second))
     assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [0, 0, 0]
-    assert {begun.type.name for begun in recorder.begun} == {"scheduler.step", "run_batch"}
+    assert recorder.begun == []
     steps = recorder.named("scheduler.step")
     assert [len(step.links) for step in steps] == [1, 1]
 
@@ -237,8 +205,9 @@ def test_health_checks_are_not_seen(scheduler: Any, recorder: Memory) -> None:
 
 def test_steps_that_are_not_traced_leave_figures_and_an_idle_scheduler_too(engine: Engine) -> None:
     engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
-    recorder = Memory(level=1)
-    undo = weave_aspects(recorder, AspectOptions(measures=True))  # type: ignore[arg-type]
+    recorder = Memory()
+    recorder.level = 1
+    undo = weave_observers(recorder, TraceOptions(measures=True))
     scheduler = engine.load("sglang.srt.managers.scheduler").Scheduler()
     req = request(scheduler, "one")
     scheduler.running_batch = SimpleNamespace(reqs=[req])

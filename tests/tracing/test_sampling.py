@@ -13,13 +13,16 @@ import pytest
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSession, attach, context
-from sgl_aspects.tracing.aspects.options import AspectOptions
-from sgl_aspects.tracing.aspects.request import REQUEST, RequestAspect
 from sgl_aspects.tracing.collector import tail
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.calling import CallingObserver
+from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
 from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment
+from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
+from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Receiver, http_receiver
 from tests.tracing.test_collector import run_scheduler
 
@@ -122,46 +125,28 @@ def test_the_variable_reaches_processes_and_exporters(
     assert len(receiver.named("chat m")) == (3 if name == "always_on" else 1)
 
 
-class Kept:
-    """A recorder that samples nothing and keeps what an aspect writes."""
-
-    level, sample = 1, 0
-
-    def __init__(self) -> None:
-        self.events: list[RequestBegin] = []
-
-    def new_id(self) -> int:
-        return 1
-
-    def spans(self, type: SpanType) -> None: ...
-
-    def write(self, event: RequestBegin) -> None:
-        self.events.append(event)
-
-    def begin(self, *_: object) -> context.Opened:
-        return context.open_span(1, 1)
-
-
-def received(options: AspectOptions) -> RequestBegin:
+def received(options: TraceOptions) -> RequestBegin:
     """What the aspect writes of a request whose caller has a trace."""
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     request = SimpleNamespace(rid="r", is_chat=False, stream=False, headers=headers, group=None)
-    kept = Kept()
-    aspect = RequestAspect(kept, EMBEDDED, options)  # type: ignore[arg-type]
+    kept = Memory()
+    kept.sample = 0
+    aspect = CallingObserver(Trackers.of(EMBEDDED, kept, options))
     receive = next(seen for seen in aspect.observations() if seen.role == "receive_request")
     receive.exit(receive.enter((object(), request), {}), object(), None)
     (event,) = kept.events
+    assert isinstance(event, RequestBegin)
     return event
 
 
 def test_the_aspect_asks_the_sampler() -> None:
     for asks_parent in (True, False):
-        assert received(AspectOptions(asks_parent)).sampled is asks_parent
+        assert received(TraceOptions(asks_parent)).sampled is asks_parent
 
 
 def test_a_caller_s_context_is_taken_unless_propagators_say_otherwise() -> None:
-    assert received(AspectOptions()).trace_id == int("a" * 32, 16)
-    alone = received(AspectOptions(takes_context=False))
+    assert received(TraceOptions()).trace_id == int("a" * 32, 16)
+    alone = received(TraceOptions(takes_context=False))
     assert alone.trace_id != int("a" * 32, 16)
     assert alone.parent_id == 0
 

@@ -20,6 +20,16 @@ def _kv_usage(scheduler: Any) -> float | None:
     return 1.0 - cache.available_size() / total if total else None
 
 
+def _prefills(batch: Any) -> list[tuple[Any, int, bool]]:
+    """The requests whose prompts a batch works on: tokens of each in it, and whether it is the last part."""
+    found = []
+    for req, tokens in zip(batch.reqs, batch.num_new_tokens):
+        left = req.prefill_tokens_left
+        if left:
+            found.append((req, tokens, left <= tokens))
+    return found
+
+
 def _messages(request: Any) -> list[tuple[str, str]] | None:
     """The prompt by roles; None where it comes as token ids."""
     if isinstance(request.prompt, str):
@@ -56,7 +66,6 @@ EMBEDDED = Engine(
             (f"{_SCHEDULER}.finish_request",), ("scheduler:self", "req", "finish_reason"), required=True
         ),
         "receive_messages": Role((f"{_SCHEDULER}.recv_requests",), ("scheduler:self",)),
-        "step": Role((f"{_SCHEDULER}.step",), ("scheduler:self",)),
         "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",), required=True),
         "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch"), required=True),
         "process_batch_result": Role(
@@ -101,15 +110,15 @@ EMBEDDED = Engine(
         "message.rid": "rid",
         "req.rid": "rid",
         "req.output_tokens": lambda req: len(req.output_ids),
-        "req.prefill_tokens_left": "prefill_tokens_left",
         "req.priority": "priority",
         "req.cached_tokens": "cached_tokens",
         "batch.step_id": "step_id",
-        "batch.mode": "forward_mode._value_",  # asked several times a step; ``value`` takes thrice as long
+        "batch.mode": "forward_mode",
+        "mode.name": "_value_",
         "batch.reqs": "reqs",
         "batch.batch_size": "batch_size",
         "batch.num_tokens": "num_tokens",
-        "batch.num_new_tokens": "num_new_tokens",
+        "batch.prefills": _prefills,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.is_idle": lambda scheduler: not scheduler.has_work,

@@ -123,10 +123,13 @@ def _num_tokens(batch: Any) -> int:
     return int(batch.extend_num_tokens) if feeds_prompts and batch.extend_num_tokens else _batch_size(batch)
 
 
-def _prefills(batch: Any) -> list[tuple[Any, int]]:
-    """The requests whose prompts a batch works on, with the tokens of each in it."""
+def _prefills(batch: Any) -> list[tuple[Any, int, None]]:
+    """The requests whose prompts a batch works on, with the tokens of each in it.
+
+    Whether more is to come of a prompt is known when the result is processed.
+    """
     lengths = getattr(batch, "extend_lens", None)
-    return list(zip(batch.reqs, lengths)) if lengths else []
+    return [(req, tokens, None) for req, tokens in zip(batch.reqs, lengths)] if lengths else []
 
 
 def _is_middle_chunk(req: Any) -> bool:
@@ -235,6 +238,15 @@ SGLANG = Engine(
         "graph_replay": Role(
             ("sglang.srt.**:*GraphRunner.execute", "sglang.srt.**:*GraphRunner.replay"), ("runner:self",)
         ),
+        # The launch itself; where a version has no backends, with what the runner prepares for it.
+        "graph_launch": Role(
+            (
+                "sglang.srt.model_executor.runner_backend.*:*Backend.replay",
+                "sglang.srt.**:*GraphRunner.replay",
+                "sglang.srt.**:*GraphRunner.execute",
+            ),
+            ("backend:self",),
+        ),
         "graph_capture": Role(
             (f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs"), ("model_runner:self",)
         ),
@@ -325,7 +337,8 @@ SGLANG = Engine(
         "req.is_prefill_only": "is_prefill_only",
         "schedule.batch": lambda result: getattr(result, "batch_to_run", result),
         "batch.step_id": "forward_iter",
-        "batch.mode": lambda batch: _mode_of(batch.forward_mode).name,
+        "batch.mode": "forward_mode",
+        "mode.name": lambda mode: _mode_of(mode).name,
         "batch.reqs": "reqs",
         "batch.prefills": _prefills,
         "batch.batch_size": _batch_size,

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import wrapt
-
+from sgl_aspects.tracing.context import current
 from sgl_aspects.tracing.context.current import Fields, OpenSpan, current_fields
 from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new
 
@@ -55,12 +54,14 @@ def of_request(
 
 
 def bridge_opentelemetry() -> None:
-    """From now on, or once this process has loaded OpenTelemetry, whoever asks it what is current sees ours."""
+    """From here on OpenTelemetry's current span is ours where one is open; no-op while it is not loaded."""
     global _is_bridged
+    if _is_bridged or not hasattr(sys.modules.get("opentelemetry.trace"), "set_span_in_context"):
+        return  # or half loaded
     with _joining:
         if not _is_bridged:
-            _is_bridged = True
-            wrapt.register_post_import_hook(_join, "opentelemetry.trace")
+            _join()
+            _is_bridged = current.is_bridged = True
 
 
 def _runtime_context_class() -> Any:
@@ -71,10 +72,11 @@ def _runtime_context_class() -> Any:
         from opentelemetry.context.context import _RuntimeContext
     except ImportError:
         return None
-    return _RuntimeContext if isinstance(getattr(context, "_RUNTIME_CONTEXT", None), _RuntimeContext) else None
+    is_there = isinstance(getattr(context, "_RUNTIME_CONTEXT", None), _RuntimeContext)
+    return _RuntimeContext if is_there else None
 
 
-def _join(_: Any) -> None:
+def _join() -> None:
     from opentelemetry import context, trace
 
     base = _runtime_context_class()

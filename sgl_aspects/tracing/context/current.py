@@ -6,6 +6,7 @@ open costs nothing to be current: it is asked for (:func:`add_source`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, TypeAlias
@@ -42,10 +43,15 @@ _get, _set, restore = _fields.get, _fields.set, _fields.reset
 #: What ``restore`` raises where the span is not open: in another context, or because it was closed before.
 NOT_OPEN = (ValueError, RuntimeError)
 _sources: list[Callable[[], Fields | None]] = []
+_modules = sys.modules
+#: Whether the bridge to OpenTelemetry stands.
+is_bridged = False
 
 
 def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
     """Makes a span of ours the current one, until ``close_span`` of what this gives, or its being written."""
+    if not is_bridged and "opentelemetry.trace" in _modules:
+        _bridge()
     return _set((root_id, span_id, trace, span, current_fields()))
 
 
@@ -58,7 +64,15 @@ def begin_span(
     trace: TraceContext | None = None,
 ) -> Opened:
     """A recorder's ``begin`` that does no more than ``open_span``, without the time of a call to it."""
+    if not is_bridged and "opentelemetry.trace" in _modules:
+        _bridge()
     return _set((root_id, span_id, trace, None, current_fields()))
+
+
+def _bridge() -> None:
+    from sgl_aspects.tracing.context.bridge import bridge_opentelemetry
+
+    bridge_opentelemetry()
 
 
 def close_span(opened: Opened) -> None:

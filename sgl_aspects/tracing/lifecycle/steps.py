@@ -33,8 +33,8 @@ class Step:
     """A batch from its launch to its result. ``id`` 0: not traced, but figures for the metrics.
 
     ``words[block + …]`` are its moments and figures (:mod:`..ring.format`). ``child``: the span of it that
-    is open now, 0: its own. ``batch``, ``result``: how the result's processing finds it. ``prefill``: what its
-    observer keeps of the prompts in it; ``events``: the device's.
+    is open now, 0: its own. ``batch``, ``result``: how the result's processing finds it. ``prefill``: what
+    its observer keeps of the prompts in it; ``events``: the device's.
     """
 
     __slots__ = (
@@ -91,7 +91,9 @@ class StepTracker:
         self._spare_events: list[Any] = []
         self._nowhere = OpenSteps.in_memory()
 
-    def begin(self, now: int, batch: Any, mode: str, size: int, tokens: int, shared_id: int = 0) -> Step | None:
+    def begin(
+        self, now: int, batch: Any, mode: str, size: int, tokens: int, shared_id: int = 0
+    ) -> Step | None:
         """A batch is launched; None where its step is not to be recorded.
 
         ``shared_id``: the step's id where other processes derive the same one from the batch.
@@ -205,16 +207,19 @@ class StepTracker:
         except IndexError:
             return
         now, words = time_ns(), steps.words
-        layout.STEP_BEGIN.pack_into(
-            steps.memory, block * 8, *(layout.KIND_STEP, 0, 0, now, 0, 0), *(0, 1, 0)
-        )
+        layout.STEP_BEGIN.pack_into(steps.memory, block * 8, *(layout.KIND_STEP, 0, 0, now, 0, 0), *(0, 1, 0))
         self.store_queues(words, block, None, waiting, running, usage)
         words[block + layout.PROCESS_END] = now
         self._recorder.end_step(steps, block)
 
     @staticmethod
     def store_queues(
-        words: Any, block: int, number: int | None, waiting: int | None, running: int | None, usage: float | None
+        words: Any,
+        block: int,
+        number: int | None,
+        waiting: int | None,
+        running: int | None,
+        usage: float | None,
     ) -> None:
         """The figures of a scheduler at a step's end."""
         words[block + layout.STEP_NUMBER] = 0 if number is None else number + 1
@@ -263,7 +268,7 @@ class StepTracker:
     # -- what is below a step -------------------------------------------------------------------------------
 
     def current_span(self) -> Fields | None:
-        """The span that is open in this thread, if it is one of a step's; the step is announced, to have children."""
+        """The span that is open in this thread, if it is one of a step's. The step is announced."""
         step = self.running
         if step is None or not step.id or threading.get_ident() != self._thread:
             return None

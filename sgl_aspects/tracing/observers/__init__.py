@@ -1,6 +1,6 @@
 """What watches an engine's functions and tells the trackers of requests and steps, whatever the engine.
 
-An observer watches roles: for each a pair ``enter(args, kwargs) -> token`` and ``exit(token, result, error)``.
+An observer watches roles: for each a pair ``enter(args, kwargs) -> token``, ``exit(token, result, error)``.
 They look and record; they cannot change what the engine does. The engine's room says which functions play the
 roles and how to read what they got and gave; a role that it does not have is not watched.
 """

@@ -64,9 +64,7 @@ class CallingObserver:
         self._headers = reader("request.headers") if options.takes_context else no_headers
         self._operation = reader("request.operation")
         self._request_rid = reader("request.rid")
-        self._attributes = [
-            (REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
-        ]
+        self._attributes = [(REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES]
         self._group = reader("request.group")
         self._messages = reader("request.messages")
         self._text = reader("state.text")

@@ -28,7 +28,8 @@ class ForwardObserver:
         self._tracker, self._recorder = trackers.steps, trackers.recorder
         self._runner = engine.call_reader("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
-        self._has_graphs = "graph_replay" in engine.roles or "graph_launch" in engine.roles
+        self._launches = "graph_launch" in engine.roles
+        self._has_graphs = self._launches or "graph_replay" in engine.roles
         self._labels: dict[str, int] = {}
         self._met_steps: Any = None
         self._met_runner: Any = None
@@ -44,13 +45,15 @@ class ForwardObserver:
         self._mode = 0
 
     def observations(self) -> list[Observation]:
-        return [
+        found = [
             Observation("forward", self._enter, self._exit, 3),
             Observation("graph_decision", no_token, self._decision_exit, 3),
-            Observation("graph_replay", self._replay_enter, nothing, 3),
             Observation("graph_launch", self._launch_enter, self._launch_exit, 3),
             Observation("sample", self._sample_enter, self._sample_exit, 3),
         ]
+        if not self._launches:
+            found.append(Observation("graph_replay", self._replay_enter, nothing, 3))
+        return found
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         step = self._tracker.running
@@ -135,12 +138,16 @@ class ForwardObserver:
     def _sample_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        step.words[step.block + layout.SAMPLE_END] = time_ns()
+        now, tracker = time_ns(), self._tracker
+        step.words[step.block + layout.SAMPLE_END] = now
         step.child = layout.CHILD_RUN_BATCH
         if error is not None:
-            self._tracker.fail(step, 1 << layout.CHILD_SAMPLE, error_type(error))
-        if step.words[step.block + layout.RUN_END]:
-            self._tracker.running = None  # it was sampled after its launch
+            tracker.fail(step, 1 << layout.CHILD_SAMPLE, error_type(error))
+        if step.words[step.block + layout.RUN_END]:  # it was sampled after its launch
+            tracker.running = None
+            if error is not None:  # there will be no result to process
+                tracker.take(step.batch, step.result)
+                tracker.end(step, now)
 
     def _meet(self, runner: Any, step: Step) -> None:
         """Another runner, or another file for the texts."""

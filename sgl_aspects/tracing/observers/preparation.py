@@ -11,6 +11,7 @@ from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.schema import PREPARATIONS
 
+
 class PreparationObserver:
     """Spans ``load_model``, ``init_kv_cache``, ``capture_graphs`` and ``update_weights``."""
 

@@ -1,4 +1,4 @@
-"""Level 1: watches what happens to requests in the scheduler outside of batches: queued, refused, preempted."""
+"""Level 1: watches requests in the scheduler outside of batches: queued, refused, preempted, aborted."""
 
 from __future__ import annotations
 

@@ -138,9 +138,7 @@ class ServingObserver:
         self._path = reader("http.path")
         self._model = reader("manager.model")
         self._choice_count = reader("request.choice_count")
-        self._attributes = [
-            (REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES
-        ]
+        self._attributes = [(REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES]
         self._sent_rid = reader("tokenized.rid")
         self._token_count = reader("tokenized.count")
         self._each_output = reader("outputs.each")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
@@ -19,7 +20,7 @@ _STEPS_PER_READING = 8
 
 
 class StepObserver:
-    """Tells the trackers of requests and steps what ``schedule``, ``run_batch`` and ``process_batch_result`` do."""
+    """Tells both trackers when a batch is scheduled, launched, and its result processed."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -174,7 +175,8 @@ class StepObserver:
         tracker = self._steps
         if not tracker.in_flight:
             return None
-        step = tracker.take(self._processed_batch(args, kwargs), self._result(args, kwargs))
+        batch = self._processed_batch(args, kwargs)
+        step = tracker.take(batch, self._result(args, kwargs))
         if step is None:
             return None
         step.words[step.block + layout.PROCESS_START] = now
@@ -187,22 +189,23 @@ class StepObserver:
                 if self._is_prefill_only(chunk.req):
                     chunk.is_last = False
             self._requests.processing(step.prefill)
-        return step, self._processing(args, kwargs)
+        return step, batch, self._processing(args, kwargs)
 
     def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
         now = time_ns()
-        step, scheduler = token
+        step, batch, scheduler = token
         problem = "" if error is None else error_type(error)
         if step.prefill:
             self._requests.processed(problem)
         if self._finished is not None:
-            self._end_requests(step.batch)
+            self._end_requests(batch)
         tracker, words, block = self._steps, step.words, step.block
         count = self._count = self._count + 1
         if not count % _STEPS_PER_READING or step.prefill is not None:
             self._usage = self._kv_usage(scheduler)
+            bridge_opentelemetry()  # somebody may have loaded it meanwhile
         number = words[block + layout.STEP_NUMBER] - 1
         waiting, running = self._queues(scheduler)
         tracker.store_queues(words, block, number if number >= 0 else None, waiting, running, self._usage)

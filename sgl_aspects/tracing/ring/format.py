@@ -43,7 +43,8 @@ OPEN_STEPS_WORD = 64
 OPEN_STEPS = (HEADER_BYTES // 8 - OPEN_STEPS_WORD) // (SLOT_BYTES // 8)
 
 # Kinds of records: the first byte of a slot. 0 is none.
-KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG, KIND_STEP, KIND_GROUP = range(1, 10)
+KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG = range(1, 8)
+KIND_STEP, KIND_GROUP = 8, 9
 
 # The first word of a slot: kind in the lowest byte, a 32-bit number in the upper half.
 HEAD_SHIFT = 32

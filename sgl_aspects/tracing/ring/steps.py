@@ -98,6 +98,8 @@ def spans_of(
             if words[layout.STEP_GRAPH]:
                 values[5] = text_of(words[layout.STEP_GRAPH])
         is_open = not words[last]
+        if type is schema.SAMPLE and 0 < words[layout.RUN_END] < words[first]:
+            parent = 0  # it had to wait for the result before
         problem = error if failed >> child & 1 or is_open else ""
         found.append(
             SpanEnd(
