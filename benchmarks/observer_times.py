@@ -53,8 +53,8 @@ def tell():
             os.replace(path + ".new", path)
 
 def activate():
-    observations = {id(a.hook): a.hook for a in weaver.advices if a.source and a.source.plugin_name == "tracing"}
-    traced = [a for a in weaver.advices if id(a.hook) in observations]
+    traced = [a for a in weaver.advices if a.source and a.source.plugin_name == "tracing"]
+    observations = {id(a.hook): a.hook for a in traced}
     weaver.set_enabled(traced, False)
     nothing = timed("(timing an empty function)", empty)
     for one in observations.values():
@@ -115,7 +115,7 @@ def main() -> None:
             found = measure(model, level, given.requests, given.tokens)
             empty = found.pop("(timing an empty function)")[1]
             steps = found["run_batch enter"][0]
-            print(f"\nlevel {level}, {steps} steps of {given.requests} requests; an empty function {empty:.0f} ns")
+            print(f"\nlevel {level}, {steps} steps of {given.requests} requests (empty: {empty:.0f} ns)")
             whole = 0.0
             for name, (calls, median, _) in sorted(found.items(), key=lambda row: -row[1][2]):
                 own = max(0.0, median - empty) / 1000

@@ -3,9 +3,9 @@
     python -m benchmarks.steps [--sizes 1 16 64] [--steps 300]
 
 The engine's objects are stand-ins. "warm": one step after the other in a tight loop, whole steps. "evicted":
-before each observer a buffer of 64 MB is walked through, as a model does that runs on this processor's caches;
-each enter and exit is timed alone, less what the same timing says of an empty function. A live engine lies
-between the two: with its model on another device its caches are left alone, but for what the engine itself does.
+before each observer a buffer of 64 MB is walked through, as a model does that runs in this processor's
+caches; each enter and exit is timed alone, less what the same timing says of an empty function. A live engine
+lies between the two: with its model on another device only the engine's own work is in the caches.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ import pytest
 from rich.console import Console
 
 from sgl_aspects.cli.top import controls_of
-from sgl_aspects.tracing.aspects.step import STEP
 from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.schema import STEP
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen, spark
 from tests.support import workers
