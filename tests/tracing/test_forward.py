@@ -83,7 +83,7 @@ def test_what_the_host_prepares_for_a_replay_is_no_device_time() -> None:
             token = found["forward"].enter((runner, batch), {})
             if is_replayed is not None:  # None: another kind of graph runner, which does not ask so
                 decide = found["graph_decision"]
-                decide.exit(decide.enter((None, batch), {}), is_replayed, None)
+                decide.exit(None, is_replayed, None)
             clock.now += 1.0  # launching one by one, or preparing a replay
             if is_replayed:
                 Graph(clock).replay()

@@ -269,7 +269,7 @@ def test_functions_inside_a_scheduler_step_are_children_of_what_runs_there(
         "name = 'mine'\n"
         "attributes = {size = 'batch.batch_size', device = 'self.device.type'}\n"
     )
-    found, _ = traced(declared, program)
+    found, _ = traced(declared, program, "--level", "3")
     runs = {span.span_id for span in found["run_batch"]}
     assert found["mine"]
     assert {span.parent_id for span in found["mine"]} <= runs

@@ -28,6 +28,8 @@ class ScheduledRequest:
     phase: str = ""
     phase_id: int = 0
     phase_ns: int = 0
+    #: Of the phase that is open, where they are known when it begins.
+    values: tuple[AttributeValue, ...] = ()
     chunks: int = 0
     #: What the engine found wrong with it, where it refused it.
     problem: str = ""
@@ -53,12 +55,16 @@ class Chunk:
 
 
 class RequestTracker:
-    """The requests of one scheduler, by request id."""
+    """The requests of one scheduler, by request id.
+
+    ``after_prefill``: the phase that a request is in once its prompt is worked on.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
         #: Those that gave way, and are in the queue again.
         self.preempted_requests: set[ScheduledRequest] = set()
+        self.after_prefill = DECODE.name
         self._processed: list[Chunk] = []
         self._recorder = recorder
         self._announce: Callable[[SpanType, int, int, int, int], None] = recorder.announce
@@ -70,22 +76,24 @@ class RequestTracker:
         self._announce = self._write_prefill = _untold
         self._writers = dict.fromkeys(self._writers, _untold)
 
-    def queued(self, rid: str) -> ScheduledRequest:
-        """The scheduler got a request."""
+    def queued(
+        self, rid: str, phase: str = QUEUE.name, values: tuple[AttributeValue, ...] = ()
+    ) -> ScheduledRequest:
+        """The scheduler got a request, which is in ``phase`` from now on."""
         recorder, now = self._recorder, time_ns()
         request = ScheduledRequest(recorder.new_id(), rid)
         recorder.write(RequestSeen(request.key, rid, now))
         self.requests[rid] = request
-        self._open(request, QUEUE.name, now)
+        self._open(request, phase, now, values)
         return request
 
-    def enter(self, rid: str, phase: str, now: int = 0) -> None:
-        """It goes from the phase that is open to another: one of ``schema.PHASES``."""
+    def enter(self, rid: str, phase: str, values: tuple[AttributeValue, ...] = (), now: int = 0) -> None:
+        """It goes from the phase that is open to another: one of ``schema.PHASES``, with its attributes."""
         request = self.requests.get(rid)
         if request is not None and request.phase != phase:
             now = now or time_ns()
             self._close(request, now)
-            self._open(request, phase, now)
+            self._open(request, phase, now, values)
 
     def launched(self, request: ScheduledRequest, now: int) -> None:
         """Its prompt is in a batch; no-op for one that was before."""
@@ -117,7 +125,7 @@ class RequestTracker:
             request.chunks += 1
             self._write_prefill(self._recorder.new_id(), key, key, chunk.start_ns, end_ns, values, problem)
             if chunk.is_last and not problem and not request.phase and request.rid in self.requests:
-                self._open(request, DECODE.name, end_ns)
+                self._open(request, self.after_prefill, end_ns)
 
     def preempted(self, rid: str, output_tokens: int | None) -> None:
         """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
@@ -142,9 +150,11 @@ class RequestTracker:
         values = (output_tokens, reason) if request.decodes else (reason,)
         self._close(request, now or time_ns(), values, problem)
 
-    def _open(self, request: ScheduledRequest, phase: str, now: int) -> None:
+    def _open(
+        self, request: ScheduledRequest, phase: str, now: int, values: tuple[AttributeValue, ...] = ()
+    ) -> None:
         span_id = self._recorder.new_id()
-        request.phase, request.phase_id, request.phase_ns = phase, span_id, now
+        request.phase, request.phase_id, request.phase_ns, request.values = phase, span_id, now, values
         self._announce(PHASES[phase], span_id, request.key, request.key, now)
 
     def _close(
@@ -157,6 +167,7 @@ class RequestTracker:
         phase, key, start_ns = request.phase, request.key, request.phase_ns
         if phase:
             request.phase = ""
+            values = request.values or values
             self._writers[phase](request.phase_id, key, key, start_ns, max(start_ns, now), values, problem)
 
 

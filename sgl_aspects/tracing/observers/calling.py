@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
 from sgl_aspects.tracing.schema import (
@@ -81,7 +81,7 @@ class CallingObserver:
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
             Observation("send_request", self._send_enter, self._send_exit),
             Observation("detokenize", self._detokenize_enter, self._detokenize_exit),
-            Observation("finish_request", self._finish_enter, nothing),
+            Observation("finish_request", self._finish_enter),
         ]
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 from sgl_aspects.engines.base import Engine, Role
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.observers.observation import Observation, nothing
+from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin
@@ -105,7 +105,7 @@ class ExchangeObserver:
     def observations(self) -> list[Observation]:
         return [
             Observation("exchange", self._exchange_enter, self._exchange_exit),
-            Observation("respond", self._respond_enter, nothing),
+            Observation("respond", self._respond_enter),
         ]
 
     def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exchange:

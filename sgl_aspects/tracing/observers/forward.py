@@ -10,7 +10,7 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.tracing.lifecycle import Step, Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type, no_token, nothing
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.ring import format as layout
 
 _FAILED = 1 << layout.CHILD_FORWARD
@@ -47,12 +47,12 @@ class ForwardObserver:
     def observations(self) -> list[Observation]:
         found = [
             Observation("forward", self._enter, self._exit, 3),
-            Observation("graph_decision", no_token, self._decision_exit, 3),
+            Observation("graph_decision", None, self._decision_exit, 3),
             Observation("graph_launch", self._launch_enter, self._launch_exit, 3),
             Observation("sample", self._sample_enter, self._sample_exit, 3),
         ]
         if not self._launches:
-            found.append(Observation("graph_replay", self._replay_enter, nothing, 3))
+            found.append(Observation("graph_replay", self._replay_enter, None, 3))
         return found
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:

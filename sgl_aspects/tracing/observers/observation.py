@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,26 +10,19 @@ from typing import Any
 class Observation:
     """An observer for the function that plays ``role``; reports name it after its class.
 
-    ``level``: from which trace level on it is woven. Those of level 1 and 2 always are: one of them sees that
-    the level has changed.
+    ``enter(args, kwargs) -> token``, ``exit(token, result, error)``; None: not called. ``level``: from which
+    trace level on it is woven. Those of level 1 and 2 always are: one of them sees that the level has
+    changed.
     """
 
     role: str
-    enter: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    exit: Callable[[Any, Any, BaseException | None], None]
+    enter: Any
+    exit: Any = None
     level: int = 1
 
     def __post_init__(self) -> None:
-        method = self.enter if inspect.ismethod(self.enter) else self.exit
+        method = self.enter or self.exit
         self.__qualname__, self.__module__ = method.__qualname__.rpartition(".")[0], method.__module__
-
-
-def nothing(token: Any, result: Any, error: BaseException | None) -> None:
-    """The exit of an observer that does its work on entry."""
-
-
-def no_token(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The entry of an observer that does its work on exit."""
 
 
 def error_type(error: BaseException | None) -> str:

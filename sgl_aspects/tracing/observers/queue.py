@@ -6,7 +6,7 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 
 
 class QueueObserver:
@@ -37,9 +37,9 @@ class QueueObserver:
             Observation("add_request", self._add_enter, self._add_exit),
             Observation("add_embedding_request", self._add_enter, self._add_exit),
             Observation("abort_scheduled_request", self._abort_enter, self._abort_exit),
-            Observation("reject_request", self._reject_enter, nothing),
-            Observation("retract", self._retract_enter, nothing),
-            Observation("end_scheduled_request", self._end_enter, nothing),
+            Observation("reject_request", self._reject_enter),
+            Observation("retract", self._retract_enter),
+            Observation("end_scheduled_request", self._end_enter),
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from sgl_aspects.tracing.content import LONGEST
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.exchanged import Exchange, current_exchange, operation_of
-from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
 from sgl_aspects.tracing.schema import (
@@ -152,9 +152,9 @@ class ServingObserver:
             Observation("receive_request", self._receive_enter, self._receive_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
             Observation("send_request", self._send_enter, self._send_exit),
-            Observation("send_requests", self._send_all_enter, nothing),
+            Observation("send_requests", self._send_all_enter),
             Observation("receive_outputs", self._outputs_enter, self._outputs_exit),
-            Observation("receive_abort", self._abort_enter, nothing),
+            Observation("receive_abort", self._abort_enter),
         ]
 
     # -- the life of a request ------------------------------------------------------------------------------

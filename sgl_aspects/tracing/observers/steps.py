@@ -12,11 +12,13 @@ from typing import Any
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
-from sgl_aspects.tracing.observers.observation import Observation, error_type, nothing
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.ring import format as layout
 
 # The usage of the KV cache takes an engine microseconds to say: in decode it is asked for every 8th step.
 _STEPS_PER_READING = 8
+# An engine that works on prompts and answers on different servers schedules in functions of their own.
+_SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 
 
 class StepObserver:
@@ -60,8 +62,8 @@ class StepObserver:
 
     def observations(self) -> list[Observation]:
         return [
-            Observation("receive_messages", self._receive_enter, nothing),
-            Observation("schedule", self._schedule_enter, self._schedule_exit),
+            Observation("receive_messages", self._receive_enter),
+            *(Observation(role, self._schedule_enter, self._schedule_exit) for role in _SCHEDULES),
             Observation("run_batch", self._run_enter, self._run_exit),
             Observation("process_batch_result", self._process_enter, self._process_exit),
         ]
