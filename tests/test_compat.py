@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
+
 from sgl_aspects import compat
 
 
@@ -29,3 +31,19 @@ def test_a_weak_method_is_found_and_takes_another_function() -> None:
     del made, method
     assert died == [weak]
     assert weak() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript_parses_through_the_name_that_is_watched() -> None:
+    torch = pytest.importorskip("torch")
+    seen: list[object] = []
+    undo = compat.watch_torchscript(torch.jit.frontend, seen.append)
+    try:
+        torch.jit.script(scripted)
+    finally:
+        undo()
+    assert seen == [scripted]
+
+
+def scripted(x: int) -> int:
+    return x + 1

@@ -11,23 +11,28 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving import missing
 from sgl_aspects.weaving.fabric import Fabric, Outcome, Point
 from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.importing import ModuleWatcher, is_ready, until_registered, when_ready
-from sgl_aspects.weaving.interest import Interest, loaded
-from sgl_aspects.weaving.lazy import LazyAttributes
-from sgl_aspects.weaving.places import find, is_module, namespace
+from sgl_aspects.weaving.interest import Interest, bases_of_family, loaded
+from sgl_aspects.weaving.joinpoint import JoinPoint
+from sgl_aspects.weaving.lazy import Families, LazyAttributes
+from sgl_aspects.weaving.places import class_module, find, find_once, is_module, namespace
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
 
 _COMPILER = "torch._dynamo"
 """Once this module is loaded, torch.compile may trace a woven function."""
+
+_SCRIPTING = "torch.jit.frontend"
+"""Once this module is loaded, torch.jit may compile the source of a woven function, without its hooks."""
 
 Work = Iterable[tuple[Advice, str, Any]]
 """Hooks, each with the name of a module to look for its target in, and that module."""
@@ -46,8 +51,15 @@ class Weaver:
         self._just_run: Any = None  # the module whose code has run in the import that is going on
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
         self._lazy = LazyAttributes(self._module_loaded)
+        self._families = Families(self._class_made)
+        self._unwatch_scripting: Callable[[], None] | None = None
         if hasattr(os, "register_at_fork"):
             _keep_lock_over_forks(weakref.ref(self))
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held for every change, for callers that make several of them one."""
+        return self._lock
 
     # -- adding and taking away -------------------------------------------------------------------------
 
@@ -96,6 +108,7 @@ class Weaver:
                 points += self._fabric.detach(advice)
                 del self._advices[advice]
                 self._interest.discard(advice)
+                self._families.forget(advice)
                 self._chosen.pop(advice, None)
                 self._missing.pop(advice, None)
                 advice.state, advice.detail = State.REMOVED, ""
@@ -104,6 +117,9 @@ class Weaver:
             if not self._advices:
                 self._watcher.uninstall()
                 self._lazy.restore()
+                if self._unwatch_scripting is not None:
+                    self._unwatch_scripting()
+                    self._unwatch_scripting = None
 
     def set_enabled(self, advices: Sequence[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
@@ -162,7 +178,7 @@ class Weaver:
 
     def _is_wanted(self, name: str) -> bool:
         # Called for every import, without the lock: only reads.
-        return name == _COMPILER or self._interest.wants(name)
+        return name in (_COMPILER, _SCRIPTING) or self._interest.wants(name)
 
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:
@@ -171,7 +187,7 @@ class Weaver:
         with self._lock:
             outer, self._just_run = self._just_run, module
             try:
-                if name == _COMPILER:
+                if name in (_COMPILER, _SCRIPTING):
                     self._note_compiler()
                 concerned = list(self._interest.concerned(name, module))
                 self._weave(concerned, strict=False)
@@ -183,7 +199,30 @@ class Weaver:
         if lost:
             _stop("; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost)))
 
+    def _class_made(self, cls: type) -> None:
+        """A subclass of a class that hooks on ``Class+`` wait for: whoever makes it finds it woven."""
+        with self._lock:
+            try:
+                concerned = self._families.concerned(cls)
+                self._weave(self._in_loaded_modules(concerned), strict=False)
+            except Exception:
+                logger.exception("hooks on %s.%s failed", class_module(cls), cls.__qualname__)
+
+    def _scripted(self, function: Any) -> None:
+        """torch.jit is about to compile the source of ``function``, and so leaves its hooks out."""
+        for point in self._fabric.points:
+            if isinstance(point, JoinPoint) and point.woven.function is function and point.active:
+                hooks = ", ".join(str(advice) for advice in point.advices)
+                logger.warning(
+                    "torch.jit compiles %s from its source, without its hooks: %s; hook what calls the "
+                    "compiled function, or exclude this one with torch.jit.ignore",
+                    point.place,
+                    hooks,
+                )
+
     def _note_compiler(self) -> None:
+        if self._unwatch_scripting is None and _SCRIPTING in sys.modules:
+            self._unwatch_scripting = compat.watch_torchscript(sys.modules[_SCRIPTING], self._scripted)
         compiler = sys.modules.get("torch.compiler")
         if self._fabric.compiling is None and _COMPILER in sys.modules and compiler is not None:
             self._fabric.compiling = namespace(compiler).get("is_compiling")
@@ -229,7 +268,9 @@ class Weaver:
             path = alternate.attribute_path(name)
             if path is None or self._chosen.get(advice, rank) < rank:
                 continue
-            places = [place for place in find(module, path) if not is_module(place.raw)]
+            places = [place for place in find_once(module, path, alternate) if not is_module(place.raw)]
+            for base in bases_of_family(alternate, module):
+                self._families.wait(advice, base)
             if not places:
                 if self._lazy.wait(name, module, path[0]):
                     advice.detail = f"module {name} has not been asked for {path[0]}, and makes it only then"

@@ -113,7 +113,7 @@ class Fabric:
         if point is not None and advice in point.advices:
             return None
         if point is None:
-            point = ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
+            point = self._point_for(place)
         if advice.is_class_replacement and not isinstance(point, ClassPoint):
             raise HookError(f"{advice}: {place} is no class, so a class cannot replace it; pass a function")
         point.admit(advice)
@@ -146,6 +146,18 @@ class Fabric:
         self._by_replacement[id(point.replacement)] = point
         if is_module(point.place.owner):
             self._by_original[id(point.original)] = point
+
+    def _point_for(self, place: Place) -> Point:
+        """A new point, ready to be put in place, before anything is registered.
+
+        :raises HookError: whatever goes wrong with what stands at ``place``.
+        """
+        try:
+            return ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
+        except HookError:
+            raise
+        except Exception as error:
+            raise HookError(f"{place} cannot be hooked: {error!r}") from error
 
     def _home_of(self, place: Place) -> Home | None:
         """The home that another part of the same property has already."""

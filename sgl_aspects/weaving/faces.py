@@ -228,21 +228,24 @@ class HookRegistry:
     ) -> None:
         """Register a hook. It takes effect with :meth:`apply_hooks`, or at once on a target that is woven."""
         advice = Advice(Target.parse(target), hook_type, hook, order, source, required)
-        cls._advices.append(advice)
-        if weaver.points_named(advice.target):
-            weaver.add([advice], strict=required)
+        with weaver.lock:
+            cls._advices.append(advice)
+            if weaver.points_named(advice.target):
+                weaver.add([advice], strict=required)
 
     @classmethod
     def adopt(cls, advices: Iterable[Advice]) -> None:
         """Register hooks that are made already. They take effect with :meth:`apply_hooks`."""
-        cls._advices += advices
+        with weaver.lock:
+            cls._advices += advices
 
     @classmethod
     def disown(cls, advices: Iterable[Advice]) -> None:
         """Take these very hooks away."""
         gone = list(advices)
-        weaver.remove(gone)
-        cls._advices = [advice for advice in cls._advices if advice not in gone]
+        with weaver.lock:
+            weaver.remove(gone)
+            cls._advices = [advice for advice in cls._advices if advice not in gone]
 
     @classmethod
     def apply_hooks(cls) -> None:
@@ -251,16 +254,17 @@ class HookRegistry:
         :raises HookError, MissingTargetError: of the first ``required`` hook that cannot be woven, after
             all others have been.
         """
-        fresh = [advice for advice in cls._advices if advice.state is State.REMOVED]
-        weaver.apply()
-        cls._add_all([advice for advice in fresh if not advice.required])
         failures: list[AspectsError] = []
-        for advice in fresh:
-            if advice.required:
-                try:
-                    weaver.add([advice])
-                except AspectsError as failure:
-                    failures.append(failure)
+        with weaver.lock:
+            fresh = [advice for advice in cls._advices if advice.state is State.REMOVED]
+            weaver.apply()
+            cls._add_all([advice for advice in fresh if not advice.required])
+            for advice in fresh:
+                if advice.required:
+                    try:
+                        weaver.add([advice])
+                    except AspectsError as failure:
+                        failures.append(failure)
         if failures:
             raise failures[0]
 
@@ -285,16 +289,16 @@ class HookRegistry:
     @classmethod
     def unregister(cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER) -> bool:
         """Take a hook away; False where it is not registered."""
-        found = cls._found(target, hook, hook_type)
-        weaver.remove(found)
-        cls._advices = [advice for advice in cls._advices if advice not in found]
+        with weaver.lock:
+            found = cls._found(target, hook, hook_type)
+            cls.disown(found)
         return bool(found)
 
     @classmethod
     def reset(cls) -> None:
         """Take every hook away that was registered here."""
-        weaver.remove(cls._advices)
-        cls._advices = []
+        with weaver.lock:
+            cls.disown(cls._advices)
 
     @classmethod
     def _found(cls, target: str, hook: Any, hook_type: HookType) -> list[Advice]:

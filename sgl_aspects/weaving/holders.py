@@ -11,11 +11,12 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from sgl_aspects.weaving.places import MISSING, current, is_a, is_class, namespace
+from sgl_aspects.weaving.places import is_a, is_class, is_filled, namespace, slots_of
 
 New = Callable[..., Any]
 
@@ -24,6 +25,8 @@ DESCRIPTORS = (staticmethod, classmethod, property)
 
 SILENT = (types.GetSetDescriptorType, types.MemberDescriptorType)
 """The descriptors of a class belong to it."""
+
+_FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
 _REMADE_FROM = "_sgl_aspects_remade_from"
 
@@ -38,15 +41,22 @@ def replace_in(holder: Any, new: New) -> bool:
         for key, value in list(dict.items(holder)):
             if new(value) is not value:
                 dict.__setitem__(holder, key, new(value))
+        if is_a(holder, collections.defaultdict):
+            _FACTORY.__set__(holder, new(_FACTORY.__get__(holder)))
     elif is_a(holder, types.CellType):
         if not _is_class_cell(holder):
             holder.cell_contents = new(holder.cell_contents)
     elif is_a(holder, functools.partial):
         _replace_in_partial(holder, new)
     elif is_a(holder, types.FunctionType):
-        pass  # its defaults, dictionary and closure are holders of their own
+        return True  # its defaults, dictionary and closure are holders of their own
+    elif is_a(holder, functools.cached_property):
+        holder.func = new(holder.func)
     else:
-        return _replace_in_instance(holder, new)
+        replace_attributes(holder, new)
+        return all(new(value) is value for value in gc.get_referents(holder))
+    # A subclass of a container may have attributes of its own.
+    replace_attributes(holder, new)
     return True
 
 
@@ -86,11 +96,29 @@ def descriptor_anew(descriptor: Any, new: New) -> Any:
     earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
-    make: Any = type(descriptor)
     if is_a(descriptor, property):
-        return make(*wanted, descriptor.__doc__)
-    anew = make(*wanted)
+        return rebuilt(descriptor, property, *wanted)
+    anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
     anew.__dict__[_REMADE_FROM] = descriptor
+    return anew
+
+
+def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
+    """A descriptor of the type of ``descriptor`` around other functions, with its attributes.
+
+    Made by the constructor of ``kind``, its built-in base: that of a subclass may take other arguments.
+    """
+    make: Any = kind
+    anew = make.__new__(type(descriptor))
+    make.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
+    for slot in slots_of(type(descriptor)):
+        if is_filled(slot, descriptor):
+            slot.__set__(anew, slot.__get__(descriptor))
+    for name, value in namespace(descriptor).items():
+        if name not in anew.__dict__ or (kind is functools.cached_property and name != "func"):
+            anew.__dict__[name] = value
+    if kind is property and sys.version_info >= (3, 13) and anew.__name__ != descriptor.__name__:
+        anew.__name__ = descriptor.__name__
     return anew
 
 
@@ -115,36 +143,16 @@ def _replace_in_partial(holder: functools.partial[Any], new: New) -> None:
     functools.partial.__setstate__(holder, tuple(state))  # type: ignore[attr-defined]
 
 
-def _replace_in_instance(holder: Any, new: New) -> bool:
-    if is_a(holder, functools.cached_property):
-        holder.func = new(holder.func)
-        return True
+def replace_attributes(holder: Any, new: New) -> None:
+    """Change the attributes and slots of an instance."""
     attributes = namespace(holder)
     for name, value in list(dict.items(attributes)):
         if new(value) is not value:
             dict.__setitem__(attributes, name, new(value))
-    for slot in _slots(type(holder)):
-        value = slot.__get__(holder, type(holder)) if _is_filled(slot, holder) else None
+    for slot in slots_of(type(holder)):
+        value = slot.__get__(holder, type(holder)) if is_filled(slot, holder) else None
         if new(value) is not value:
             slot.__set__(holder, new(value))
-    return all(new(value) is value for value in gc.get_referents(holder))
-
-
-def _slots(cls: type) -> Iterator[types.MemberDescriptorType]:
-    """What `__slots__` made: members of a type made in C may be read-only."""
-    for base in cls.__mro__:
-        if current(base, "__slots__") is not MISSING:
-            for value in type.__dict__["__dict__"].__get__(base).values():
-                if is_a(value, types.MemberDescriptorType):
-                    yield value
-
-
-def _is_filled(slot: types.MemberDescriptorType, holder: Any) -> bool:
-    try:
-        slot.__get__(holder, type(holder))
-    except AttributeError:
-        return False
-    return True
 
 
 def _is_class_cell(cell: types.CellType) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sgl_aspects.weaving.hooks import Advice
-from sgl_aspects.weaving.places import find, is_class, namespace
-from sgl_aspects.weaving.targets import Target
+from sgl_aspects.weaving.places import bases, class_module, find, is_class, namespace
+from sgl_aspects.weaving.targets import Alternate, Target
 
 
 class Interest:
@@ -54,7 +54,7 @@ class Interest:
         defined = _classes_of(module, name) if self._families else []
         for advice in list(self._families):
             for home, base in _bases(advice):
-                if home != name and any(base in cls.__mro__ for cls in defined):
+                if home != name and any(base in bases(cls) for cls in defined):
                     yield advice, home, sys.modules[home]
 
 
@@ -70,18 +70,24 @@ def loaded(target: Target) -> Iterator[tuple[str, Any]]:
 def _bases(advice: Advice) -> Iterator[tuple[str, type]]:
     """The loaded classes that ``advice`` names as `Class+`, each with its module's name."""
     for alternate in advice.target.alternates:
-        if not alternate.has_family:
-            continue
-        end = next(index for index, part in enumerate(alternate.path) if part.endswith("+")) + 1
-        path = tuple(part.removesuffix("+") for part in alternate.path[:end])
-        for home, module in loaded(Target((alternate,))):
-            yield from ((home, place.raw) for place in find(module, path) if is_class(place.raw))
+        if alternate.has_family:
+            for home, module in loaded(Target((alternate,))):
+                yield from ((home, base) for base in bases_of_family(alternate, module))
+
+
+def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
+    """The classes in ``module`` that ``alternate`` names as `Class+`."""
+    if not alternate.has_family:
+        return []
+    end = next(index for index, part in enumerate(alternate.path) if part.endswith("+")) + 1
+    path = tuple(part.removesuffix("+") for part in alternate.path[:end])
+    return [place.raw for place in find(module, path) if is_class(place.raw)]
 
 
 def _classes_of(module: Any, name: str) -> list[type]:
     """The classes that ``module`` defines, nested ones too."""
     found = [
-        value for value in list(namespace(module).values()) if is_class(value) and value.__module__ == name
+        value for value in list(namespace(module).values()) if is_class(value) and class_module(value) == name
     ]
     for cls in found:
         found += [value for value in namespace(cls).values() if is_class(value) and value not in found]

@@ -38,6 +38,7 @@ class JoinPoint:
         self.home = home or Home(place, opened.rebuild)
         self._head: Any = self._called
         self._observers: dict[Advice, Any] = {}
+        self.home.with_resident(place.part, self.woven.function)  # may fail: now, not when it is registered
         self.installed = False
 
     def admit(self, advice: Advice) -> None:

@@ -8,7 +8,6 @@ Types are asked by `type()`, never by `isinstance`: somebody else's proxy says i
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.holders import rebuilt
 from sgl_aspects.weaving.places import MISSING, Place, found_after, is_class
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 
@@ -66,14 +66,17 @@ def _open(place: Place) -> Opened:
     if place.binds_to_owner:
         return _open_for_owner(place)
     if issubclass(type(raw), (classmethod, staticmethod)):
-        opened = _opened(place, raw.__func__, lambda woven: _like(raw, type(raw)(woven)))
+        kind = classmethod if issubclass(type(raw), classmethod) else staticmethod
+        opened = _opened(place, raw.__func__, lambda woven: rebuilt(raw, kind, woven))
         binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
         return _late(opened, place) if binds else opened
     if issubclass(type(raw), property):
         return _open_property(place)
     if issubclass(type(raw), functools.cached_property):
-        return _opened(place, raw.func, lambda woven: _rebuilt_cached_property(raw, woven))
+        return _opened(place, raw.func, lambda woven: rebuilt(raw, functools.cached_property, woven))
     if isinstance(raw, (functools.partialmethod, functools.singledispatchmethod)):
+        return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
+    if is_class(place.owner) and not callable(raw) and _only_binds(raw):
         return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
     _check_new(place)
     opened = _opened(place, raw, lambda woven: woven)
@@ -146,12 +149,9 @@ def _open_for_owner(place: Place) -> Opened:
     return _opened(place, raw, lambda woven: types.MethodType(woven, owner))
 
 
-def _like(raw: Any, rebuilt: Any) -> Any:
-    """Carry over what a subclass or a caller put on the descriptor itself."""
-    for name, value in getattr(raw, "__dict__", {}).items():
-        if name not in rebuilt.__dict__:
-            rebuilt.__dict__[name] = value
-    return rebuilt
+def _only_binds(raw: Any) -> bool:
+    """A descriptor that gives what is called, and lets instances have an attribute of the same name."""
+    return hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
 
 
 def _open_property(place: Place) -> Opened:
@@ -161,19 +161,9 @@ def _open_property(place: Place) -> Opened:
         have = ", ".join(name for name in ("fget", "fset", "fdel") if getattr(raw, name) is not None)
         raise HookError(f"{place}: the property has no {part}; it has {have}")
 
-    def rebuild(woven: Mapping[str, Any]) -> property:
+    def rebuild(woven: Mapping[str, Any]) -> Any:
         functions = {name: getattr(raw, name) for name in ("fget", "fset", "fdel")}
         functions.update({key or "fget": value for key, value in woven.items()})
-        make: Any = type(raw)
-        rebuilt: property = make(*functions.values(), raw.__doc__)
-        return rebuilt
+        return rebuilt(raw, property, *functions.values())
 
     return Opened(function, function, rebuild)
-
-
-def _rebuilt_cached_property(
-    raw: functools.cached_property[Any], woven: Any
-) -> functools.cached_property[Any]:
-    rebuilt = copy.copy(raw)
-    rebuilt.func = woven
-    return rebuilt

@@ -5,13 +5,13 @@ Looking never wakes a lazy module, runs no property and calls no `__getattr__`: 
 
 from __future__ import annotations
 
-import inspect
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_aspects.weaving.targets import segment_regex
+from sgl_aspects.weaving.targets import Alternate, segment_regex
 
 MISSING: Any = object()
 PROPERTY_PARTS = ("fget", "fset", "fdel")
@@ -44,11 +44,11 @@ class Place:
 
     def __str__(self) -> str:
         if is_class(self.owner):
-            prefix = f"{self.owner.__module__}:{self.owner.__qualname__}."
+            prefix = f"{class_name(self.owner)}."
         elif is_module(self.owner):
             prefix = f"{namespace(self.owner).get('__name__', '?')}:"
         else:
-            prefix = f"{type(self.owner).__module__}:{type(self.owner).__qualname__} instance."
+            prefix = f"{class_name(type(self.owner))} instance."
         return prefix + self.name + (f".{self.part}" if self.part else "")
 
     @property
@@ -56,7 +56,7 @@ class Place:
         """``raw`` comes from the class of an instance, or from the metaclass of a class."""
         if not self.inherited:
             return False
-        return not is_class(self.owner) or _among(inspect.getmro(self.owner)[1:], self.name) is MISSING
+        return not is_class(self.owner) or _among(bases(self.owner)[1:], self.name) is MISSING
 
 
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -67,6 +67,22 @@ def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
 def is_class(obj: Any) -> bool:
     """Whether ``obj`` is a class, asked of its type only."""
     return is_a(obj, type)
+
+
+def bases(cls: type) -> tuple[type, ...]:
+    """The classes that ``cls`` looks attributes up in; a metaclass is not asked, it may answer anything."""
+    found: tuple[type, ...] = type.__dict__["__mro__"].__get__(cls)
+    return found
+
+
+def class_name(cls: type) -> str:
+    """``module:Qualified.name`` of a class."""
+    return f"{class_module(cls)}:{type.__dict__['__qualname__'].__get__(cls)}"
+
+
+def class_module(cls: type) -> Any:
+    """The name of the module that ``cls`` says it was defined in."""
+    return type.__dict__["__module__"].__get__(cls)
 
 
 def is_module(obj: Any) -> bool:
@@ -103,6 +119,37 @@ def find(module: Any, path: tuple[str, ...]) -> Iterator[Place]:
                 yield Place(place.owner, place.name, place.raw, place.inherited, part)
                 return
     yield from _walk(module, path)
+
+
+def find_once(module: Any, path: tuple[str, ...], alternate: Alternate) -> list[Place]:
+    """The places of ``path``; of a method that several classes of a pattern inherit, only the uppermost."""
+    found = list(find(module, path))
+    if "*" not in alternate.text:
+        return found
+    return [place for place in found if not (place.inherited and _is_covered(place, alternate))]
+
+
+def _is_covered(place: Place, alternate: Alternate) -> bool:
+    """Whether the pattern reaches a base class through which the method comes, too."""
+    if not is_class(place.owner):
+        return False
+    for base in bases(place.owner)[1:]:
+        name = type.__dict__["__qualname__"].__get__(base)
+        defines = current(base, place.name) is not MISSING
+        has = defines or inherited(base, place.name) is not MISSING
+        if has and alternate.names_class(str(class_module(base)), name) and _is_reached(base, name):
+            return True
+        if defines:
+            return False
+    return False
+
+
+def _is_reached(cls: type, qualname: str) -> bool:
+    """Whether ``cls`` stands in its module under its name."""
+    found: Any = sys.modules.get(class_module(cls))
+    for name in qualname.split("."):
+        found = current(found, name) if found is not None else None
+    return found is cls
 
 
 def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[Place]:
@@ -146,20 +193,21 @@ def inherited(owner: Any, name: str) -> Any:
         return MISSING
     if not is_class(owner):
         return _among(type(owner).__mro__, name)
-    raw = _among(inspect.getmro(owner)[1:], name)
+    raw = _among(bases(owner)[1:], name)
     if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
         # What a metaclass says of `__call__` and the like is about the class itself, not its instances.
-        raw = _among([meta for meta in inspect.getmro(type(owner)) if not issubclass(type, meta)], name)
+        raw = _among([meta for meta in bases(type(owner)) if not issubclass(type, meta)], name)
     return raw
 
 
 def found_after(cls: type, base: type, name: str) -> Any:
     """What `super(base, ...)` finds in ``cls`` under ``name``, descriptors unopened; or MISSING."""
-    return _among(cls.__mro__[cls.__mro__.index(base) + 1 :], name)
+    order = bases(cls)
+    return _among(order[order.index(base) + 1 :], name)
 
 
-def _among(bases: Iterable[type], name: str) -> Any:
-    found = (current(base, name) for base in bases)
+def _among(classes: Iterable[type], name: str) -> Any:
+    found = (current(cls, name) for cls in classes)
     return next((raw for raw in found if raw is not MISSING), MISSING)
 
 
@@ -169,7 +217,9 @@ def _hookable(raw: Any) -> bool:
 
 def getattr_static(obj: Any, name: str) -> Any:
     """An attribute that functions and classes carry, without running any user code; None where absent."""
-    if issubclass(type(obj), (types.FunctionType, type, types.BuiltinFunctionType)):
+    if is_class(obj):
+        return class_module(obj) if name == "__module__" else None
+    if issubclass(type(obj), (types.FunctionType, types.BuiltinFunctionType)):
         return getattr(obj, name, None)
     if issubclass(type(obj), (classmethod, staticmethod)):
         return getattr_static(obj.__func__, name)
@@ -185,3 +235,21 @@ def _with_subclasses(cls: type) -> Iterator[type]:
             seen.add(found)
             yield found
             waiting.extend(type.__subclasses__(found))
+
+
+def slots_of(cls: type) -> Iterator[types.MemberDescriptorType]:
+    """What `__slots__` made: members of a type made in C may be read-only."""
+    for base in bases(cls):
+        if current(base, "__slots__") is not MISSING:
+            for value in type.__dict__["__dict__"].__get__(base).values():
+                if is_a(value, types.MemberDescriptorType):
+                    yield value
+
+
+def is_filled(slot: types.MemberDescriptorType, holder: Any) -> bool:
+    """Whether ``holder`` has a value there."""
+    try:
+        slot.__get__(holder, type(holder))
+    except AttributeError:
+        return False
+    return True

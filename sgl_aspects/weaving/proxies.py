@@ -18,6 +18,7 @@ from typing import Any
 import wrapt
 
 from sgl_aspects.weaving.functions import FunctionKind, Observers, WovenFunction
+from sgl_aspects.weaving.places import is_class
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
@@ -33,6 +34,8 @@ class Binding(enum.Enum):
     NONE = enum.auto()
     INSTANCE = enum.auto()
     CLASS = enum.auto()
+    EITHER = enum.auto()
+    """Whichever it is got from: a descriptor that cannot be called by itself."""
 
     @classmethod
     def of(cls, raw: Any) -> Binding:
@@ -44,7 +47,9 @@ class Binding(enum.Enum):
             return cls.NONE
         if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
             return cls.CLASS
-        return cls.INSTANCE if hasattr(type(raw), "__get__") else cls.NONE
+        if not hasattr(type(raw), "__get__"):
+            return cls.NONE
+        return cls.INSTANCE if callable(raw) else cls.EITHER
 
 
 def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
@@ -56,6 +61,10 @@ def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
         return _without_surplus(raw)
     if binding is Binding.CLASS:
         return lambda cls, /, *args, **kwargs: _bound(raw, None, cls)(*args, **kwargs)
+    if binding is Binding.EITHER:
+        return lambda subject, /, *args, **kwargs: (
+            _bound(raw, None, subject) if is_class(subject) else _bound(raw, subject, type(subject))
+        )(*args, **kwargs)
     return lambda self, /, *args, **kwargs: _bound(raw, self, type(self))(*args, **kwargs)
 
 
@@ -100,6 +109,10 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if self._self_binding is Binding.NONE:
             return self
         subject = owner if self._self_binding is Binding.CLASS else instance
+        if self._self_binding is Binding.EITHER:
+            subject = owner if instance is None else instance
+            bound = _bound(self.__wrapped__, instance, owner)
+            return BoundProxy(bound, self._self_run, subject) if callable(bound) else bound
         if isinstance(self.__wrapped__, _CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
         return BoundProxy(_bound(self.__wrapped__, instance, owner), self._self_run, subject)

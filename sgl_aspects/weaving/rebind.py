@@ -28,7 +28,7 @@ from typing import Any
 from sgl_aspects import compat
 from sgl_aspects.weaving import holders
 from sgl_aspects.weaving.functions import holds_hooks
-from sgl_aspects.weaving.places import is_a, is_class, namespace
+from sgl_aspects.weaving.places import class_name, is_a, is_class, namespace
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,10 @@ class _Collected:
                 if holder.f_code.co_flags & _SUSPENDS:  # Python 3.10 shows this, and not the generator
                     self._report_old(gc.get_referents(holder), f"a generator ({holder.f_code.co_name})")
             elif not is_a(holder, holders.SILENT):
-                self._replace_in(holder, owners.get(id(holder), []))
+                try:
+                    self._replace_in(holder, owners.get(id(holder), []))
+                except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
+                    self._report_old(gc.get_referents(holder), f"{_described(holder)}: {error!r}")
         # What our own lists hold must not be found as a holder in the next round.
         own_lists = {id(found), id(anew), id(owners), *(id(held) for held in owners.values())}
         # And descriptors that were made anew remember what they were made from.
@@ -154,6 +157,7 @@ class _Collected:
 
     def _replace_in(self, holder: Any, owners: list[Any]) -> None:
         if is_a(holder, tuple):
+            holders.replace_attributes(holder, self._new)
             accounted = holders.replace_tuple(holder, owners, self._new)
             if accounted < len(owners) or not owners:
                 self._report_old(holder, _described(holder) + _where(owners))
@@ -320,7 +324,7 @@ def describe(obj: Any) -> str:
     if is_a(obj, property):
         return describe(obj.fget)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType, type)):
-        return f"{obj.__module__}:{obj.__qualname__}"
+        return class_name(obj) if is_class(obj) else f"{obj.__module__}:{obj.__qualname__}"
     # Never by getattr(): what has names of its own has them in its dictionary.
     names, kind = namespace(obj), type(obj)
     return f"{names.get('__module__', kind.__module__)}:{names.get('__qualname__', kind.__qualname__)}"

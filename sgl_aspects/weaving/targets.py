@@ -53,6 +53,14 @@ class Alternate:
             return self.path if _module_regex(self.module).fullmatch(module_name) else None
         return self.path if module_name == self.module else None
 
+    def names_class(self, module_name: str, qualname: str) -> bool:
+        """Whether the class of this name is one whose attribute the pattern names."""
+        path, names = self.attribute_path(module_name), qualname.split(".")
+        owners = (path or ())[: len(names)]
+        if path is None or len(owners) < len(names) or len(path) == len(owners):
+            return False
+        return all(segment_regex(segment).fullmatch(name) for segment, name in zip(owners, names))
+
     def names_among(self, modules: Iterable[str]) -> Iterator[str]:
         """The names of ``modules`` that this alternate may be about, found by how they begin."""
         if self.module is None or not self.has_module_pattern:
