@@ -145,7 +145,12 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
         members["capabilities"] = capabilities(**_known_capabilities(platform_class, capabilities))
     members.update(_pools(platform_class, base))
     # Older names of the same answers; on a newer SGLang nobody asks.
-    for name in ("support_cuda_graph", "support_piecewise_cuda_graph", "supports_fp8"):
+    for name in (
+        "support_cuda_graph",
+        "support_device_graph",
+        "support_piecewise_cuda_graph",
+        "supports_fp8",
+    ):
         members[name] = _forward(name)
     # What only SGLang knows of, where the platform's author wrote it for SGLang.
     for name in asked_by(base):
