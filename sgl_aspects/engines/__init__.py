@@ -1,4 +1,9 @@
-"""One room for each engine: which function plays which role, and how to read its attributes."""
+"""One room for each engine: which function plays which role, and how to read its attributes.
+
+What else knows an engine stands in its room, too. ``engines/NAME/plugin.py``, where there is one, has an
+``activate()`` that each process calls before the plugins; what it returns is called once their hooks are in
+place. A room that is a package of its own brings the same as an entry point of group ``sgl_aspects.plugins``.
+"""
 
 from sgl_aspects.engines.base import Engine, Outcome, Role, find_engines
 from sgl_aspects.engines.embedded import EMBEDDED
