@@ -59,11 +59,7 @@ class Traced:
         self.tokens, self.few_tokens = TOKENS, FEW_TOKENS
         (first,) = (ring for run in runs() for ring in run.glob(f"{server.process.pid}-*.ring"))
         self._rings = list(first.parent.glob("*.ring"))
-        (self._collector,) = (
-            int(process.parent.name)
-            for process in Path("/proc").glob("[0-9]*/cmdline")
-            if str(first.parent).encode() in process.read_bytes().split(b"\0")
-        )
+        (self._collector,) = _collectors(first.parent)
 
     def be(self, subject: str, is_on: bool) -> None:
         if subject == ATTACHED:
@@ -116,6 +112,14 @@ class Traced:
         connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
         yield from connection.getresponse()
         connection.close()
+
+
+def _collectors(run: Path) -> Iterator[int]:
+    """The process ids of a run's collectors, without the small program that restarts a killed one."""
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        words = process.read_bytes().split(b"\0")
+        if str(run).encode() in words and not any(word.endswith(b"keeper.py") for word in words):
+            yield int(process.parent.name)
 
 
 @contextmanager
