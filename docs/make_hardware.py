@@ -21,9 +21,9 @@ NEVER = """
 ## Never run
 
 No report exists for these: nobody ran them on their devices. Their classes are tested against stand-ins for
-the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what those
-modules document, and no more. Whoever has such a device: `sgl-aspects conformance --platform NAME --report
-NAME.md`, and send the file.
+the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what
+those modules document, and no more. Whoever has such a device runs
+`sgl-aspects conformance --platform NAME --report NAME.md`, and sends the file.
 """
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         metavar="NAME",
         default="embedded",
-        help="the engine to run on the platform: embedded (the default), or one that is installed: sglang",
+        help="the engine to run on the platform: embedded (the default), or an installed one that has checks",
     )
     parser.add_argument(
         "--only",

@@ -1,4 +1,4 @@
-"""``sgl-aspects doctor``: what is wrong with the hooks, and what to do about it."""
+"""``sgl-aspects doctor``: what is wrong with the hooks, and what to do about it; what is still for CUDA."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHEEL",
         help="instead: which roles of the built-in aspects these wheels (or folders) of an engine have",
     )
+    parser.add_argument(
+        "--platform", metavar="NAME", help="for the command after --: the platform that it runs on"
+    )
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="instead: run an engine, and name each call of torch.cuda that it reaches, with the caller",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         from sgl_aspects.cli import engine_roles
 
         return engine_roles.show(arguments.engine, as_json=arguments.json)
+    if arguments.command or arguments.platform is not None:
+        from sgl_aspects.cli import device_calls
+
+        return device_calls.run(arguments.platform, arguments.command, as_json=arguments.json)
     processes = list(reports(arguments.folder))
     findings = list(diagnose(processes))
     if arguments.json:

@@ -3,6 +3,8 @@
 hooks that other plugins register with SGLang's registry    SGL_ASPECTS_ADOPT (on)
 operator dispatch in its fused layers                       SGL_ASPECTS_OP_ATTACH
 a vendor's communicator in its groups                       SGL_ASPECTS_COMMUNICATOR
+calls of torch.cuda: told with their callers                SGL_ASPECTS_DEVICE_REPORT
+                     answered by the platform               SGL_ASPECTS_DEVICE_CALLS=platform
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from sgl_aspects.errors import AspectsError, Stop
 
 OPERATORS_VARIABLE = "SGL_ASPECTS_OP_ATTACH"
 COMMUNICATOR_VARIABLE = "SGL_ASPECTS_COMMUNICATOR"
+CALLS_VARIABLE = "SGL_ASPECTS_DEVICE_CALLS"
+REPORT_VARIABLE = "SGL_ASPECTS_DEVICE_REPORT"
 
 
 def activate() -> Callable[[], None]:
@@ -32,6 +36,10 @@ def activate() -> Callable[[], None]:
             from sgl_aspects.engines.sglang import communicator
 
             communicator.attach(str(env.text(COMMUNICATOR_VARIABLE)))
+        if env.text(CALLS_VARIABLE) is not None or env.text(REPORT_VARIABLE) is not None:
+            from sgl_aspects.engines.sglang import guards
+
+            guards.attach()
     except AspectsError as error:
         raise Stop(error) from error
     return _hooks_are_in_place

@@ -36,14 +36,14 @@ def _check(write: str, expects: str) -> Callable[[Callable[[Bench], str]], Calla
 
 
 def ask(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
-    """What :mod:`sgl_aspects.engines.sglang.conformance_child` answers in a process that SGLang starts in."""
+    """What :mod:`sgl_aspects.engines.sglang.conformance.child` answers in a process that SGLang starts in."""
     name, environment = _chosen(bench, group)
     environment |= {
         "SGLANG_PLATFORM": name,
         "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": name,
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-W", "ignore", "-m", "sgl_aspects.engines.sglang.conformance_child", what]
+    command = [sys.executable, "-W", "ignore", "-m", "sgl_aspects.engines.sglang.conformance.child", what]
     done = subprocess.run(
         [*command, *words], env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
     )

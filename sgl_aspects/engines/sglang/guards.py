@@ -1,0 +1,34 @@
+"""SGLang's helpers that ask for one vendor's hardware, and which query of the platform answers each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_aspects import env
+from sgl_aspects.engines import device_calls
+from sgl_aspects.engines.sglang.platform_bridge import CPU_NAME
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.cpu import CpuPlatform
+
+_HELPERS = "sglang.srt.utils.common"
+#: Helper → query.
+GUARDS = {
+    f"{_HELPERS}:is_cuda": "is_cuda",
+    f"{_HELPERS}:is_hip": "is_rocm",
+    f"{_HELPERS}:is_npu": "is_npu",
+    f"{_HELPERS}:is_xpu": "is_xpu",
+    f"{_HELPERS}:is_hpu": "is_hpu",
+    f"{_HELPERS}:is_musa": "is_musa",
+    f"{_HELPERS}:is_mps": "is_mps",
+    f"{_HELPERS}:is_cuda_alike": "is_cuda_alike",
+}
+
+
+def attach() -> None:
+    """By the environment: see :mod:`sgl_aspects.engines.device_calls`."""
+    device_calls.attach(GUARDS, _platform)
+
+
+def _platform() -> Any:
+    """That of this process, by the variable by which SGLang chooses its own."""
+    return CpuPlatform() if env.text("SGLANG_PLATFORM") == CPU_NAME else current_platform
