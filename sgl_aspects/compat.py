@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from typing import Any
+
+import wrapt
+import wrapt.importer  # type: ignore[import-untyped]
 
 
 def weak_methods(function: types.FunctionType) -> list[Any]:
@@ -42,3 +49,99 @@ def watch_torchscript(frontend: Any, compiled: Callable[[Any], None]) -> Callabl
 
     frontend.parse_def = parse
     return undo
+
+
+# -- the import system --------------------------------------------------------------------------------------
+
+_bootstrap: Any = importlib._bootstrap
+
+
+def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
+    """Call ``begin`` before the finders are asked for a module; the function returned undoes it."""
+    search = _bootstrap._find_spec
+
+    @functools.wraps(search)
+    def find_spec(*arguments: Any, **keywords: Any) -> Any:
+        begin()
+        return search(*arguments, **keywords)
+
+    def undo() -> None:
+        if _bootstrap._find_spec is find_spec:
+            _bootstrap._find_spec = search
+
+    _bootstrap._find_spec = find_spec
+    return undo
+
+
+def is_imported_elsewhere(name: str) -> bool:
+    """Whether another thread is importing the module ``name``."""
+    reference = _bootstrap._module_locks.get(name)
+    lock = None if reference is None else reference()
+    return getattr(lock, "owner", None) not in (None, threading.get_ident())
+
+
+def is_initializing(spec: Any) -> bool:
+    """Whether the code of the module of ``spec`` is still running."""
+    return bool(getattr(spec, "_initializing", False))
+
+
+def when_initialized(spec: Any, ready: Callable[[], None]) -> None:
+    """Call ``ready`` once the code of the module of ``spec`` has run; not where it fails."""
+    # The import machinery ends an import by setting `_initializing` to False; nothing else tells.
+    plain = type(spec)
+    if not hasattr(plain, "_initializing"):
+        spec.__class__ = _watched(plain, ready)
+    if not is_initializing(spec):  # its thread was done before we looked
+        spec.__class__ = plain
+        ready()
+
+
+def _watched(plain: Any, ready: Callable[[], None]) -> type[ModuleSpec]:
+    class Watched(plain):  # type: ignore[misc]
+        @property
+        def _initializing(self) -> bool:
+            return bool(self.__dict__.get("_initializing", False))
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            self.__dict__["_initializing"] = value
+            if not value:
+                self.__class__ = plain
+                if self.name in sys.modules:  # absent where the module's own code failed
+                    ready()
+
+    return Watched
+
+
+# -- wrapt --------------------------------------------------------------------------------------------------
+
+
+def wrapt_finder() -> Any:
+    """wrapt's finder on `sys.meta_path`, or None."""
+    return next((one for one in sys.meta_path if isinstance(one, wrapt.importer.ImportHookFinder)), None)
+
+
+def unchained(loader: Any) -> Any:
+    """The loader that wrapt's own stands for; others are returned as they are."""
+    return loader.__wrapped__ if type(loader) is wrapt.importer._ImportHookChainedLoader else loader
+
+
+def unregister_post_import_hook(hook: Callable[[Any], None], name: str) -> None:
+    """Take a hook away that `wrapt.register_post_import_hook` was given and that has not been called."""
+    with wrapt.importer._post_import_hooks_lock:
+        hooks = wrapt.importer._post_import_hooks.get(name, [])
+        if hook in hooks:
+            hooks.remove(hook)
+        if not hooks:
+            wrapt.importer._post_import_hooks.pop(name, None)
+
+
+def remove_wrapt_finder() -> bool:
+    """Leave `sys.meta_path` without wrapt's finder; False where it has hooks of others to see to."""
+    finder = wrapt_finder()
+    with wrapt.importer._post_import_hooks_lock:
+        if finder is None or wrapt.importer._post_import_hooks:
+            return False
+        sys.meta_path.remove(finder)
+        wrapt.importer._post_import_hooks_init = False  # the next one to register brings it back
+        return True

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
+import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import wrapt
 
 from sgl_aspects import compat
 
@@ -47,3 +54,95 @@ def test_torchscript_parses_through_the_name_that_is_watched() -> None:
 
 def scripted(x: int) -> int:
     return x + 1
+
+
+# -- the import system --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("how", ["import", "import_module", "reload"])
+def test_every_search_passes_the_function_that_is_wrapped(folder: Path, how: str) -> None:
+    (folder / "searched.py").write_text("")
+    searches: list[str] = []
+    if how == "reload":
+        importlib.import_module("searched")
+    undo = compat.before_each_search(lambda: searches.append(how))
+    try:
+        if how == "import":
+            exec("import searched")
+        elif how == "import_module":
+            importlib.import_module("searched")
+        else:
+            importlib.reload(sys.modules["searched"])
+    finally:
+        undo()
+    assert searches == [how]
+    importlib.reload(sys.modules["searched"])
+    assert searches == [how]
+
+
+GATE = "import threading\nreached, go_on = threading.Event(), threading.Event()\n"
+
+
+def test_who_imports_a_module_and_when_its_code_has_run(folder: Path) -> None:
+    (folder / "gate.py").write_text(GATE)
+    (folder / "slow.py").write_text("import gate\ngate.reached.set()\ngate.go_on.wait(20)\n")
+    gate = importlib.import_module("gate")
+    ready: list[str] = []
+    assert not compat.is_imported_elsewhere("slow")
+    thread = threading.Thread(target=importlib.import_module, args=("slow",))
+    thread.start()
+    assert gate.reached.wait(20)
+    assert compat.is_imported_elsewhere("slow")
+    spec = sys.modules["slow"].__spec__
+    assert compat.is_initializing(spec)
+    compat.when_initialized(spec, lambda: ready.append("slow"))
+    assert ready == []
+    gate.go_on.set()
+    thread.join(20)
+    assert ready == ["slow"]
+    assert not compat.is_imported_elsewhere("slow")
+    assert not compat.is_initializing(spec)
+    assert type(spec) is importlib.machinery.ModuleSpec
+
+
+def test_wrapts_finder_its_loaders_and_its_hooks(folder: Path) -> None:
+    (folder / "hooked.py").write_text("")
+    before = list(sys.meta_path)
+    had = compat.wrapt_finder() is not None
+    called: list[str] = []
+
+    def hook(module: object) -> None:
+        called.append("hook")
+
+    wrapt.register_post_import_hook(hook, "hooked")
+    try:
+        finder = compat.wrapt_finder()
+        assert finder is not None
+        spec = finder.find_spec("hooked")
+        loader = compat.unchained(spec.loader)
+        assert type(loader) is importlib.machinery.SourceFileLoader is not type(spec.loader)
+        assert compat.unchained(loader) is loader
+        if not had:
+            assert not compat.remove_wrapt_finder()
+    finally:
+        compat.unregister_post_import_hook(hook, "hooked")
+        removed = had or compat.remove_wrapt_finder()
+    assert removed
+    assert sys.meta_path == before
+    importlib.import_module("hooked")
+    assert called == []
+    del sys.modules["hooked"]
+    wrapt.register_post_import_hook(hook, "hooked")
+    importlib.import_module("hooked")
+    assert called == ["hook"]
+    assert had or compat.remove_wrapt_finder()

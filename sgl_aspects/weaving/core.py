@@ -52,6 +52,7 @@ class Weaver:
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
         self._lazy = LazyAttributes(self._module_loaded)
         self._families = Families(self._class_made)
+        self._listeners: dict[str, list[Callable[[Any], None]]] = {}
         self._unwatch_scripting: Callable[[], None] | None = None
         if hasattr(os, "register_at_fork"):
             _keep_lock_over_forks(weakref.ref(self))
@@ -115,7 +116,7 @@ class Weaver:
             self._settle(points, strict=False)
             self._forget_compiled_code(gone if points else ())
             if not self._advices:
-                self._watcher.uninstall()
+                self._uninstall_watcher()
                 self._lazy.restore()
                 if self._unwatch_scripting is not None:
                     self._unwatch_scripting()
@@ -133,6 +134,32 @@ class Weaver:
                 points += here
             self._settle(points, strict=False)
             self._forget_compiled_code(advices if points else ())
+
+    def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with the module ``name`` once its code has run: now, where it has.
+
+        What it raises fails the import.
+        """
+        with self._lock:
+            self._listeners.setdefault(name, []).append(callback)
+            self._watcher.install()
+            module = sys.modules.get(name)
+        if module is not None and not is_ready(module):
+            when_ready(module, self._module_loaded)
+        elif module is not None:
+            self._tell_listeners(name, module)
+
+    def _tell_listeners(self, name: str, module: Any) -> None:
+        with self._lock:
+            callbacks = self._listeners.pop(name, [])
+            if not self._advices:
+                self._uninstall_watcher()
+        for callback in callbacks:
+            callback(module)
+
+    def _uninstall_watcher(self) -> None:
+        if not self._listeners:
+            self._watcher.uninstall()
 
     def apply(self) -> None:
         """Look again at everything that is loaded, for hooks that still wait; safe to call at any time."""
@@ -178,7 +205,7 @@ class Weaver:
 
     def _is_wanted(self, name: str) -> bool:
         # Called for every import, without the lock: only reads.
-        return name in (_COMPILER, _SCRIPTING) or self._interest.wants(name)
+        return name in (_COMPILER, _SCRIPTING) or name in self._listeners or self._interest.wants(name)
 
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:
@@ -196,6 +223,8 @@ class Weaver:
                 logger.exception("hooks on %s failed; the import goes on", name)
             finally:
                 self._just_run = outer
+        if name in self._listeners:
+            self._tell_listeners(name, module)
         if lost:
             _stop("; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost)))
 

@@ -1,13 +1,12 @@
 """Watching modules load: the callback runs right after a module's own code, before any importer sees it.
 
-wrapt's post-import hooks are not used, because they fire at once for a module that is still being
-initialised, forget a module after its first load (so reloading loses every hook), know only plain names,
-and can neither be removed nor leave `sys.meta_path` as it was.
+wrapt's post-import hooks do that. What they leave out is seen to here: names that only a pattern knows are
+registered when such a module is looked for; a module that is reloaded, or of `importlib.util.LazyLoader`,
+has its loader wrapped; one that is still being initialised is waited for.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -18,6 +17,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import wrapt
+
+from sgl_aspects import compat
 from sgl_aspects.weaving.places import namespace
 
 Wanted = Callable[[str], bool]
@@ -25,7 +27,7 @@ Loaded = Callable[[str, Any], None]
 
 
 class ModuleWatcher:
-    """A finder for `sys.meta_path` that finds nothing itself: it lets the others find, and adds a callback.
+    """A finder for `sys.meta_path` that finds nothing itself: it has wrapt find, and adds a callback.
 
     :param wanted: asked for every module that is imported, without any lock of ours.
     :param loaded: called with the name and with what stands in `sys.modules`, in the importing thread,
@@ -36,16 +38,40 @@ class ModuleWatcher:
         self._wanted = wanted
         self._loaded = loaded
         self._finding = threading.local()
+        self._registered: dict[str, Any] = {}  # with wrapt
+        self._brought_wrapt = False
+        self._leave_searches: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Watch from now on; does nothing where it is installed."""
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
+        self._stand_first()
+        if self._leave_searches is None:
+            self._leave_searches = compat.before_each_search(self._stay_first)
 
     def uninstall(self) -> None:
         """Leave `sys.meta_path` as it was."""
+        if self._leave_searches is not None:
+            self._leave_searches()
+            self._leave_searches = None
         while self in sys.meta_path:
             sys.meta_path.remove(self)
+        for name, hook in self._registered.items():
+            compat.unregister_post_import_hook(hook, name)
+        self._registered.clear()
+        if self._brought_wrapt:
+            self._brought_wrapt = not compat.remove_wrapt_finder()
+
+    def _stay_first(self) -> None:
+        """Before finders that somebody has put in front since, which may find modules without asking us."""
+        if self._leave_searches is not None:
+            self._stand_first()
+
+    def _stand_first(self) -> None:
+        finders = sys.meta_path
+        if not finders or finders[0] is not self:
+            finders.insert(0, self)
+            for index in [index for index, finder in enumerate(finders) if finder is self][:0:-1]:
+                del finders[index]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -57,12 +83,29 @@ class ModuleWatcher:
             return None  # another watcher is asking everybody on our behalf
         finding.add(fullname)
         try:
-            spec = self._find_elsewhere(fullname, path, target)
+            is_new = target is None and fullname not in sys.modules
+            spec = self._find_by_wrapt(fullname) if is_new else None
+            if spec is None:
+                spec = self._find_elsewhere(fullname, path, target)
         finally:
             finding.discard(fullname)
         if spec is not None and spec.loader is not None:
             self._attach(spec)
         return spec
+
+    def _find_by_wrapt(self, fullname: str) -> ModuleSpec | None:
+        """What wrapt's finder finds: its loader will call us."""
+        if fullname not in self._registered:
+            self._brought_wrapt |= compat.wrapt_finder() is None
+
+            def hook(module: Any) -> None:
+                self._registered.pop(fullname, None)
+                self._loaded(fullname, sys.modules.get(fullname, module))
+
+            self._registered[fullname] = hook
+            wrapt.register_post_import_hook(hook, fullname)
+        finder = compat.wrapt_finder()
+        return None if finder is None else finder.find_spec(fullname)
 
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -83,11 +126,13 @@ class ModuleWatcher:
     def _attach(self, spec: ModuleSpec) -> None:
         loader: Any = spec.loader
         if isinstance(loader, importlib.util.LazyLoader):
+            # wrapt would wake it.
+            loader = spec.loader = compat.unchained(loader)
             # Its module wakes at the first attribute; the callback belongs there, and must not wake it.
             inner: Any = loader
             if not isinstance(inner.loader, _NotifyingLoader):
                 inner.loader = _NotifyingLoader(inner.loader, self._loaded)
-        elif not isinstance(loader, _NotifyingLoader):
+        elif not isinstance(loader, _NotifyingLoader) and compat.unchained(loader) is loader:
             spec.loader = _NotifyingLoader(loader, self._loaded)  # type: ignore[assignment]
 
 
@@ -136,7 +181,7 @@ def until_registered(names: Iterable[str]) -> bool:
     deadline = time.monotonic() + _LONGEST_WAIT
     for name in names:
         waited = False
-        while name not in sys.modules and _is_sought_elsewhere(name) and time.monotonic() < deadline:
+        while name not in sys.modules and compat.is_imported_elsewhere(name) and time.monotonic() < deadline:
             waited = True
             time.sleep(0.0002)
         found |= waited and name in sys.modules
@@ -144,17 +189,6 @@ def until_registered(names: Iterable[str]) -> bool:
 
 
 _LONGEST_WAIT = 0.1
-# Each module's lock, while somebody imports it (a weak reference to it, or nothing).
-_locks: dict[str, Any] = getattr(importlib._bootstrap, "_module_locks", {})
-
-
-def _is_sought_elsewhere(name: str) -> bool:
-    lock = _locks.get(name, _no_lock)()
-    return getattr(lock, "owner", None) not in (None, threading.get_ident())
-
-
-def _no_lock() -> None:
-    return None
 
 
 def is_ready(module: Any) -> bool:
@@ -176,13 +210,7 @@ def when_ready(module: Any, loaded: Loaded) -> None:
         if not isinstance(spec.loader, _NotifyingLoader):
             spec.loader = _NotifyingLoader(spec.loader, loaded)
         return
-    # The machinery ends an import by setting `_initializing` to False; nothing else tells.
-    plain = type(spec)
-    if not hasattr(plain, "_initializing"):
-        spec.__class__ = _watched(plain, loaded)
-    if not _is_initialising(module):  # its thread was done before we looked
-        spec.__class__ = plain
-        loaded(spec.name, module)
+    compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules[spec.name]))
 
 
 def _is_lazy(module: Any) -> bool:
@@ -192,22 +220,4 @@ def _is_lazy(module: Any) -> bool:
 
 def _is_initialising(module: Any) -> bool:
     spec = namespace(module).get("__spec__")
-    return bool(getattr(spec, "_initializing", False))
-
-
-def _watched(plain: Any, loaded: Loaded) -> type[ModuleSpec]:
-    class Watched(plain):  # type: ignore[misc]
-        @property
-        def _initializing(self) -> bool:
-            return bool(self.__dict__.get("_initializing", False))
-
-        @_initializing.setter
-        def _initializing(self, value: bool) -> None:
-            self.__dict__["_initializing"] = value
-            if not value:
-                self.__class__ = plain
-                # Absent where the module's own code failed.
-                if self.name in sys.modules:
-                    loaded(self.name, sys.modules[self.name])
-
-    return Watched
+    return compat.is_initializing(spec)

@@ -22,6 +22,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType, State, Target
+from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
 
 DEADLINE = 20
@@ -619,6 +620,79 @@ def test_a_patch_laid_while_a_hook_is_off_is_kept(engine: Engine) -> None:
         handle.enable()
         assert mod.f() == ["f", "patch", "hook"]
     assert mod.f is patch
+
+
+class FindingByItself:
+    """As typeguard's, jaxtyping's and pytest's finders: asks `PathFinder` and nobody else."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+
+@pytest.mark.parametrize("target", ["pkg.mod:f", "pkg.**:f", "pkg.mod.f"])
+@pytest.mark.parametrize("when", ["before", "after", "when loaded before"])
+def test_a_finder_that_finds_by_itself_hides_no_module(engine: Engine, target: str, when: str) -> None:
+    engine.write("pkg/mod.py", "def f(): return []\n")
+    engine.write("other.py", "")
+    finder: Any = FindingByItself()
+    told: list[str] = []
+    if when == "before":
+        sys.meta_path.insert(0, finder)
+    try:
+        with aspects.woven(mark(target)) as handle:
+            weaver.when_loaded("pkg.mod", lambda module: told.append(module.__name__))
+            if when != "before":
+                sys.meta_path.insert(0, finder)
+            if when == "when loaded before":
+                engine.load("other")
+            assert engine.load("pkg.mod").f() == ["hook"]
+            assert handle.states == (State.WOVEN,)
+            importlib.reload(engine.load("pkg.mod"))
+            assert engine.load("pkg.mod").f() == ["hook"]
+        assert told == ["pkg.mod"]
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def test_wrapt_calls_us_when_a_module_has_loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wrapt
+
+    engine.write("mod.py", "def f(): return []\n")
+    engine.write("other.py", "def f(): return []\n")
+    registered: list[str] = []
+    register = wrapt.register_post_import_hook
+
+    def noted(hook: Any, name: str) -> None:
+        registered.append(name)
+        register(hook, name)
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", noted)
+    with aspects.woven(mark("mo*:f")):
+        assert engine.load("mod").f() == ["hook"]
+        assert registered == ["mod"]
+        assert engine.load("other").f() == []
+    with aspects.woven(mark("gone:f")):
+        assert importlib.util.find_spec("gone") is None
+    assert "gone" not in wrapt.importer._post_import_hooks
+
+
+@pytest.mark.parametrize("moment", ["not loaded", "half loaded", "loaded"])
+def test_a_callback_when_a_module_has_loaded(engine: Engine, moment: str) -> None:
+    engine.write("told.py", "seen = []\n")
+    told = engine.load("told")
+    engine.write("mod.py", "import within\ndone = True\n")
+    engine.write("within.py", "import told\ntold.act()\n")
+
+    def ask() -> None:
+        weaver.when_loaded("mod", lambda module: told.seen.append(module.done))
+
+    told.act = ask if moment == "half loaded" else lambda: None
+    if moment == "not loaded":
+        ask()
+    engine.load("mod")
+    if moment == "loaded":
+        ask()
+    assert told.seen == [True]
 
 
 def test_other_finders_are_asked_in_their_order_and_once(engine: Engine) -> None:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
-import wrapt
-
 from sgl_aspects import bootstrap, env
 from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving import Advice, HookRegistry, HookSource, HookType, State, Target, weaver
@@ -43,7 +41,7 @@ def adopt() -> None:
         return
     if "sglang" in sys.modules or importlib.util.find_spec("sglang") is not None:
         _is_asked = True
-        wrapt.register_post_import_hook(_take_over, _MODULE)
+        weaver.when_loaded(_MODULE, _take_over)
 
 
 def apply_orphans() -> None:

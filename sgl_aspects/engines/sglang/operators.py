@@ -12,12 +12,10 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import wrapt
-
 from sgl_aspects.engines.sglang.operator_targets import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.errors import AspectsError, Stop
-from sgl_aspects.weaving import HookRegistry, HookType
+from sgl_aspects.weaving import HookRegistry, HookType, weaver
 
 #: Exactly these classes: a subclass may compute something else.
 _OPERATORS = {target: op_name for op_name, targets in LAYERS.items() for target in targets}
@@ -32,7 +30,7 @@ def attach() -> None:
         return
     _attached = True
     for module in {target.partition(":")[0] for targets in LAYERS.values() for target in targets}:
-        wrapt.register_post_import_hook(_layers_loaded, module)
+        weaver.when_loaded(module, _layers_loaded)
     HookRegistry.register(RESOLVERS, _resolved, HookType.AFTER)
     for op_name, targets in FUNCTIONS.items():
         for target in targets:
