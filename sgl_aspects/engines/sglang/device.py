@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
+from sgl_aspects.engines import device as any_device
 from sgl_aspects.platforms.device_mixin import DeviceMixin
-from sgl_aspects.platforms.discovery import resolve_qualified_name
-from sgl_aspects.platforms.identity import PlatformEnum
-from sgl_aspects.platforms.torch_device import TorchDeviceMixin
 
 
 def platform_of(device: str) -> DeviceMixin | None:
-    """The platform of a torch device ("cuda", "npu:0"): the one that SGLang runs on where it is a bridge to
-    one of ours, else the built-in one, else whatever ``torch.<type>`` offers. None where that has no events.
-    """
-    device_type = device.partition(":")[0]
+    """The platform that SGLang runs on where it is a bridge to one of ours, else that of the torch device."""
     of_sglang = getattr(sys.modules.get("sglang.srt.platforms"), "current_platform", None)
     bridged = getattr(of_sglang, "platform", None)
-    if isinstance(bridged, DeviceMixin):
-        return bridged
-    for row in BUILTIN_PLATFORMS:
-        built_in: Any = resolve_qualified_name(row.class_name)
-        if built_in.device_type == device_type and row.detect() is None:
-            platform: DeviceMixin = built_in()
-            return platform
-    return _torch_device(device_type)
-
-
-def _torch_device(device_type: str) -> DeviceMixin | None:
-    """A device of somebody's extension of torch, which SGLang knows through a platform plugin of theirs."""
-    import torch
-
-    if not hasattr(getattr(torch, device_type, None), "Event"):
-        return None
-    members: dict[str, Any] = {
-        "_enum": PlatformEnum.OOT,
-        "device_name": device_type,
-        "device_type": device_type,
-    }
-    platform: DeviceMixin = type("TorchDevice", (TorchDeviceMixin,), members)()
-    return platform
+    return bridged if isinstance(bridged, DeviceMixin) else any_device.platform_of(device)

@@ -1,0 +1,74 @@
+"""Without continuous batching: requests wait for the one thread that generates, and have it to themselves."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.transformers.roles import TRANSFORMERS
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
+from sgl_aspects.tracing.observers.observation import Observation, error_type, no_token, nothing
+
+
+class GenerateObserver:
+    """Tells the tracker of requests what becomes of them; who asked is known by the settings' identity."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        self._recorder, self._requests = trackers.recorder, trackers.requests
+        self._asked = {
+            role: TRANSFORMERS.call_reader(role, "request") for role in ("begin_request", "begin_stream")
+        }
+        self._waiting: dict[int, Any] = {}
+        #: That which the thread works on now, and the tokens of its prompt.
+        self._running: tuple[ScheduledRequest, int, int] | None = None
+
+    def observations(self) -> list[Observation]:
+        return [
+            *(Observation(role, self._ask_enter(role), nothing) for role in self._asked),
+            Observation("generate", self._generate_enter, self._generate_exit),
+            Observation("generate_prefill", self._prefill_enter, self._prefill_exit),
+            Observation("cancel_requests", no_token, self._cancel_exit),
+        ]
+
+    def _ask_enter(self, role: str) -> Any:
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if type(args[0]).__name__ == "GenerateManager" and self._recorder.level:
+                asked = self._asked[role](args, kwargs, None)
+                self._waiting[id(asked.settings)] = asked
+                self._requests.queued(asked.rid)
+
+        return enter
+
+    def _generate_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        asked = self._waiting.pop(id(kwargs.get("generation_config")), None)
+        request = None if asked is None else self._requests.requests.get(asked.rid)
+        if request is None:
+            return None
+        now = time_ns()
+        self._requests.launched(request, now)
+        self._running = request, asked.prompt_length, now
+        return asked
+
+    def _generate_exit(self, asked: Any, result: Any, error: BaseException | None) -> None:
+        if asked is None:
+            return
+        self._running = None
+        count = int(result.shape[-1]) - asked.prompt_length if hasattr(result, "shape") else None
+        most = asked.settings.max_new_tokens
+        reason = "length" if count is not None and count == most else "stop" if error is None else None
+        cancelled = type(error).__name__ == "_GenerationCancelled"
+        problem = "abort" if cancelled else error_type(error)
+        self._requests.finished(asked.rid, count, "abort" if cancelled else reason, problem)
+
+    def _prefill_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._running
+
+    def _prefill_exit(self, running: Any, result: Any, error: BaseException | None) -> None:
+        if running is not None:
+            request, tokens, start_ns = running
+            self._requests.prefilled([Chunk(None, request, tokens, start_ns, True)], error_type(error))
+
+    def _cancel_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        for state in result or ():
+            self._requests.finished(state.request_id, len(state.generated_tokens), "abort", "abort")

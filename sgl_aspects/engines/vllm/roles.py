@@ -1,0 +1,280 @@
+"""vLLM 0.32 (its V1 engine, on GPUs and on the CPU): which of its functions plays which role.
+
+Processes: API servers, an engine core, workers; the first tokenize before there is a request, and hand over
+what they got in messages; the last run the forward passes. A batch is one message from the engine core to all
+of its workers (``SchedulerOutput``), and prompts and decodes are mixed in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from sgl_aspects.engines.base import Engine, Role
+
+_ENGINE = "vllm.v1.engine"
+_LLM = f"{_ENGINE}.async_llm:AsyncLLM"
+_OUTPUTS = f"{_ENGINE}.output_processor:OutputProcessor"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_EXECUTOR = "vllm.v1.executor.abstract:Executor+"
+# There are two of that name, the newer in a package `gpu`; the one for the CPU is a subclass of either.
+_RUNNER = "vllm.v1.worker.**:GPUModelRunner"
+
+
+# -- a request in the API server -------------------------------------------------------------------------
+
+
+def _sampling(name: str) -> Any:
+    def read(request: Any) -> Any:
+        return getattr(request.sampling_params, name, None)
+
+    return read
+
+
+def _answers(request: Any) -> int:
+    """How many answers are asked for; a request for embeddings has no sampling parameters."""
+    return getattr(request.sampling_params, "n", 1) or 1
+
+
+def _choice_count(request: Any) -> int | None:
+    count = _answers(request)
+    return count if count > 1 else None
+
+
+def _answer_rids(request: Any) -> tuple[str, ...] | None:
+    """For n > 1 each answer is a request of its own in the engine."""
+    count = _answers(request)
+    return tuple(f"{index}_{request.request_id}" for index in range(count)) if count > 1 else None
+
+
+def _streams(request: Any) -> bool:
+    kind = getattr(request.sampling_params or request.pooling_params, "output_kind", None)
+    return getattr(kind, "name", "FINAL_ONLY") != "FINAL_ONLY"
+
+
+def _top_k(request: Any) -> int | None:
+    top_k = _sampling("top_k")(request)
+    return top_k if top_k and top_k > 0 else None  # 0 and -1: all
+
+
+def _tokenized_count(prompt: Any) -> int | None:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    return None if ids is None else len(ids)
+
+
+class _Outputs(NamedTuple):
+    """A message of the engine, processed. ``stopped``: requests whose text holds a stop string, which the
+    engine does not see.
+    """
+
+    outputs: Iterable[Any]
+    stopped: Iterable[str]
+
+    def each(self) -> Iterator[tuple[str, str | None]]:
+        for output in self.outputs:
+            yield output.request_id, self._reason(output)
+
+    def new(self) -> Iterator[tuple[str, str | None, int, int | None, int | None]]:
+        """Of each request: why it ended, new tokens, and once its prompt's tokens, all and cached ones."""
+        for output in self.outputs:
+            prefill = output.prefill_stats
+            prompt, cached = (
+                (prefill.num_prompt_tokens, prefill.num_cached_tokens)
+                if prefill is not None
+                else (None, None)
+            )
+            yield output.request_id, self._reason(output), len(output.new_token_ids), prompt, cached
+
+    def _reason(self, output: Any) -> str | None:
+        if output.finish_reason is not None:
+            return str(output.finish_reason)
+        return "stop" if output.request_id in self.stopped else None
+
+
+def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Outputs:
+    outputs = args[1] if len(args) > 1 else kwargs.get("engine_core_outputs", ())
+    return _Outputs(outputs, getattr(result, "reqs_to_abort", ()))
+
+
+# -- a batch, in the engine core and in its workers -------------------------------------------------------
+
+
+def _launched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+    """The batch; None for one without requests, which only tells the workers which ones have ended."""
+    batch = args[1] if len(args) > 1 else kwargs["scheduler_output"]
+    return batch if batch.num_scheduled_tokens else None
+
+
+def _finish_reason(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str:
+    request = args[1] if len(args) > 1 else kwargs["request"]
+    return str(request.get_finished_reason())
+
+
+class _Mode(NamedTuple):
+    name: str
+
+
+_PREFILL, _DECODE, _MIXED = _Mode("prefill"), _Mode("decode"), _Mode("mixed")
+
+
+def _mode(batch: Any) -> _Mode:
+    cached = batch.scheduled_cached_reqs
+    prompts = len(batch.scheduled_new_reqs) + cached.num_output_tokens.count(0) + len(cached.resumed_req_ids)
+    if not prompts:
+        return _DECODE
+    return _PREFILL if prompts >= len(batch.num_scheduled_tokens) else _MIXED
+
+
+def shared_id(batch: Any) -> int | None:
+    """A number for a batch that the engine core and each of its workers can tell from the message itself.
+
+    Of its first request: the id, and how far it is. A request is never twice in the same place: each batch
+    takes it on, and one that was preempted begins anew with more output.
+    """
+    cached = batch.scheduled_cached_reqs
+    if cached.req_ids:
+        rid, computed, output = cached.req_ids[0], cached.num_computed_tokens[0], cached.num_output_tokens[0]
+    elif batch.scheduled_new_reqs:
+        first = batch.scheduled_new_reqs[0]
+        rid, computed, output = first.req_id, first.num_computed_tokens, 0
+    else:
+        return None
+    place = (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
+    return 1 << 63 | zlib.crc32(rid.encode()) << 28 | place
+
+
+def _graph(result: Any) -> str | None:
+    """What a runner decided for a forward pass: its first value is a mode, or a batch that has one."""
+    mode = getattr(result[0], "cg_mode", result[0]) if isinstance(result, tuple) and result else None
+    return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
+
+
+@functools.cache  # asked with each forward pass
+def _platform_of(device: str) -> Any:
+    from sgl_aspects.engines.device import platform_of
+
+    return platform_of(device)
+
+
+@functools.cache
+def _scheduled() -> Any:
+    from sgl_aspects.engines.vllm.scheduler import Scheduled
+
+    return Scheduled()
+
+
+def _reqs(batch: Any) -> Any:
+    """The ids of its requests; the same object as long as they are the same ones."""
+    global _latest
+    reqs = batch.num_scheduled_tokens
+    if reqs.keys() != _latest.keys():
+        _latest = reqs
+    return _latest
+
+
+_latest: dict[str, int] = {}
+
+
+VLLM = Engine(
+    name="vllm",
+    provider_name="vllm",
+    roles={
+        # In each API server's process.
+        "serve_request": Role(
+            (f"{_LLM}.generate",), ("manager:self", "prompt", "params:sampling_params"), required=True
+        ),
+        "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self", "prompt", "params:pooling_params")),
+        "tokenize_request": Role(
+            ("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",), ("renderer:self",)
+        ),
+        # A static method; the request has its id on its exit.
+        "receive_request": Role(
+            (f"{_ENGINE}.input_processor:InputProcessor.assign_request_id",), ("request",), required=True
+        ),
+        "send_request": Role(
+            (f"{_ENGINE}.core_client:AsyncMPClient+.add_request_async",), ("client:self", "tokenized:request")
+        ),
+        "receive_outputs": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}, required=True),
+        "detokenize": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}),
+        "receive_abort": Role(
+            (f"{_OUTPUTS}.abort_requests",),
+            ("processor:self", "rids:request_ids"),
+            {"aborted": lambda args, kwargs, result=None: result or ()},
+        ),
+        # In each engine core's process.
+        "add_request": Role(
+            (f"{_SCHEDULER}.add_request",), ("scheduler:self", "message:request"), required=True
+        ),
+        "end_scheduled_request": Role(
+            (f"{_SCHEDULER}._free_request",),
+            ("scheduler:self", "req:request"),
+            {"finish_reason": _finish_reason},
+        ),
+        "retract": Role((f"{_SCHEDULER}._preempt_request",), ("scheduler:self", "req:request")),
+        "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",), required=True),
+        "run_batch": Role(
+            (f"{_EXECUTOR}.execute_model",), ("executor:self",), {"batch": _launched}, required=True
+        ),
+        "process_batch_result": Role(
+            (f"{_SCHEDULER}.update_from_output",),
+            ("scheduler:self", "batch:scheduler_output", "result:model_runner_output"),
+            required=True,
+        ),
+        # In each worker's process, or in the engine core's where there is one device.
+        "forward": Role((f"{_RUNNER}.execute_model",), ("model_runner:self", "batch:scheduler_output")),
+        "sample": Role((f"{_RUNNER}.sample_tokens",), ("model_runner:self",)),
+        "graph_mode": Role(
+            (
+                f"{_RUNNER}._determine_batch_execution_and_padding",
+                "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp",
+            ),
+            reads={"graph": lambda args, kwargs, result=None: _graph(result)},
+        ),
+        "graph_capture": Role((f"{_RUNNER}.capture_model",), ("model_runner:self",)),
+        "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",), ("model_runner:self",)),
+        "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",), ("model_runner:self",)),
+        # In detail.
+        "cache_match": Role((f"{_KV_CACHE}.get_computed_blocks",), ("kv_cache:self", "req:request")),
+        "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("kv_cache:self", "req:request")),
+        "kv_free": Role((f"{_KV_CACHE}.free",), ("kv_cache:self", "req:request")),
+    },
+    attributes={
+        "request.rids": lambda request: (request.request_id,),
+        "request.is_single": lambda request: _answers(request) == 1,
+        "request.answer_count": _answers,
+        "request.answer_rids": _answer_rids,
+        "request.choice_count": _choice_count,
+        "request.stream": _streams,
+        "request.max_tokens": _sampling("max_tokens"),
+        "request.temperature": _sampling("temperature"),
+        "request.top_p": _sampling("top_p"),
+        "request.top_k": _top_k,
+        "request.seed": _sampling("seed"),
+        "request.frequency_penalty": lambda request: _sampling("frequency_penalty")(request) or None,
+        "request.presence_penalty": lambda request: _sampling("presence_penalty")(request) or None,
+        "request.stop_sequences": lambda request: _sampling("stop")(request) or None,
+        "http.headers": "headers",
+        "manager.model": "model_config.served_model_name",
+        "tokenized.rid": "request_id",
+        "tokenized.count": _tokenized_count,
+        "outputs.each": _Outputs.each,
+        "outputs.new": _Outputs.new,
+        "message.rid": "request_id",
+        "req.rid": lambda req: req if isinstance(req, str) else req.request_id,
+        "req.output_tokens": "num_output_tokens",
+        "batch.mode": _mode,
+        "mode.name": "name",
+        "batch.reqs": _reqs,
+        "batch.prefills": lambda batch: _scheduled().prompts(batch),
+        "batch.num_tokens": "total_num_scheduled_tokens",
+        "batch.shared_id": shared_id,
+        "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
+        "scheduler.running": lambda scheduler: len(scheduler.running),
+        "scheduler.kv_usage": "kv_cache_manager.usage",
+        "model_runner.platform": lambda runner: _platform_of(str(runner.device)),
+    },
+    observers=lambda trackers: _scheduled().observations(trackers),
+)

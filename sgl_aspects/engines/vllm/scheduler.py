@@ -1,0 +1,52 @@
+"""What a batch of vLLM does not say of itself: which of its requests are still working on their prompts.
+
+Prompts and decodes are mixed in a batch, and the message that it is names tokens only. The scheduler knows,
+right after it has scheduled: what it says then is kept until the batch is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.observation import Observation
+
+
+class Scheduled:
+    """The prompts in the latest batch of this process's scheduler."""
+
+    def __init__(self) -> None:
+        self._batch: Any = None
+        self._prompts: list[tuple[str, int, bool]] = []
+        #: Requests that have begun, and have more of their prompt to come.
+        self._begun: dict[str, None] = {}
+
+    def prompts(self, batch: Any) -> list[tuple[str, int, bool]]:
+        """Of each request: its id, the tokens of its prompt that are worked on, whether these are the last."""
+        return self._prompts if batch is self._batch else []
+
+    def observations(self, trackers: Trackers) -> Iterable[Observation]:
+        self._begun.clear()
+        return [Observation("schedule", _scheduler_of, self._schedule_exit)]
+
+    def _schedule_exit(self, scheduler: Any, batch: Any, error: BaseException | None) -> None:
+        if error is not None:
+            return
+        new, resumed = batch.scheduled_new_reqs, batch.scheduled_cached_reqs.resumed_req_ids
+        if not (new or resumed or self._begun):
+            return  # nearly every step: it decodes
+        self._batch, self._prompts = batch, []
+        for rid in dict.fromkeys([*(one.req_id for one in new), *resumed, *self._begun]):
+            request, tokens = scheduler.requests.get(rid), batch.num_scheduled_tokens.get(rid)
+            if request is not None and tokens:
+                is_last = not request.is_prefill_chunk
+                self._prompts.append((rid, tokens, is_last))
+                if not is_last:
+                    self._begun[rid] = None
+            if request is None or (tokens and not request.is_prefill_chunk):
+                self._begun.pop(rid, None)
+
+
+def _scheduler_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
