@@ -8,9 +8,20 @@ place. A room that is a package of its own brings the same as an entry point of 
 from sgl_aspects.engines.base import Engine, Outcome, Role, find_engines
 from sgl_aspects.engines.embedded import EMBEDDED
 from sgl_aspects.engines.sglang.roles import SGLANG
+from sgl_aspects.engines.transformers import TRANSFORMERS
 from sgl_aspects.engines.vllm import VLLM
 
 #: The engines whose rooms are in this package.
-BUILT_IN: tuple[Engine, ...] = (EMBEDDED, SGLANG, VLLM)
+BUILT_IN: tuple[Engine, ...] = (EMBEDDED, SGLANG, TRANSFORMERS, VLLM)
 
-__all__ = ["BUILT_IN", "EMBEDDED", "SGLANG", "VLLM", "Engine", "Outcome", "Role", "find_engines"]
+__all__ = [
+    "BUILT_IN",
+    "EMBEDDED",
+    "SGLANG",
+    "TRANSFORMERS",
+    "VLLM",
+    "Engine",
+    "Outcome",
+    "Role",
+    "find_engines",
+]

@@ -93,6 +93,11 @@ def _mode(batch: Sequence[Any]) -> str:
     return "decode" if not prompts else "prefill" if prompts == len(batch) else "mixed"
 
 
+def _rid(req: Any) -> str:
+    """Of a request, or of its part in a batch."""
+    return str(getattr(req, "state", req).request_id)
+
+
 def _ended(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
     scheduler, rid = args[0], args[1] if len(args) > 1 else kwargs["request_id"]
     return scheduler.active_requests.get(rid)
@@ -166,7 +171,7 @@ TRANSFORMERS = Engine(
         "outputs.counts": _counts,
         "outputs.reason": _reason,
         "message.rid": "request_id",
-        "req.rid": lambda req: getattr(req, "state", req).request_id,
+        "req.rid": _rid,
         "req.output_tokens": lambda state: len(state.generated_tokens),
         "batch.mode": _mode,
         "batch.reqs": lambda batch: batch,

@@ -143,7 +143,7 @@ def shared_id(batch: Any) -> int | None:
     else:
         return None
     place = (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
-    return 1 << 63 | zlib.crc32(rid.encode()) << 28 | place
+    return int(1 << 63 | zlib.crc32(rid.encode()) << 28 | place)
 
 
 def _graph(result: Any) -> str | None:

@@ -23,7 +23,7 @@ class Scheduled:
         self._begun: dict[str, None] = {}
 
     def prompts(self, batch: Any) -> list[tuple[str, int, bool]]:
-        """Of each request: its id, the tokens of its prompt that are worked on, whether these are the last."""
+        """Of each request: its id, the tokens of its prompt that are worked on, and whether these end it."""
         return self._prompts if batch is self._batch else []
 
     def observations(self, trackers: Trackers) -> Iterable[Observation]:

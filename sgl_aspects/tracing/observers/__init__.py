@@ -26,6 +26,7 @@ from sgl_aspects.tracing.observers.preparation import PreparationObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.observers.worker import WorkerObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
 from sgl_aspects.tracing.recorder import Recorder
 
@@ -47,7 +48,9 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
             by_http.append(engine)
         trackers = Trackers.of(engine, recorder, options)
         undo.append(add_source(trackers.steps.current_span))
-        woven = WovenLevels(engine, [*_observations(trackers)])
+        worker = WorkerObserver(trackers)
+        woven = WovenLevels(engine, [*_observations(trackers), *worker.observations()])
+        undo.append(worker.flush)
         undo.append(woven.remove)
         undo.append(trackers.steps.flush)
         trackers.steps.on_level = woven.set_level

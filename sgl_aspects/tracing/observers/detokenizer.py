@@ -38,12 +38,12 @@ class DetokenizerObserver:
         return [Observation("detokenize", self._enter, self._exit)]
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return time_ns(), self._batch(args, kwargs)
+        return time_ns(), args, kwargs
 
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        start_ns, batch = token
+        start_ns, args, kwargs = token
         now = time_ns()
-        found = list(self._each(batch))
+        found = list(self._each(self._batch(args, kwargs, result)))
         share = (now - start_ns) / (len(found) or 1)
         for rid, reason in found:
             request = self._live.get(rid)

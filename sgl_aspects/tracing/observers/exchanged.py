@@ -58,7 +58,8 @@ class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
     ``scope``: what ASGI says of the request. ``status``: that of the response. ``is_taken``: it is an
-    engine's request; further ones in the same exchange have times of their own. ``tokenized``: what an engine
+    engine's request; further ones in the same exchange have times of their own. ``is_whole``: the client got all
+    of the response. ``tokenized``: what an engine
     tokenized before it had a request (start, end, tokens, error), in order. ``at_end``: called when the
     response is complete.
     """
@@ -68,6 +69,7 @@ class Exchange:
     first_ns: int = 0
     status: int = 0
     is_taken: bool = False
+    is_whole: bool = False
     tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -108,14 +110,16 @@ class ExchangeObserver:
             Observation("respond", self._respond_enter),
         ]
 
-    def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exchange:
+    def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, Any]:
         cycle = self._cycle(args, kwargs, None)
         exchange = Exchange(cycle.scope, time_ns() - _unread_ns(cycle.transport))
         _exchange.set(exchange)
-        return exchange
+        return exchange, cycle
 
-    def _exchange_exit(self, exchange: Exchange, result: Any, error: BaseException | None) -> None:
+    def _exchange_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         _exchange.set(None)
+        exchange, cycle = token
+        exchange.is_whole = cycle.response_complete and not cycle.disconnected
         for end in exchange.at_end:
             end()
         if exchange.status >= 400 and not exchange.is_taken and self._recorder.level:
@@ -123,12 +127,13 @@ class ExchangeObserver:
 
     def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         exchange = _exchange.get()
-        if exchange is None or exchange.first_ns:
+        if exchange is None:
             return
         message = self._message(args, kwargs, None)
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
-        elif message.get("body"):
+            return
+        if not exchange.first_ns and message.get("body"):
             exchange.first_ns = time_ns()
 
     def _refused(self, exchange: Exchange) -> None:
@@ -151,7 +156,8 @@ class ExchangeObserver:
 def _is_loaded(engine: Engine) -> bool:
     """Whether the engine serves requests in this process."""
     role = engine.roles.get("serve_request")
-    return role is not None and any(target.partition(":")[0] in sys.modules for target in role.targets)
+    modules = [] if role is None else [target.partition(":")[0].split(".*")[0] for target in role.targets]
+    return any(module in sys.modules for module in modules)
 
 
 # In Linux's `struct tcp_info`: milliseconds since data last came, told in the kernel's ticks (1 to 10 ms).

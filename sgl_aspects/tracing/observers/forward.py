@@ -29,7 +29,8 @@ class ForwardObserver:
         self._runner = engine.call_reader("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
         self._launches = "graph_launch" in engine.roles
-        self._has_graphs = self._launches or "graph_replay" in engine.roles
+        self._graph_mode = engine.call_reader("graph_mode", "graph")
+        self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_replay", "graph_mode"))
         self._labels: dict[str, int] = {}
         self._met_steps: Any = None
         self._met_runner: Any = None
@@ -48,6 +49,7 @@ class ForwardObserver:
         found = [
             Observation("forward", self._enter, self._exit, 3),
             Observation("graph_decision", None, self._decision_exit, 3),
+            Observation("graph_mode", None, self._graph_mode_exit, 3),
             Observation("graph_launch", self._launch_enter, self._launch_exit, 3),
             Observation("sample", self._sample_enter, self._sample_exit, 3),
         ]
@@ -98,6 +100,11 @@ class ForwardObserver:
             self._expects[self._mode] = True
             if not result:
                 self._begin_on_device()
+
+    def _graph_mode_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        step, label = self._step, self._graph_mode((), {}, result)
+        if step is not None and label is not None:
+            step.words[step.block + layout.STEP_GRAPH] = self._labels[label]
 
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._step

@@ -13,6 +13,7 @@ for the request. Outputs say how much there is of an answer by now, or what is n
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import time_ns
@@ -69,6 +70,7 @@ class _Serving:
     have not ended, ``samples`` of each prompt.
     """
 
+    observer: ServingObserver
     start_ns: int
     manager: Any
     http: Any
@@ -78,6 +80,7 @@ class _Serving:
     root: _Answer | None = None
     is_group: bool = False
     streams: bool = False
+    ends_with_exchange: bool = False
     samples: int = 1
     answers_left: int = 0
     answers: list[_Answer] = field(default_factory=list)
@@ -92,7 +95,7 @@ class _Serving:
 
     @property
     def ends_with_generator(self) -> bool:
-        return self.streams and self.exchange is not None
+        return self.streams and self.exchange is not None and not self.ends_with_exchange
 
 
 # Set while a generator runs: what it makes of one request it makes in its own task, or in tasks of its own.
@@ -126,6 +129,8 @@ class ServingObserver:
         self._each_new = reader("outputs.new")
         self._gets_new = "outputs.new" in engine.attributes
         self._aborted = call("receive_abort", "message")
+        self._all_aborted = call("receive_abort", "aborted")
+        self._begun = {role: call(role, "request") for role in ("begin_request", "begin_stream")}
         self._rids = reader("request.rids")
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")
@@ -143,6 +148,8 @@ class ServingObserver:
         self._token_count = reader("tokenized.count")
         self._each_output = reader("outputs.each")
         self._counts = reader("outputs.counts")
+        self._reason = reader("outputs.reason")
+        self._ends_with_exchange = reader("request.ends_with_exchange")
         self._reason_text = reader("reason.text")
         self._aborted_rid = reader("message.rid")
 
@@ -150,18 +157,20 @@ class ServingObserver:
         return [
             Observation("serve_request", self._serve_enter, self._serve_exit),
             Observation("receive_request", self._receive_enter, self._receive_exit),
+            *(Observation(role, self._begin_enter(role), self._begin_exit) for role in self._begun),
+            Observation("tokenize_prompt", self._prompt_enter, self._prompt_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
             Observation("send_request", self._send_enter, self._send_exit),
             Observation("send_requests", self._send_all_enter),
             Observation("receive_outputs", self._outputs_enter, self._outputs_exit),
-            Observation("receive_abort", self._abort_enter),
+            Observation("receive_abort", self._abort_enter, self._abort_exit),
         ]
 
     # -- the life of a request ------------------------------------------------------------------------------
 
     def _serve_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving:
         http = self._http(args, kwargs)
-        serving = _Serving(time_ns(), self._manager(args, kwargs), http, current_exchange())
+        serving = _Serving(self, time_ns(), self._manager(args, kwargs), http, current_exchange())
         _serving.set(serving)
         return serving
 
@@ -178,6 +187,9 @@ class ServingObserver:
                 self._record(answer, problem or "unfinished")
         if root is None:
             return
+        if serving.ends_with_exchange and not problem and serving.exchange is not None:
+            serving.exchange.at_end.append(partial(self._record_streamed, root))
+            return
         has_all = root.reason is not None or (serving.is_group and (closed or not serving.answers_left))
         if problem and not has_all and serving.exchange is not None and not serving.exchange.first_ns:
             # The response will say how it failed.
@@ -188,9 +200,44 @@ class ServingObserver:
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._received(args, kwargs)
 
+    def _begin_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        read = self._begun[role]
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            request = read(args, kwargs, None)
+            self._receive_exit(request, None, None)
+            answer = self._live.get(self._rids(request)[0])
+            if answer is not None:
+                self._recorder.write(RequestSent(answer.span_id))
+            return request
+
+        return enter
+
+    def _begin_exit(self, request: Any, result: Any, error: BaseException | None) -> None:
+        """Of a function that answers the request, or gives what its answer grows in."""
+        answer = self._live.get(self._rids(request)[0])
+        if answer is not None and error is None:
+            answer.latest = request, result
+            if not answer.serving.ends_with_exchange:
+                del self._live[answer.rid]
+                self._end(answer, self._reason(answer.latest) or "unknown")
+
+    def _record_streamed(self, answer: _Answer) -> None:
+        """The response is complete, or its client is gone."""
+        self._live.pop(answer.rid, None)
+        exchange = answer.serving.exchange
+        is_whole = exchange is not None and exchange.is_whole
+        answer.reason = self._reason(answer.latest) if is_whole else "abort"
+        self._record(answer)
+
     def _receive_exit(self, request: Any, result: Any, error: BaseException | None) -> None:
         serving = _serving.get()
-        if serving is None or self._is_probe(request) or not self._recorder.level:
+        if (
+            serving is None
+            or serving.observer is not self
+            or self._is_probe(request)
+            or not self._recorder.level
+        ):
             return
         rids = self._rids(request)
         if serving.root is not None:
@@ -200,6 +247,7 @@ class ServingObserver:
         samples = self._choice_count(request)
         serving.is_group = not self._is_single(request)
         serving.streams = bool(self._streams(request))
+        serving.ends_with_exchange = bool(self._ends_with_exchange(request))
         if serving.is_group:
             serving.answers_left, serving.samples = self._answer_count(request), samples or 1
         exchange, http = serving.exchange, serving.http
@@ -324,10 +372,20 @@ class ServingObserver:
 
     # -- on its way -----------------------------------------------------------------------------------------
 
+    def _prompt_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tokenized before anything of a request is there but its exchange."""
+        place = _serving.get() or current_exchange()
+        return (time_ns(), place) if place is not None and self._recorder.level else None
+
+    def _prompt_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            self._tokenize_exit(token, result, error)
+
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         request = self._tokenized(args, kwargs)
-        if request is None:
-            return time_ns() if self._recorder.level else None
+        if request is None:  # what it will be a request of is known
+            serving = _serving.get()
+            return (time_ns(), serving) if serving is not None and serving.observer is self else None
         answer = self._live.get(self._rids(request)[0])
         if answer is None:
             return None
@@ -339,10 +397,9 @@ class ServingObserver:
         if token is None:
             return
         count = None if error is not None else self._token_count(result)
-        if isinstance(token, int):  # for a request that is still to come
-            place = _serving.get() or current_exchange()
-            if place is not None:
-                place.tokenized.append((token, time_ns(), count, error_type(error)))
+        if len(token) == 2:  # for a request that is still to come
+            start_ns, place = token
+            place.tokenized.append((start_ns, time_ns(), count, error_type(error)))
             return
         root, span_id, start_ns, opened = token
         end_ns = time_ns()
@@ -415,8 +472,16 @@ class ServingObserver:
                 del live[rid]
                 self._end(answer, reason)
 
-    def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        answer = self._live.pop(self._aborted_rid(self._aborted(args, kwargs)), None)
+    def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._abort(self._aborted_rid(self._aborted(args, kwargs)))
+        return args, kwargs
+
+    def _abort_exit(self, call: Any, result: Any, error: BaseException | None) -> None:
+        for rid in self._all_aborted(*call, result) or ():
+            self._abort(rid)
+
+    def _abort(self, rid: str) -> None:
+        answer = self._live.pop(rid, None)
         if answer is not None:
             self._end(answer, "abort")
 

@@ -98,6 +98,8 @@ class StepObserver:
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time_ns()
         batch = self._ran(args, kwargs)
+        if batch is None:
+            return None  # there is nothing in it to run
         mode, reqs = self._mode_and_reqs(batch)
         if mode is not self._mode:
             self._meet_mode(mode)
@@ -114,7 +116,7 @@ class StepObserver:
         tracker = self._steps
         if reqs is not self._reqs or size != self._size:
             self._link(reqs, size)
-        shared_id = 0 if self._shared_id is None else self._shared_id(batch)
+        shared_id = 0 if self._shared_id is None else self._shared_id(batch) or 0
         step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
         if prefill:
             if step is None:

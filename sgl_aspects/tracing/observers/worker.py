@@ -1,0 +1,137 @@
+"""Level 3, in a process that runs passes for a scheduler elsewhere: joined to the step that asked for them.
+
+Both sides derive the step's id from the batch itself (``batch.shared_id``): nothing has to be sent, and it
+does not matter when either side was attached, or on which host it is. Each rank writes its own spans.
+"""
+
+from __future__ import annotations
+
+import collections
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.recorder import in_sample
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.schema import FORWARD, SAMPLE
+
+# More passes do not wait for the device: the oldest is recorded without its device time.
+_MOST_WAITING = 64
+_DEVICE_TIME = 4  # the place of its value
+
+
+class WorkerObserver:
+    """Writes ``forward`` and ``sample``; where a step runs in this process, others watch them."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        engine = trackers.engine
+        self._recorder, self._tracker = trackers.recorder, trackers.steps
+        self._write_forward = trackers.recorder.spans(FORWARD)
+        self._write_sample = trackers.recorder.spans(SAMPLE)
+        self._batch = engine.call_reader("forward", "batch")
+        self._runner = engine.call_reader("forward", "model_runner")
+        self._graph_mode = engine.call_reader("graph_mode", "graph")
+        self._is_joined = "batch.shared_id" in engine.attributes
+        self._shared_id = engine.reader("batch.shared_id")
+        self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
+        self._mode_name = engine.reader("mode.name")
+        self._platform_of = engine.reader("model_runner.platform")
+        #: Of the latest pass: the step's id, 0 where it is not recorded.
+        self._step_id = 0
+        self._graph: str | None = None
+        self._has_events = True
+        self._spare: list[Any] = []
+        self._waiting: collections.deque[tuple[Any, Any]] = collections.deque()
+
+    def observations(self) -> list[Observation]:
+        if not self._is_joined:
+            return []
+        return [
+            Observation("forward", self._forward_enter, self._forward_exit),
+            Observation("graph_mode", None, self._graph_exit),
+            Observation("sample", self._sample_enter, self._sample_exit),
+        ]
+
+    def flush(self) -> None:
+        """Records the passes that still wait for the device, without its time: nobody will ask again."""
+        self._read_events()
+        while self._waiting:
+            self._write_forward(*self._waiting.popleft()[0])
+
+    def _forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self._recorder
+        self._step_id = 0
+        if recorder.level < 3 or self._tracker.running is not None:
+            return None
+        batch = self._batch(args, kwargs)
+        step_id = self._shared_id(batch) or 0
+        if not step_id or not in_sample(step_id, recorder.sample):
+            return None
+        self._step_id, self._graph = step_id, None
+        platform = self._platform_of(self._runner(args, kwargs))
+        events = self._take_events(platform)
+        start_ns = time_ns()
+        if events is not None:
+            events[0].record()
+        return start_ns, step_id, batch, platform, events
+
+    def _forward_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        start_ns, step_id, batch, platform, events = token
+        if events is not None:
+            events[1].record()
+        end_ns = time_ns()
+        mode, reqs, num_tokens = self._values(batch)
+        name = getattr(platform, "device_name", None)
+        values = [self._mode_name(mode), len(reqs), num_tokens, name, None, self._graph]
+        run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
+        span = (self._recorder.new_id(), step_id, run_id, start_ns, end_ns, values, error_type(error))
+        if events is None:
+            self._write_forward(*span)
+            return
+        self._waiting.append((span, events))
+        self._read_events()
+
+    def _graph_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if self._step_id:
+            self._graph = self._graph_mode((), {}, result)
+
+    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (time_ns(), self._step_id) if self._step_id else None
+
+    def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        start_ns, step_id = token
+        run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
+        span_id = self._recorder.new_id()
+        self._write_sample(span_id, step_id, run_id, start_ns, time_ns(), (), error_type(error))
+        if self._waiting:
+            self._read_events()
+
+    def _take_events(self, platform: Any) -> Any:
+        """A pair of the platform's events; None where it has none, or a graph is being captured."""
+        if platform is None or not self._has_events or platform.is_capturing():
+            return None
+        if self._spare:
+            return self._spare.pop()
+        try:
+            return platform.create_event(), platform.create_event()
+        except NotImplementedError:
+            self._has_events = False
+            return None
+
+    def _read_events(self) -> None:
+        waiting = self._waiting
+        while waiting:
+            span, (begin, end) = waiting[0]
+            is_done = end.query()
+            if not is_done and len(waiting) <= _MOST_WAITING:
+                return
+            waiting.popleft()
+            if is_done:
+                span[5][_DEVICE_TIME] = begin.elapsed_ms(end) / 1e3
+                self._spare.append((begin, end))
+            self._write_forward(*span)

@@ -1,0 +1,163 @@
+"""transformers' own server, with and without continuous batching, traced by the launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_server import EngineServer, start_server
+from tests.support.otlp_receiver import Span, http_receiver
+from tests.support.processes import free_port
+from tests.support.tiny_models import make_llama
+
+for package in ("fastapi", "accelerate"):
+    pytest.importorskip(package)
+
+SERVE = "from transformers.cli.transformers import main; main()"
+CALLER = "00f067aa0ba902b7"
+PHASES = ["tokenize", "queue", "prefill", "decode"]
+MOST_TOKENS = 64  # of a batch
+CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass
+class Run:
+    """What a server did. ``answers``: the text of two responses, in one piece and streamed."""
+
+    batches: bool
+    answers: list[str] = field(default_factory=list)
+    log: str = ""
+    spans: list[Span] = field(default_factory=list)
+    traces: dict[str, list[Span]] = field(default_factory=dict)
+
+    def of(self, number: int) -> list[Span]:
+        return sorted(self.traces[trace_id(number)], key=lambda span: span.start)
+
+    def root(self, number: int) -> Span:
+        (root,) = [span for span in self.of(number) if span.parent_id == CALLER]
+        return root
+
+
+def trace_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+def parent(number: int) -> dict[str, str]:
+    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
+
+
+def is_left(span: Span) -> bool:
+    """Whether it is that of the request whose client hung up."""
+    return span.trace_id == trace_id(5) and span.parent_id == CALLER
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    make_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["continuous batching", "one by one"])
+def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    found, port, folder = Run(request.param), free_port(), tmp_path_factory.mktemp("run")
+    name = str(model)
+    chat = {"model": name, "messages": [{"role": "user", "content": "hello fox"}], "temperature": 0}
+    with http_receiver() as receiver:
+        words = [sys.executable, "-m", "sgl_aspects", "run", "--level", "4", "--endpoint", receiver.endpoint]
+        words += [
+            "--",
+            sys.executable,
+            "-c",
+            SERVE,
+            "serve",
+            name,
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+        ]
+        words += ["--device", "cpu", "--cb-num-blocks", "64", "--cb-block-size", "16"]
+        words += ["--cb-max-batch-tokens", str(MOST_TOKENS)]
+        words += ["--continuous-batching"] if found.batches else []
+        with start_server(EngineServer, words, port, folder / "log", {}) as server:
+            whole = server.post(CHATS, {**chat, "max_tokens": 8}, parent(1))
+            stream = {**chat, "max_tokens": 8, "stream": True}
+            streamed = server.exchange([{"path": CHATS, "headers": parent(2), "body": stream}])
+            found.answers = [json.dumps(whole), streamed[0]["text"]]
+            server.post(CHATS, {**chat, "model": "nobody"}, parent(3), status=400)
+            server.post(TEXTS, {"model": name, "prompt": "x" * 100, "max_tokens": 4}, parent(4))
+            server.leave(CHATS, {**stream, "max_tokens": 400}, parent(5))
+            receiver.wait_for(lambda spans: any(is_left(span) for span in spans))
+        found.log, found.spans = (folder / "log").read_text(), receiver.spans
+    for span in found.spans:
+        found.traces.setdefault(span.trace_id, []).append(span)
+    return found
+
+
+def test_no_span_is_an_orphan(run: Run) -> None:
+    for spans in run.traces.values():
+        known = {span.span_id for span in spans} | {"", CALLER}
+        assert [span.name for span in spans if span.parent_id not in known] == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_request_has_a_whole_trace(run: Run, number: int) -> None:
+    spans, root = run.of(number), run.root(number)
+    assert [span.name for span in spans if span is not root] == PHASES
+    assert not any(span.is_error for span in spans)
+    assert root.attributes["gen_ai.provider.name"] == "transformers"
+    assert root.attributes["gen_ai.request.stream"] is (number == 2)
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    text = run.answers[number - 1]
+    usage = json.loads(text[text.rindex('"usage":') + len('"usage":') :].split("}")[0] + "}")
+    assert root.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert root.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 8
+    assert all(root.start <= span.start <= span.end <= root.end for span in spans)
+
+
+def test_a_refused_request_ends_with_its_status(run: Run) -> None:
+    assert [span.name for span in run.of(3)] == ["chat"]
+    assert run.root(3).is_error
+    assert run.root(3).attributes["http.response.status_code"] == 400
+
+
+def test_a_long_prompt_is_worked_on_in_chunks_where_there_are_batches(run: Run) -> None:
+    chunks = [span.attributes["sgl_aspects.prefill.tokens"] for span in run.of(4) if span.name == "prefill"]
+    assert chunks == ([MOST_TOKENS, 100 - MOST_TOKENS] if run.batches else [100])
+
+
+def test_a_client_that_hangs_up_ends_its_request(run: Run) -> None:
+    assert run.root(5).attributes["error.type"] == "abort"
+    reasons = [span.attributes.get("sgl_aspects.finish_reason") for span in run.of(5)]
+    # Without a scheduler it is over between two phases where that comes before the first token.
+    assert "abort" in reasons or not run.batches
+
+
+def test_steps_are_there_where_there_is_a_scheduler(run: Run) -> None:
+    steps = [span for span in run.spans if span.name == "scheduler.step"]
+    if not run.batches:
+        assert not steps
+        return
+    linked = Counter(link for step in steps for link in set(step.links))
+    for number in (1, 2, 4):
+        root = run.root(number)
+        assert linked[root.trace_id, root.span_id] >= root.attributes["gen_ai.usage.output_tokens"]
+    for step in steps:
+        names = Counter(span.name for span in run.traces[step.trace_id])
+        for name in ("schedule", "run_batch", "forward", "process_result"):
+            assert names[name] == 1
+
+
+def test_the_model_that_was_loaded_is_told(run: Run) -> None:
+    assert [span.name for span in run.spans].count("load_model") == 1
+
+
+def test_no_observer_failed(run: Run) -> None:
+    assert "the call went on without it" not in run.log
