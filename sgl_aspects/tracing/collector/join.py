@@ -274,6 +274,11 @@ class Joiner:
         if root is None and record.parent_id == 0:
             root = _Root(_context_of_step(record.span_id))
             self._register(record.span_id, root)
+        if root is None and record.root_id >> 63:
+            # A worker's, of a step that another process writes, maybe on another host: both derive its trace.
+            root = _Root(_context_of_step(record.root_id))
+            self._register(record.root_id, root)
+            self._finish_root(root)
         if root is None and is_last_chance and self._joins_partial:
             root = _Root(_context_of_step(record.root_id))
             self._register(record.root_id, root)
