@@ -187,7 +187,7 @@ VLLM = Engine(
             (f"{_LLM}.generate",), ("manager:self", "prompt", "params:sampling_params"), required=True
         ),
         "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self", "prompt", "params:pooling_params")),
-        "tokenize_request": Role(
+        "tokenize_prompt": Role(
             ("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",), ("renderer:self",)
         ),
         # A static method; the request has its id on its exit.
