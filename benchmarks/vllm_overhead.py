@@ -3,8 +3,8 @@
     python -m benchmarks.vllm_overhead [--minutes 4] [--model FOLDER] [--sizes 1 16] [--subjects 2 3]
 
 A step goes from one call of the scheduler's ``update_from_output`` to the next. vLLM's own tracing, the
-subject "enable-trace", is decided when a server starts: a second server has it, ours is off in both, and their
-clients' turns are requests.
+subject "enable-trace", is decided when a server starts: a second server has it, ours is off in both, and
+their clients' turns are requests.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Source:
         """Every role of ``engine`` that is this package's to play, in their order."""
         packages = {name.partition(".")[0] for name in self.modules}
         for name, role in engine.roles.items():
-            if not any(target.partition(".")[0] in packages for target in role.targets):
+            if not any(re.split(r"[.:]", target)[0] in packages for target in role.targets):
                 continue  # the HTTP server's, say
             found = next((target for target in role.targets if self.defines(target)), None)
             yield FoundRole(name, found, role.targets)

@@ -1,4 +1,4 @@
-"""Without continuous batching: requests wait for the one thread that generates, and have it to themselves."""
+"""Without continuous batching requests wait for the one thread that generates, and have it to themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sgl_aspects.engines.transformers.roles import TRANSFORMERS
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
-from sgl_aspects.tracing.observers.observation import Observation, error_type, no_token, nothing
+from sgl_aspects.tracing.observers.observation import Observation, error_type
 
 
 class GenerateObserver:
@@ -19,16 +19,18 @@ class GenerateObserver:
         self._asked = {
             role: TRANSFORMERS.call_reader(role, "request") for role in ("begin_request", "begin_stream")
         }
+        self._waiting_rid = TRANSFORMERS.call_reader("wait", "state")
         self._waiting: dict[int, Any] = {}
         #: That which the thread works on now, and the tokens of its prompt.
         self._running: tuple[ScheduledRequest, int, int] | None = None
 
     def observations(self) -> list[Observation]:
         return [
-            *(Observation(role, self._ask_enter(role), nothing) for role in self._asked),
+            *(Observation(role, self._ask_enter(role)) for role in self._asked),
+            Observation("wait", self._wait_enter),
             Observation("generate", self._generate_enter, self._generate_exit),
             Observation("generate_prefill", self._prefill_enter, self._prefill_exit),
-            Observation("cancel_requests", no_token, self._cancel_exit),
+            Observation("cancel_requests", None, self._cancel_exit),
         ]
 
     def _ask_enter(self, role: str) -> Any:
@@ -39,6 +41,14 @@ class GenerateObserver:
                 self._requests.queued(asked.rid)
 
         return enter
+
+    def _wait_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A scheduler gets a request, or one again that gave way."""
+        rid = self._waiting_rid(args, kwargs, None).request_id
+        if rid in self._requests.requests:
+            self._requests.preempted(rid, None)
+        elif self._recorder.level:
+            self._requests.queued(rid)
 
     def _generate_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._waiting.pop(id(kwargs.get("generation_config")), None)

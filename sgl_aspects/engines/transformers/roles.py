@@ -37,7 +37,7 @@ TRANSFORMERS = Engine(
             (f"{_MANAGERS}.generate_non_streaming",), reads={"request": readers.Asked.of(False)}
         ),
         "begin_stream": Role((f"{_MANAGERS}.generate_streaming",), reads={"request": readers.Asked.of(True)}),
-        "add_request": Role((f"{_SCHEDULER}.add_waiting_request",), ("scheduler:self", "message:state")),
+        "wait": Role((f"{_SCHEDULER}.add_waiting_request",), ("scheduler:self", "state")),
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}.finish_request",),
             reads={"req": readers.ended, "finish_reason": readers.end_reason},
@@ -72,7 +72,6 @@ TRANSFORMERS = Engine(
         "tokenized.count": readers.prompt_length,
         "outputs.counts": readers.counts,
         "outputs.reason": readers.finish_reason,
-        "message.rid": "request_id",
         "req.rid": readers.rid,
         "req.output_tokens": lambda state: len(state.generated_tokens),
         "batch.mode": readers.mode,
