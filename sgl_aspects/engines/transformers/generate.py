@@ -22,13 +22,14 @@ class GenerateObserver:
         self._waiting_rid = TRANSFORMERS.call_reader("wait", "state")
         self._waiting: dict[int, Any] = {}
         #: That which the thread works on now, and the tokens of its prompt.
-        self._running: tuple[ScheduledRequest, int, int] | None = None
+        self._running: tuple[ScheduledRequest, int, int, Any] | None = None
 
     def observations(self) -> list[Observation]:
         return [
             *(Observation(role, self._ask_enter(role)) for role in self._asked),
             Observation("wait", self._wait_enter),
             Observation("generate", self._generate_enter, self._generate_exit),
+            Observation("stream_end", self._stream_end_enter),
             Observation("generate_prefill", self._prefill_enter, self._prefill_exit),
             Observation("cancel_requests", None, self._cancel_exit),
         ]
@@ -57,7 +58,7 @@ class GenerateObserver:
             return None
         now = time_ns()
         self._requests.launched(request, now)
-        self._running = request, asked.prompt_length, now
+        self._running = request, asked.prompt_length, now, asked
         return asked
 
     def _generate_exit(self, asked: Any, result: Any, error: BaseException | None) -> None:
@@ -65,20 +66,29 @@ class GenerateObserver:
             return
         self._running = None
         count = int(result.shape[-1]) - asked.prompt_length if hasattr(result, "shape") else None
-        most = asked.settings.max_new_tokens
-        reason = "length" if count is not None and count == most else "stop" if error is None else None
+        reason = _reason(count, asked) if error is None else None
         cancelled = type(error).__name__ == "_GenerationCancelled"
         problem = "abort" if cancelled else error_type(error)
         self._requests.finished(asked.rid, count, "abort" if cancelled else reason, problem)
+
+    def _stream_end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Its last token has been streamed: its caller may go before the function that generates returns."""
+        if self._running is not None:
+            count, asked = args[0].total_tokens, self._running[3]
+            self._requests.finished(asked.rid, count, _reason(count, asked))
 
     def _prefill_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._running
 
     def _prefill_exit(self, running: Any, result: Any, error: BaseException | None) -> None:
         if running is not None:
-            request, tokens, start_ns = running
+            request, tokens, start_ns, _ = running
             self._requests.prefilled([Chunk(None, request, tokens, start_ns, True)], error_type(error))
 
     def _cancel_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         for state in result or ():
             self._requests.finished(state.request_id, len(state.generated_tokens), "abort", "abort")
+
+
+def _reason(count: int | None, asked: Any) -> str:
+    return "length" if count is not None and count == asked.settings.max_new_tokens else "stop"

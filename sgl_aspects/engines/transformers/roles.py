@@ -54,6 +54,7 @@ TRANSFORMERS = Engine(
         ),
         "generate": Role(("transformers.generation.utils:GenerationMixin.generate",)),
         "generate_prefill": Role(("transformers.generation.utils:GenerationMixin._prefill",)),
+        "stream_end": Role((f"{_SERVING}.utils:DirectStreamer.end",), ("streamer:self",)),
         "load_model": Role((f"{_SERVING}.model_manager:ModelManager._load_model",)),
         "cache_match": Role((f"{_CACHE}.search_prefix_match",), ("cache:self",)),
         "kv_free": Role((f"{_CACHE}.free_blocks",), ("cache:self",)),
