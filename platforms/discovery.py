@@ -30,7 +30,7 @@ from sgl_aspects.platforms.identity import PlatformCapabilities, PlatformEnum
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 ENTRY_POINT_GROUP = "sgl_aspects.platforms"
-SGLANG_GROUP = "sglang.srt.platforms"
+SGLANG_PLATFORMS_GROUP = "sglang.srt.platforms"
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
 #: What every platform says of itself, and as what.
 _IDENTITY = {
@@ -85,7 +85,7 @@ class PlatformPlugin:
                 f"{type(error).__name__}: {error}. Repair or uninstall {self.distribution}, or set "
                 f"{PLATFORM_VARIABLE} to another platform."
             ) from error
-        if isinstance(answer, str) and self.entry_point.group == SGLANG_GROUP and ":" not in answer:
+        if isinstance(answer, str) and self.entry_point.group == SGLANG_PLATFORMS_GROUP and ":" not in answer:
             return ":".join(answer.rpartition(".")[::2])  # SGLang writes a dot before the class
         if answer is None or isinstance(answer, str):
             return answer
@@ -186,7 +186,7 @@ def _choose_builtin(plugins_without_hardware: Sequence[Candidate]) -> PlatformCh
 def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
     named = [plugin for plugin in plugins if plugin.name == wanted]
     if not named and all(row.name != wanted for row in BUILTIN_PLATFORMS):
-        named = [plugin for plugin in find_plugins(SGLANG_GROUP) if plugin.name == wanted]
+        named = [plugin for plugin in find_plugins(SGLANG_PLATFORMS_GROUP) if plugin.name == wanted]
     if len(named) > 1:
         raise PlatformError(
             f"{PLATFORM_VARIABLE}={wanted}: several distributions provide a platform of this name: "
@@ -273,7 +273,7 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
         bases = ", ".join(base.__qualname__ for base in cls.__mro__[1:])
         raise PlatformTypeError(
             f"{class_name} of {provider} is no sgl_aspects.platforms.SRTPlatform: it is a class with the "
-            f"bases {bases}. Derive it from SRTPlatform; a class for SGLang is made of that by bridged()."
+            f"bases {bases}. Derive it from SRTPlatform: docs/migration.md."
         )
     try:
         platform = cls()

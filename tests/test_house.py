@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,14 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield relative.parts[0].removesuffix(".py"), path
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """Every module name that ``path`` imports anywhere, with its line."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -115,7 +121,7 @@ PUBLIC_FILES = ("platforms/sglang_bridge.py", "sgl_aspects/cli/new_platform.py")
 
 def written(path: Path) -> Iterator[tuple[int, str]]:
     """Every name, attribute, import and text of a module, but for comments and docstrings."""
-    tree = ast.parse(path.read_text(), str(path))
+    tree = tree_of(path)
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -160,7 +166,7 @@ def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
 
 
 def classes(path: Path) -> Iterator[ast.ClassDef]:
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             yield node
 
@@ -270,7 +276,7 @@ def test_the_runtime_names_no_device() -> None:
     queries = {f"is_{name}" for name in (*devices, "rocm", "cpu", "tpu", "cuda_alike", "out_of_tree")}
     faults = []
     for path in (ROOT / "runtime").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
                 if (owner == "torch" and node.attr in devices) or node.attr in queries:

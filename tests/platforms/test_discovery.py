@@ -242,7 +242,7 @@ def test_a_platform_that_was_written_for_sglang_alone_is_told_what_to_change(sit
     site.install("acme", body, module=module, group="sglang.srt.platforms")
     error = str(site.choose("acme")["error"])
     assert "acme_pkg.platform:Theirs of plugin 'acme' of acme-dist" in error
-    assert "Derive it from SRTPlatform; a class for SGLang is made of that by bridged()" in error
+    assert "Derive it from SRTPlatform: docs/migration.md" in error
 
 
 def test_a_class_without_packaging(site: Site) -> None:
