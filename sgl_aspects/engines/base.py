@@ -10,6 +10,7 @@ What no generic observer can translate, the room observes itself (``Engine.obser
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -81,6 +82,15 @@ class Engine:
     roles: Mapping[str, Role]
     attributes: Mapping[str, str | AttributeReader] = field(default_factory=dict)
     observers: Callable[[Any], Iterable[Any]] | None = None
+
+    def position(self, role: str, noun: str) -> int:
+        """Where a noun stands among a call's positional arguments; beyond any where it is read otherwise.
+
+        For what is called with each step: ``args[position]`` where there are so many, else ``call_reader``.
+        """
+        found = self.roles.get(role)
+        nouns = [name.partition(":")[0] for name in found.parameters] if found is not None else []
+        return nouns.index(noun) if noun in nouns else sys.maxsize
 
     def call_reader(self, role: str, noun: str) -> CallReader:
         """Reads a noun from a call of the function that plays ``role``; None where there is no such thing."""

@@ -92,7 +92,7 @@ class Recorder(Protocol):
         """Records which requests a step links to (their keys); False where there was no room."""
 
     def end_step(self, steps: OpenSteps, block: int) -> None:
-        """Records the step in a block of ``steps``, and frees the block."""
+        """Records the step in a block of ``steps``, which is no longer open."""
 
     def close(self) -> None:
         """Ends this process's part of the run; what is recorded later is lost."""

@@ -73,7 +73,6 @@ class SdkRecorder:
     def end_step(self, steps: OpenSteps, block: int) -> None:
         words = steps.words[block : block + layout.STEP_WORDS].tolist()
         steps.words[block] = 0
-        steps.give_back(block)
         links = self._groups.get(words[layout.STEP_GROUP], ())
         for span in spans_of(words, self._texts.__getitem__, links):
             self._take(span)

@@ -75,7 +75,6 @@ class Memory:
     def end_step(self, steps: OpenSteps, block: int) -> None:
         words = steps.words[block : block + layout.STEP_WORDS].tolist()
         steps.words[block] = 0
-        steps.give_back(block)
         links = self.groups.get(words[layout.STEP_GROUP], ())
         self.ended += spans_of(words, self.texts.__getitem__, links)
 

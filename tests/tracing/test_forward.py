@@ -132,7 +132,9 @@ def test_sglangs_forward_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPa
     runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
     launched = []
     for seconds in (1.0, 2.0):  # two are launched before the first one's result is processed
-        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[object()] * 3)
+        batch = SimpleNamespace(
+            forward_mode=stand_ins.ForwardMode.DECODE, reqs=[SimpleNamespace(finished_reason=None)] * 3
+        )
         step = found["run_batch"].enter((scheduler, batch), {})
         token = found["forward"].enter((runner, batch), {})
         device.now += seconds
@@ -158,8 +160,9 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     found = observers(SGLANG, recorder)
     runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
     process, launch = found["process_batch_result"], found["graph_launch"]
+    req = SimpleNamespace(finished_reason=None)
     for _ in range(3):
-        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[object()])
+        batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[req])
         step = found["run_batch"].enter((scheduler, batch), {})
         token = found["forward"].enter((runner, batch), {})
         device.now += 0.5

@@ -331,7 +331,7 @@ SGLANG = Engine(
         "rid.is_probe": lambda rid: str(rid).startswith(_PROBE),
         "req.rid": "rid",
         "req.finish_reason": lambda req: _reason_text(req.finished_reason),
-        "reqs.finished": lambda reqs: [req for req in reqs if req.finished_reason is not None],
+        "batch.finished": lambda batch: [req for req in batch.reqs if req.finished_reason is not None],
         "req.output_tokens": lambda req: len(req.output_ids),
         "req.is_middle_chunk": _is_middle_chunk,
         "req.is_prefill_only": "is_prefill_only",

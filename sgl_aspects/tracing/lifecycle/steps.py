@@ -21,8 +21,17 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Fields
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter, in_sample
 from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.format import (
+    CHILD_RUN_BATCH,
+    KIND_STEP,
+    PROCESS_END,
+    SAMPLE_ALL,
+    WORD_LEVEL,
+    WORD_SAMPLE,
+)
 from sgl_aspects.tracing.ring.steps import CHILD_STARTS, CHILD_TYPES, OpenSteps
 
+pack_begin, pack_queues = layout.STEP_BEGIN.pack_into, layout.STEP_QUEUES.pack_into
 # More batches than these are not under way at once: the result of the oldest will never be processed.
 _MOST_IN_FLIGHT = layout.OPEN_STEPS - 2
 # Details of what precedes a step are bounded: they may be outside of any step.
@@ -32,9 +41,10 @@ _MOST_DETAILS = 1000
 class Step:
     """A batch from its launch to its result. ``id`` 0: not traced, but figures for the metrics.
 
-    ``words[block + …]`` are its moments and figures (:mod:`..ring.format`). ``child``: the span of it that
-    is open now, 0: its own. ``batch``, ``result``: how the result's processing finds it. ``prefill``: what
-    its observer keeps of the prompts in it; ``events``: the device's.
+    ``words[block + …]`` are its moments and figures (:mod:`..ring.format`), at ``offset`` in the memory.
+    ``child``: the span of it that is open now, 0: its own. ``number``: the engine's. ``batch``, ``result``:
+    how the result's processing finds it. ``prefill``: what its observer keeps of the prompts in it;
+    ``events``: the device's. Objects are used again: a decode step makes none.
     """
 
     __slots__ = (
@@ -45,6 +55,8 @@ class Step:
         "id",
         "is_announced",
         "is_recorded",
+        "number",
+        "offset",
         "opened",
         "prefill",
         "result",
@@ -53,16 +65,37 @@ class Step:
         "words",
     )
 
-    def __init__(self, steps: OpenSteps, block: int, id: int, batch: Any) -> None:
-        self.steps, self.words, self.block, self.id = steps, steps.words, block, id
-        self.batch, self.result = batch, None
-        self.child = 0
+    def __init__(self, steps: OpenSteps, block: int) -> None:
+        self.steps, self.words, self.block, self.offset = steps, steps.words, block, block * 8
+        self.id = self.child = 0
+        self.number: int | None = None
+        self.batch: Any = None
+        self.result: Any = None
         self.prefill: Any = None
         self.events: Any = None
         self.is_announced = False
         self.is_recorded = True
         self.opened: tuple[int, Fields] | None = None
-        self.spans: dict[int, Fields]
+        self.spans: dict[int, Fields] = {}
+
+
+def store_queues(
+    memory: Any,
+    offset: int,
+    number: int | None,
+    waiting: int | None,
+    running: int | None,
+    usage: float | None,
+) -> None:
+    """Stores what is known at a step's end: its number, and the figures of its scheduler."""
+    pack_queues(
+        memory,
+        offset + 8 * layout.STEP_NUMBER,
+        0 if number is None else number + 1,
+        0 if waiting is None else waiting + 1,
+        0 if running is None else running + 1,
+        0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1,
+    )
 
 
 class StepTracker:
@@ -86,7 +119,8 @@ class StepTracker:
         self._measures = measures
         self._thread = 0
         self._steps: OpenSteps | None = None
-        self._texts: dict[str, int] = {}
+        self._mode, self._mode_text = "", 0
+        self._spare: list[Step] = []
         self._group, self._keys = 0, array("Q")
         self._spare_events: list[Any] = []
         self._nowhere = OpenSteps.in_memory()
@@ -102,7 +136,7 @@ class StepTracker:
         if steps is not self._steps:
             steps = self._meet(steps)
         words = steps.words
-        level = words[layout.WORD_LEVEL]
+        level = words[WORD_LEVEL]
         if level != self.level:
             self.level = level
             if self.on_level is not None:
@@ -110,36 +144,43 @@ class StepTracker:
         step_id = 0
         if level >= 2:
             step_id = shared_id or self._new_id()
-            sample = words[layout.WORD_SAMPLE]
-            if sample < layout.SAMPLE_ALL and not in_sample(step_id, sample):
+            sample = words[WORD_SAMPLE]
+            if sample < SAMPLE_ALL and not in_sample(step_id, sample):
                 step_id = 0
         if not step_id and not (self._measures and level):
             return None
+        spare = self._spare
         try:
-            block = steps.take()
+            step = spare.pop() if spare else Step(steps, steps.take())
         except IndexError:
             return None
-        text = self._texts.get(mode)
-        if text is None:
-            text = self._texts[mode] = self._recorder.text(mode)
+        if mode is not self._mode:
+            self._mode, self._mode_text = mode, self._recorder.text(mode)
         start = self.schedule_start
         self.schedule_start = 0
-        layout.STEP_BEGIN.pack_into(
+        pack_begin(
             steps.memory,
-            block * 8,
-            *(layout.KIND_STEP, step_id, self._group, start, self.schedule_end if start else 0, now),
-            *(text, size + 1, tokens + 1),
+            step.offset,
+            KIND_STEP,
+            step_id,
+            self._group,
+            start,
+            self.schedule_end if start else 0,
+            now,
+            self._mode_text,
+            size + 1,
+            tokens + 1,
         )
-        step = self.running = Step(steps, block, step_id, batch)
-        step.child = layout.CHILD_RUN_BATCH
+        step.id, step.batch, step.child = step_id, batch, CHILD_RUN_BATCH
+        self.running = step
         if self.details:
             self._write_details(step, start)
         return step
 
     def begin_unrecorded(self, batch: Any) -> Step:
         """For a batch whose step is not recorded, and whose result somebody waits for."""
-        step = self.running = Step(self._nowhere, layout.OPEN_STEPS_WORD, 0, batch)
-        step.is_recorded = False
+        step = self.running = Step(self._nowhere, layout.OPEN_STEPS_WORD)
+        step.batch, step.is_recorded = batch, False
         return step
 
     def link(self, keys: Sequence[int]) -> None:
@@ -160,21 +201,20 @@ class StepTracker:
         in_flight.append(step)
         if len(in_flight) > _MOST_IN_FLIGHT:
             lost = in_flight.pop(0)
-            if lost.is_recorded:
-                lost.words[lost.block] = 0
-                lost.steps.give_back(lost.block)
+            lost.words[lost.block] = 0
+            self._give_back(lost)
 
     def take(self, batch: Any, result: Any) -> Step | None:
         """The step of a result: found by it, or by the batch where a pipeline made another result of it."""
         in_flight = self.in_flight
+        if in_flight and in_flight[0].result is result:
+            return in_flight.pop(0)
         for number, step in enumerate(in_flight):
             if step.result is result:
-                del in_flight[number]
-                return step
+                return in_flight.pop(number)
         for number, step in enumerate(in_flight):
             if step.batch is batch:
-                del in_flight[number]
-                return step
+                return in_flight.pop(number)
         return None
 
     def fail(self, step: Step, children: int, problem: str) -> None:
@@ -188,16 +228,28 @@ class StepTracker:
         self.running = None
         if not step.is_recorded:
             return
-        step.words[step.block + layout.PROCESS_END] = now
+        step.words[step.block + PROCESS_END] = now
         if self._late:
             self._write_late()
         events = step.events
         if events is not None and not self._read_events(step, events):
             self._late.append(step)
             if len(self._late) > 2:
-                self._give_up_late()
+                self._write(self._late.pop(0))
             return
+        self._write(step)
+
+    def _write(self, step: Step) -> None:
+        """The step becomes a record, and its object free."""
         self._recorder.end_step(step.steps, step.block)
+        self._give_back(step)
+
+    def _give_back(self, step: Step) -> None:
+        step.batch = step.result = step.prefill = step.events = step.number = None
+        if step.is_announced:
+            step.is_announced, step.opened, step.spans = False, None, {}
+        if step.steps is self._steps and step.is_recorded:
+            self._spare.append(step)
 
     def idle(self, waiting: int | None, running: int | None, usage: float | None) -> None:
         """Nothing is left to run: the metrics are to show it."""
@@ -206,26 +258,12 @@ class StepTracker:
             block = steps.take()
         except IndexError:
             return
-        now, words = time_ns(), steps.words
-        layout.STEP_BEGIN.pack_into(steps.memory, block * 8, *(layout.KIND_STEP, 0, 0, now, 0, 0), *(0, 1, 0))
-        self.store_queues(words, block, None, waiting, running, usage)
-        words[block + layout.PROCESS_END] = now
+        now = time_ns()
+        pack_begin(steps.memory, block * 8, KIND_STEP, 0, 0, now, 0, 0, 0, 1, 0)
+        store_queues(steps.memory, block * 8, None, waiting, running, usage)
+        steps.words[block + PROCESS_END] = now
         self._recorder.end_step(steps, block)
-
-    @staticmethod
-    def store_queues(
-        words: Any,
-        block: int,
-        number: int | None,
-        waiting: int | None,
-        running: int | None,
-        usage: float | None,
-    ) -> None:
-        """The figures of a scheduler at a step's end."""
-        words[block + layout.STEP_NUMBER] = 0 if number is None else number + 1
-        words[block + layout.STEP_WAITING] = 0 if waiting is None else waiting + 1
-        words[block + layout.STEP_RUNNING] = 0 if running is None else running + 1
-        words[block + layout.STEP_KV_USAGE] = 0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1
+        steps.give_back(block)
 
     # -- the device's time ----------------------------------------------------------------------------------
 
@@ -241,8 +279,8 @@ class StepTracker:
         begin, end = events
         if not end.query():
             return False
-        seconds = begin.elapsed_ms(end)
-        step.words[step.block + layout.STEP_DEVICE_TIME] = max(0, int(seconds * 1e6)) + 1
+        milliseconds = begin.elapsed_ms(end)
+        step.words[step.block + layout.STEP_DEVICE_TIME] = max(0, int(milliseconds * 1e6)) + 1
         step.events = None
         self._spare_events.append(events)
         return True
@@ -250,20 +288,16 @@ class StepTracker:
     def _write_late(self) -> None:
         late, self._late = self._late, []
         for step in late:
-            if step.events is None or self._read_events(step, step.events):
-                self._recorder.end_step(step.steps, step.block)
+            if self._read_events(step, step.events):
+                self._write(step)
             else:
                 self._late.append(step)
-
-    def _give_up_late(self) -> None:
-        step = self._late.pop(0)
-        self._recorder.end_step(step.steps, step.block)
 
     def flush(self) -> None:
         """Records the steps that still wait for the device, without its time: nobody will ask again."""
         self._write_late()
         while self._late:
-            self._give_up_late()
+            self._write(self._late.pop(0))
 
     # -- what is below a step -------------------------------------------------------------------------------
 
@@ -301,7 +335,7 @@ class StepTracker:
     def _announce(self, step: Step) -> None:
         """Records that the step has begun, for what is recorded below it."""
         if not step.is_announced:
-            step.is_announced, step.spans = True, {}
+            step.is_announced = True
             words, block = step.words, step.block
             start = words[block + layout.SCHEDULE_START] or words[block + layout.RUN_START]
             self._recorder.announce(schema.STEP, step.id, step.id, 0, start)
@@ -329,7 +363,8 @@ class StepTracker:
         self._steps = steps
         self._thread = threading.get_ident()
         self._new_id = self._recorder.new_id
-        self._texts.clear()
+        self._mode = ""
+        self._spare.clear()
         keys, self._group, self._keys = self._keys, 0, array("Q")
         self.link(keys)
         return steps

@@ -11,9 +11,21 @@ from typing import Any
 
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.observers.observation import Observation, error_type
-from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.format import (
+    CHILD_FORWARD,
+    CHILD_RUN_BATCH,
+    CHILD_SAMPLE,
+    FORWARD_END,
+    FORWARD_START,
+    RUN_END,
+    SAMPLE_END,
+    SAMPLE_START,
+    STEP_DEVICE_NAME,
+    STEP_GRAPH,
+    STEP_MODE,
+)
 
-_FAILED = 1 << layout.CHILD_FORWARD
+_FAILED = 1 << CHILD_FORWARD
 
 
 class ForwardObserver:
@@ -27,11 +39,12 @@ class ForwardObserver:
         engine = trackers.engine
         self._tracker, self._recorder = trackers.steps, trackers.recorder
         self._runner = engine.call_reader("forward", "model_runner")
+        self._runner_at = engine.position("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
         self._launches = "graph_launch" in engine.roles
         self._graph_mode = engine.call_reader("graph_mode", "graph")
         self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_replay", "graph_mode"))
-        self._labels: dict[str, int] = {}
+        self._eager_text = self._replayed_text = self._device_text = 0
         self._met_steps: Any = None
         self._met_runner: Any = None
         self._platform: Any = None
@@ -62,18 +75,19 @@ class ForwardObserver:
         if step is None or not step.id or self._step is not None:
             return None
         words, block = step.words, step.block
-        runner = self._runner(args, kwargs)
+        at = self._runner_at
+        runner = args[at] if at < len(args) else self._runner(args, kwargs)
         if runner is not self._met_runner or step.steps is not self._met_steps:
             self._meet(runner, step)
         self._step = step
-        step.child = layout.CHILD_FORWARD
-        words[block + layout.FORWARD_START] = time_ns()
-        words[block + layout.STEP_DEVICE_NAME] = self._labels["device"]
-        words[block + layout.STEP_GRAPH] = self._labels["eager"]
+        step.child = CHILD_FORWARD
+        words[block + FORWARD_START] = time_ns()
+        words[block + STEP_DEVICE_NAME] = self._device_text
+        words[block + STEP_GRAPH] = self._eager_text
         self._has_begun = self._has_ended = False
         if self._platform is not None:
             self._events = self._tracker.take_events(self._platform)
-            self._mode = words[block + layout.STEP_MODE]
+            self._mode = words[block + STEP_MODE]
             if not self._expects.get(self._mode):
                 self._begin_on_device()
         return step
@@ -90,8 +104,8 @@ class ForwardObserver:
             else:  # no graph was replayed, unlike the last time
                 self._tracker.give_back_events(events)
                 self._expects[self._mode] = False
-        step.words[step.block + layout.FORWARD_END] = time_ns()
-        step.child = layout.CHILD_RUN_BATCH
+        step.words[step.block + FORWARD_END] = time_ns()
+        step.child = CHILD_RUN_BATCH
         if error is not None:
             self._tracker.fail(step, _FAILED, error_type(error))
 
@@ -104,19 +118,19 @@ class ForwardObserver:
     def _graph_mode_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         step, label = self._step, self._graph_mode((), {}, result)
         if step is not None and label is not None:
-            step.words[step.block + layout.STEP_GRAPH] = self._labels[label]
+            step.words[step.block + STEP_GRAPH] = self._recorder.text(label)
 
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._step
         if step is not None:
-            step.words[step.block + layout.STEP_GRAPH] = self._labels["replayed"]
+            step.words[step.block + STEP_GRAPH] = self._replayed_text
 
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._step
         if step is None:
             return
         words, block = step.words, step.block
-        words[block + layout.STEP_GRAPH] = self._labels["replayed"]
+        words[block + STEP_GRAPH] = self._replayed_text
         # While the host prepared the replay the device had nothing to do.
         if self._events is not None and not self._has_ended:  # else a further part of the same pass
             self._expects[self._mode] = True
@@ -138,19 +152,19 @@ class ForwardObserver:
             step = tracker.in_flight[-1] if tracker.in_flight else None
         if step is None or not step.id:
             return None
-        step.words[step.block + layout.SAMPLE_START] = time_ns()
-        tracker.running, step.child = step, layout.CHILD_SAMPLE
+        step.words[step.block + SAMPLE_START] = time_ns()
+        tracker.running, step.child = step, CHILD_SAMPLE
         return step
 
     def _sample_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
         now, tracker = time_ns(), self._tracker
-        step.words[step.block + layout.SAMPLE_END] = now
-        step.child = layout.CHILD_RUN_BATCH
+        step.words[step.block + SAMPLE_END] = now
+        step.child = CHILD_RUN_BATCH
         if error is not None:
-            tracker.fail(step, 1 << layout.CHILD_SAMPLE, error_type(error))
-        if step.words[step.block + layout.RUN_END]:  # it was sampled after its launch
+            tracker.fail(step, 1 << CHILD_SAMPLE, error_type(error))
+        if step.words[step.block + RUN_END]:  # it was sampled after its launch
             tracker.running = None
             if error is not None:  # there will be no result to process
                 tracker.take(step.batch, step.result)
@@ -167,9 +181,7 @@ class ForwardObserver:
             except NotImplementedError:
                 self._platform = None
         name = getattr(platform, "device_name", None)
-        self._labels = {
-            "eager": text("eager") if self._has_graphs else 0,
-            "replayed": text("replayed"),
-            "device": text(str(name)) if name else 0,
-        }
+        self._eager_text = text("eager") if self._has_graphs else 0
+        self._replayed_text = text("replayed")
+        self._device_text = text(str(name)) if name else 0
         self._expects.clear()

@@ -6,17 +6,24 @@ each watches the launch of a batch and the processing of its result, for request
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
+from sgl_aspects.tracing.lifecycle.steps import store_queues
 from sgl_aspects.tracing.observers.observation import Observation, error_type
-from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.format import (
+    CHILD_PROCESS_RESULT,
+    CHILD_RUN_BATCH,
+    PROCESS_START,
+    RUN_END,
+)
 
-# The usage of the KV cache takes an engine microseconds to say: in decode it is asked for every 8th step.
-_STEPS_PER_READING = 8
+# What a scheduler takes microseconds to say: in decode it is asked every 8th step, by this mask of a count.
+_STEPS_PER_READING = 7
 # An engine that works on prompts and answers on different servers schedules in functions of their own.
 _SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 
@@ -32,9 +39,13 @@ class StepObserver:
         self._busy: Any = None  # the scheduler, while the latest figures for the metrics show it at work
         call, reader = engine.call_reader, engine.reader
         self._ran = call("run_batch", "batch")
+        self._ran_at = engine.position("run_batch", "batch")
         self._processing = call("process_batch_result", "scheduler")
         self._processed_batch = call("process_batch_result", "batch")
         self._result = call("process_batch_result", "result")
+        self._processing_at = engine.position("process_batch_result", "scheduler")
+        self._processed_at = engine.position("process_batch_result", "batch")
+        self._result_at = engine.position("process_batch_result", "result")
         self._receiving = call("receive_messages", "scheduler")
         self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
         self._mode_name = reader("mode.name") if "mode.name" in engine.attributes else str
@@ -43,7 +54,7 @@ class StepObserver:
         self._prefills = reader("batch.prefills")
         self._is_middle_chunk = reader("req.is_middle_chunk")
         self._is_prefill_only = reader("req.is_prefill_only")
-        self._finished = reader("reqs.finished") if "reqs.finished" in engine.attributes else None
+        self._finished = engine.attributes.get("batch.finished")
         self._finish_reason = reader("req.finish_reason")
         self._output_tokens = reader("req.output_tokens")
         self._step_number = reader("batch.step_id")
@@ -57,7 +68,10 @@ class StepObserver:
         self._decodes = False
         self._reqs: Any = None
         self._size = 0
+        # Of the scheduler, as it last was when it was asked.
         self._count = 0
+        self._waiting: int | None = None
+        self._running: int | None = None
         self._usage: float | None = None
 
     def observations(self) -> list[Observation]:
@@ -97,7 +111,8 @@ class StepObserver:
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time_ns()
-        batch = self._ran(args, kwargs)
+        at = self._ran_at
+        batch = args[at] if at < len(args) else self._ran(args, kwargs)
         if batch is None:
             return None  # there is nothing in it to run
         mode, reqs = self._mode_and_reqs(batch)
@@ -128,18 +143,15 @@ class StepObserver:
         if step is None:
             return
         now = time_ns()
-        words, block = step.words, step.block
-        words[block + layout.RUN_END] = now
-        number = self._step_number(step.batch)
-        if number is not None:
-            words[block + layout.STEP_NUMBER] = number + 1
+        step.words[step.block + RUN_END] = now
+        step.number = self._step_number(step.batch)
         if error is None:
             self._steps.launched(step, result)
             return
         problem = error_type(error)
         if step.prefill:
             self._requests.prefilled(step.prefill, problem)
-        self._steps.fail(step, 1 << layout.CHILD_RUN_BATCH, problem)
+        self._steps.fail(step, 1 << CHILD_RUN_BATCH, problem)
         self._steps.end(step, now)
 
     def _meet_mode(self, mode: Any) -> None:
@@ -179,13 +191,19 @@ class StepObserver:
         tracker = self._steps
         if not tracker.in_flight:
             return None
-        batch = self._processed_batch(args, kwargs)
-        step = tracker.take(batch, self._result(args, kwargs))
+        count, at = len(args), self._result_at
+        result = args[at] if at < count else self._result(args, kwargs)
+        at = self._processed_at
+        batch = args[at] if at < count else self._processed_batch(args, kwargs)
+        step = tracker.take(batch, result)
         if step is None:
             return None
-        step.words[step.block + layout.PROCESS_START] = now
-        step.child = layout.CHILD_PROCESS_RESULT
+        step.words[step.block + PROCESS_START] = now
+        step.child = CHILD_PROCESS_RESULT
         tracker.running = step
+        step.batch = batch
+        at = self._processing_at
+        step.result = args[at] if at < count else self._processing(args, kwargs)
         if step.prefill:
             for chunk in step.prefill:
                 if chunk.is_last is None:
@@ -193,35 +211,36 @@ class StepObserver:
                 if self._is_prefill_only(chunk.req):
                     chunk.is_last = False
             self._requests.processing(step.prefill)
-        return step, batch, self._processing(args, kwargs)
+        return step
 
-    def _process_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if token is None:
+    def _process_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
+        if step is None:
             return
         now = time_ns()
-        step, batch, scheduler = token
-        problem = "" if error is None else error_type(error)
+        scheduler = step.result
         if step.prefill:
-            self._requests.processed(problem)
+            self._requests.processed("" if error is None else error_type(error))
         if self._finished is not None:
-            self._end_requests(batch)
-        tracker, words, block = self._steps, step.words, step.block
+            finished = self._finished(step.batch)  # type: ignore[operator]
+            if finished:
+                self._end_requests(finished)
         count = self._count = self._count + 1
-        if not count % _STEPS_PER_READING or step.prefill is not None:
+        if not count & _STEPS_PER_READING or step.prefill is not None:
+            self._waiting, self._running = self._queues(scheduler)
             self._usage = self._kv_usage(scheduler)
             bridge_opentelemetry()  # somebody may have loaded it meanwhile
-        number = words[block + layout.STEP_NUMBER] - 1
-        waiting, running = self._queues(scheduler)
-        tracker.store_queues(words, block, number if number >= 0 else None, waiting, running, self._usage)
-        if problem:
-            tracker.fail(step, 1 << layout.CHILD_PROCESS_RESULT, problem)
+        memory, offset = step.steps.memory, step.offset
+        store_queues(memory, offset, step.number, self._waiting, self._running, self._usage)
+        tracker = self._steps
+        if error is not None:
+            tracker.fail(step, 1 << CHILD_PROCESS_RESULT, error_type(error))
         if self._measures:
             self._busy = scheduler
         tracker.end(step, now)
 
-    def _end_requests(self, batch: Any) -> None:
+    def _end_requests(self, finished: Sequence[Any]) -> None:
         requests = self._requests
-        for req in self._finished(self._mode_and_reqs(batch)[1]) or ():  # type: ignore[misc]
+        for req in finished:
             request = requests.requests.get(self._rid(req))
             if request is not None:
                 reason = self._finish_reason(req)

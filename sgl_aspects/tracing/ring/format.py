@@ -112,7 +112,7 @@ KV_USAGE_UNIT = 1_000_000
 #: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
 STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
 #: What is known at its end, from ``STEP_NUMBER`` on: number, waiting, running, usage.
-STEP_END = struct.Struct("<4Q")
+STEP_QUEUES = struct.Struct("<4Q")
 
 #: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
 CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)

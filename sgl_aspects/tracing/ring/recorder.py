@@ -188,7 +188,6 @@ class RingRecorder:
             memory[offset : offset + layout.MARK_OFFSET] = steps.memory[start : start + layout.MARK_OFFSET]
             layout.MARK.pack_into(memory, offset + layout.MARK_OFFSET, number)
         steps.words[block] = 0
-        steps.give_back(block)
 
     #: A ring is told of a span when it ends.
     begin = staticmethod(begin_span)
