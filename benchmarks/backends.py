@@ -24,7 +24,7 @@ from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing.session import attach
-from sgl_aspects.tracing.summary import TraceSummary
+from sgl_aspects.tracing.collector.summary import TraceSummary
 
 WELL = ("well", "well again")
 STATES = (*WELL, "slow", "refusing", "down")

@@ -171,6 +171,59 @@ def classes(path: Path) -> Iterator[ast.ClassDef]:
             yield node
 
 
+# Within tracing, low to high: a layer imports its own and those before it.
+TRACING = (
+    ("records", "schema"),
+    ("content", "options", "context"),
+    ("sampling", "recorder", "logs"),
+    ("ring", "control", "settings", "export", "run_folder"),
+    ("lifecycle", "observers"),
+    ("collector", "sdk"),
+    ("session", "plugin"),
+)
+# Who starts a collector knows what it is asked and what it reports; the metrics know one of its sums.
+UPWARD = {("run_folder", "collector"), ("settings", "collector"), ("export", "collector")}
+
+
+def test_layers_of_tracing_point_one_way() -> None:
+    height = {name: number for number, layer in enumerate(TRACING) for name in layer}
+    faults = []
+    for path in (PACKAGE / "tracing").rglob("*.py"):
+        own = path.relative_to(PACKAGE / "tracing").parts[0].removesuffix(".py")
+        for line, name in imported(path):
+            parts = name.split(".")
+            if parts[:2] != ["sgl_aspects", "tracing"] or own == "__init__" or len(parts) < 3:
+                continue
+            if height.get(parts[2], 0) > height[own] and (own, parts[2]) not in UPWARD:
+                faults.append(f"{path}:{line}: {own} imports {name}")
+    assert not faults, "\n".join(faults)
+
+
+def test_names_of_spans_attributes_and_metrics_stand_in_the_schema_alone() -> None:
+    """Those with a dot: a word such as "queue" means other things, too."""
+    schema = PACKAGE / "tracing" / "schema.py"
+    names = {text for _, text in written(schema) if "." in text and " " not in text}
+    names -= {name for _, name in imported(schema)}
+    assert "scheduler.step" in names
+    faults = []
+    for room, path in modules():
+        for line, text in written(path):
+            if path != schema and room in ("tracing", "view", "cli", "engines") and text in names:
+                faults.append(f"{path}:{line}: {text}")
+    assert not faults, "\n".join(faults)
+
+
+# Folders of like things: devices, commands, checks. The weaver's core is one idea in many small modules.
+LIKE_THINGS = {"platforms", "cli", "conformance", "weaving"}
+
+
+def test_a_folder_has_at_most_fourteen_modules() -> None:
+    for top in (PACKAGE, PACKAGE.parent / "runtime", PACKAGE.parent / "platforms"):
+        for folder in {path.parent for path in top.rglob("*.py")} - {PACKAGE / "cli"}:
+            found = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+            assert folder.name in LIKE_THINGS or len(found) <= 14, f"{folder}: {sorted(found)}"
+
+
 def test_the_engine_knows_of_the_plugin_loader_and_of_nothing_else_that_watches_it() -> None:
     found = {
         name

@@ -17,9 +17,9 @@ from sgl_aspects.attach.permissions import check
 from sgl_aspects.attach.process_tree import Process, engine_tree
 from sgl_aspects.cli.run import add_trace_arguments, trace_environment
 from sgl_aspects.errors import AttachError
+from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.run_folder import CollectorProcess
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.summary import TraceSummary
 
 _LEVEL = "3"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from sgl_aspects.tracing import dump
+    from sgl_aspects.tracing.collector import dump
 
     found = list(rings(arguments.folder, arguments.pid))
     spans = dump.spans_of(found, arguments.last)

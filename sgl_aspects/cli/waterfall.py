@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.view.numbers import STEP, RunReport, report_phases
 from sgl_aspects.view.spans import Span, children_of
 from sgl_aspects.view.text import duration
@@ -104,16 +105,16 @@ def _grid(
 
 def _row(span: Span, label: str) -> Row:
     notes = {
-        "tokenize": ("gen_ai.usage.input_tokens", "tokens"),
-        "prefill": ("sgl_aspects.prefill.tokens", "tokens"),
-        "decode": ("gen_ai.usage.output_tokens", "tokens"),
+        "tokenize": (schema.INPUT_TOKENS, "tokens"),
+        "prefill": (schema.PREFILL_TOKENS, "tokens"),
+        "decode": (schema.OUTPUT_TOKENS, "tokens"),
     }
     note = ""
     if span.name in notes:
         attribute, unit = notes[span.name]
         note = f"{span.number(attribute):.0f} {unit}"
-    elif "sgl_aspects.detokenize.busy_time" in span.attributes:
-        note = f"busy for {duration(span.number('sgl_aspects.detokenize.busy_time'))}"
+    elif schema.DETOKENIZE_BUSY_TIME in span.attributes:
+        note = f"busy for {duration(span.number(schema.DETOKENIZE_BUSY_TIME))}"
     return Row(label, span.name, span.start_ns, span.end_ns, note)
 
 

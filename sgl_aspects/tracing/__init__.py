@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sgl_aspects.tracing.collector.summary import TraceSummary
     from sgl_aspects.tracing.session import TraceSession, attach
-    from sgl_aspects.tracing.summary import TraceSummary
 
 __all__ = ["TraceSession", "TraceSummary", "attach"]
 
@@ -23,7 +23,8 @@ def __getattr__(name: str) -> Any:
     # Every process of every engine imports this package to ask whether it shall trace: only who does pays.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sgl_aspects.tracing import session, summary
+    from sgl_aspects.tracing import session
+    from sgl_aspects.tracing.collector import summary
 
     found = getattr(summary if name == "TraceSummary" else session, name)
     globals()[name] = found

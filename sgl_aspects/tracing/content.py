@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import schema
 
 logger = logging.getLogger(__name__)
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 REDACT = "SGL_ASPECTS_TRACE_REDACT"
 LENGTH = "SGL_ASPECTS_TRACE_CONTENT_LENGTH"
-INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
+INPUT, OUTPUT = schema.INPUT_MESSAGES, schema.OUTPUT_MESSAGES
 _YES = ("true", "span_only", "span_and_event")
 _NO = ("false", "no_content", "event_only")  # we write no events
 # Of an answer that is put together from pieces, so much is kept for the redaction to see.

@@ -63,6 +63,25 @@ DEVICE_NAME = "sgl_aspects.device.name"
 DEVICE_TIME = "sgl_aspects.forward.device_time"
 GRAPH = "sgl_aspects.forward.graph"
 
+DISAGGREGATION_MODE = "sgl_aspects.disaggregation.mode"
+EXPORTER = "sgl_aspects.exporter"
+TOKEN_TYPE = "gen_ai.token.type"
+
+# -- metrics -------------------------------------------------------------------------------------------
+
+#: Some are called like the attribute that they show: the queue, the KV cache, the batch.
+REQUEST_DURATION = "gen_ai.server.request.duration"
+SERVER_TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
+TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"
+TOKEN_USAGE = "gen_ai.client.token.usage"
+TOKENS = "sgl_aspects.tokens"
+CACHE_HIT_TOKENS = "sgl_aspects.prefix_cache.hit_tokens"
+STEP_DURATION = "sgl_aspects.step.duration"
+STEP_TOKENS = "sgl_aspects.step.tokens"
+RECORDS_DROPPED = "sgl_aspects.records.dropped"
+SPANS_EXPORTED = "sgl_aspects.spans.exported"
+SPANS_DROPPED = "sgl_aspects.spans.dropped"
+
 # -- spans of a request --------------------------------------------------------------------------------
 
 #: Its name is its operation and the model.

@@ -18,6 +18,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Opened, TraceContext, open_span
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
@@ -168,9 +169,9 @@ class SdkRecorder:
                 span.set_attribute(name, value)
         request_id = self._request_ids.get(record.parent_id)
         if request_id is not None and self._known.get(record.parent_id) is None:
-            span.set_attribute("gen_ai.request.id", request_id)
+            span.set_attribute(schema.REQUEST_ID, request_id)
         if record.error:
-            span.set_attribute("error.type", record.error)
+            span.set_attribute(schema.ERROR_TYPE, record.error)
             span.set_status(Status(StatusCode.ERROR))
         span.end(record.end_ns)
         self._keep(record.span_id, span)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.summary import TraceSummary
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.sdk import SdkRecorder

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
 from sgl_aspects.tracing.ring.decoder import DamagedError
@@ -21,7 +22,9 @@ from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.view.numbers import PHASES, STEP
 
 REQUEST_PHASES = ("queue", "prefill", "decode")
-STEP_PARTS = ("schedule", "forward", "sample", "process_result")
+STEP_PARTS = tuple(
+    one.name for one in (schema.SCHEDULE, schema.FORWARD, schema.SAMPLE, schema.PROCESS_RESULT)
+)
 # More requests than these are not followed at once; the oldest are forgotten.
 _MOST_REQUESTS = 20_000
 # A ring that says nothing for so long is looked through: its collector may have let it be overwritten.
@@ -195,7 +198,7 @@ class LiveRun:
             elif isinstance(record, SpanBegin):
                 self._begin(record)
             elif isinstance(record, RequestBegin):
-                self.model = str(record.attributes.get("gen_ai.request.model", "")) or self.model
+                self.model = str(record.attributes.get(schema.REQUEST_MODEL, "")) or self.model
                 self.open[record.span_id] = Request(record.request_id, record.start_ns, self.model)
             elif isinstance(record, RequestSeen):
                 self._ids[record.key] = record.request_id
@@ -224,26 +227,26 @@ class LiveRun:
                 phases.seconds[kind] = phases.seconds.get(kind, 0.0) + seconds
                 phases.current = "" if phases.current == kind else phases.current
             if kind == "prefill":
-                tokens = _number(_values(record).get("sgl_aspects.prefill.tokens"))
+                tokens = _number(_values(record).get(schema.PREFILL_TOKENS))
                 self._second(record.end_ns).prefilled_tokens += int(tokens)
 
     def _step(self, name: str, record: SpanEnd) -> None:
         values = _values(record)
-        mode = values.get("sgl_aspects.forward.mode")
+        mode = values.get(schema.MODE)
         seconds = self._added.of(name, record.start_ns, record.end_ns) / 1e9
         second = self._second(record.end_ns)
         if mode is not None:  # else a scheduler says that it is idle
             phase = PHASES.get(str(mode), "other")
-            tokens = int(_number(values.get("sgl_aspects.batch.tokens")))
+            tokens = int(_number(values.get(schema.BATCH_TOKENS)))
             second.steps.setdefault(phase, []).append(seconds)
             second.step_tokens[phase] = second.step_tokens.get(phase, 0) + tokens
             second.fed_tokens += tokens
         self.gauges[name] = second.gauges[name] = Gauges(
             record.end_ns,
-            int(_number(values.get("sgl_aspects.batch.size"))),
-            int(_number(values.get("sgl_aspects.queue.waiting"))),
-            int(_number(values.get("sgl_aspects.queue.running"))),
-            _number(values.get("sgl_aspects.kv.usage")),
+            int(_number(values.get(schema.BATCH_SIZE))),
+            int(_number(values.get(schema.QUEUE_WAITING))),
+            int(_number(values.get(schema.QUEUE_RUNNING))),
+            _number(values.get(schema.KV_USAGE)),
         )
 
     def _end(self, record: SpanEnd) -> None:
@@ -251,12 +254,12 @@ class LiveRun:
         if request is None:
             return  # its beginning was overwritten
         values = _values(record)
-        first = values.get("gen_ai.latency.time_to_first_token")
+        first = values.get(schema.TIME_TO_FIRST_TOKEN)
         request.end_ns = record.end_ns
         request.time_to_first_token = float(first) if isinstance(first, (int, float)) else None
-        request.prompt_tokens = int(_number(values.get("gen_ai.usage.input_tokens")))
-        request.cached_tokens = int(_number(values.get("gen_ai.usage.cache_read.input_tokens")))
-        request.output_tokens = int(_number(values.get("gen_ai.usage.output_tokens")))
+        request.prompt_tokens = int(_number(values.get(schema.INPUT_TOKENS)))
+        request.cached_tokens = int(_number(values.get(schema.CACHED_TOKENS)))
+        request.output_tokens = int(_number(values.get(schema.OUTPUT_TOKENS)))
         request.is_error = bool(record.error)
         self.finished_requests += 1
         self._second(record.end_ns).finished.append(request)

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.view.spans import Span
 
-STEP = "scheduler.step"
+STEP = schema.STEP.name
 #: What the scheduler calls its batches, and what people call the phase. Mixed steps do some of both.
 PHASES = {"extend": "prefill", "mixed": "mixed", "decode": "decode"}
 
@@ -104,12 +105,12 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
     }
     by_mode: dict[str, list[Span]] = {mode: [] for mode in PHASES}
     for step in steps:
-        by_mode.setdefault(str(step.attributes.get("sgl_aspects.forward.mode", "unknown")), []).append(step)
+        by_mode.setdefault(str(step.attributes.get(schema.MODE, "unknown")), []).append(step)
     return tuple(
         PhaseNumbers(
             phase=PHASES.get(mode, mode),
             steps=tuple(found),
-            tokens=int(sum(step.number("sgl_aspects.batch.tokens") for step in found)),
+            tokens=int(sum(step.number(schema.BATCH_TOKENS) for step in found)),
             step_seconds=sum(added[step.span_id] for step in found),
             forward_seconds=sum(forward_seconds.get(step.trace_id, 0.0) for step in found),
         )
@@ -119,8 +120,8 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
 
 
 def _request_numbers(span: Span) -> RequestNumbers:
-    output_tokens = int(span.number("gen_ai.usage.output_tokens"))
-    first = span.number("gen_ai.latency.time_to_first_token")
+    output_tokens = int(span.number(schema.OUTPUT_TOKENS))
+    first = span.number(schema.TIME_TO_FIRST_TOKEN)
     per_token = (span.seconds - first) / (output_tokens - 1) if output_tokens > 1 else None
-    prompt_tokens = int(span.number("gen_ai.usage.input_tokens"))
+    prompt_tokens = int(span.number(schema.INPUT_TOKENS))
     return RequestNumbers(span, prompt_tokens, output_tokens, first, per_token)

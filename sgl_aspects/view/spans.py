@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import schema
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 _SERVER = 2  # SPAN_KIND_SERVER
 _ERROR = 2  # STATUS_CODE_ERROR
-_ROLE = "sgl_aspects.disaggregation.mode"
+_ROLE = schema.DISAGGREGATION_MODE
 
 
 @dataclass(frozen=True)

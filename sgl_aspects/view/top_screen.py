@@ -11,6 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.control import Control
 from sgl_aspects.tracing.run_folder import collector_state
 from sgl_aspects.view.live import REQUEST_PHASES, STEP_PARTS, LiveRun, Request, Second
@@ -25,7 +26,7 @@ STYLES = {
     "schedule": "blue",
     "forward": "cyan",
     "sample": "magenta",
-    "process_result": "yellow",
+    schema.PROCESS_RESULT.name: "yellow",
 }
 # Phases differ without colours, too.
 _GLYPHS = {"queue": "▒", "prefill": "▓", "decode": "█"}

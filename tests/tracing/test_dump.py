@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_aspects.tracing import attach, dump
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.collector import dump
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType

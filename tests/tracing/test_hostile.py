@@ -18,7 +18,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from sgl_aspects.tracing import dump
+from sgl_aspects.tracing.collector import dump
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext

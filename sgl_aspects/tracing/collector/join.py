@@ -17,6 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.span_builder import SpanBuilder
 from sgl_aspects.tracing.collector.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.context import trace_id_of_root
@@ -47,14 +48,14 @@ _OPEN = 100_000
 
 # Time that a request spent in these children is an attribute of the request span, in seconds.
 _LATENCIES = {
-    "queue": "gen_ai.latency.time_in_queue",
-    "prefill": "gen_ai.latency.time_in_model_prefill",
-    "decode": "gen_ai.latency.time_in_model_decode",
+    "queue": schema.TIME_IN_QUEUE,
+    "prefill": schema.TIME_IN_PREFILL,
+    "decode": schema.TIME_IN_DECODE,
 }
-_OPERATION = "gen_ai.operation.name"
-_INFERENCE = "gen_ai.latency.time_in_model_inference"
+_OPERATION = schema.OPERATION
+_INFERENCE = schema.TIME_IN_INFERENCE
 # The caller's process sees it only where the answer comes in pieces. Elsewhere it is when decode began.
-_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
+_FIRST_TOKEN = schema.TIME_TO_FIRST_TOKEN
 
 
 @dataclass(eq=False)
@@ -312,7 +313,7 @@ class Joiner:
         begin = root.begin
         attributes = dict(begin.attributes)
         attributes.update(root.latencies)
-        if "gen_ai.latency.time_in_model_prefill" in root.latencies:
+        if schema.TIME_IN_PREFILL in root.latencies:
             attributes[_INFERENCE] = sum(
                 seconds for name, seconds in root.latencies.items() if "time_in_model" in name
             )

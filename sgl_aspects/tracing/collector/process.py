@@ -27,6 +27,7 @@ from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
+from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.export.failures import quiet_exporters, tell
 from sgl_aspects.tracing.export.metric_readers import make_reader
@@ -41,7 +42,6 @@ from sgl_aspects.tracing.run_folder import (
     use_collector_settings,
 )
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.summary import TraceSummary
 
 POLL_SECONDS = 0.2
 # After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.

@@ -10,6 +10,7 @@ from pathlib import Path
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
@@ -52,15 +53,15 @@ class CollectorMetrics:
             return {"": max(0, total - self._before)}
 
         count = self.engine.count
-        count("sgl_aspects.records.dropped", "{record}", "Records that a process had no room for.", dropped)
+        count(schema.RECORDS_DROPPED, "{record}", "Records that a process had no room for.", dropped)
         count(
-            "sgl_aspects.spans.exported",
+            schema.SPANS_EXPORTED,
             "{span}",
             "Spans that an exporter delivered.",
             lambda: {pipeline.name: pipeline.exported for pipeline in pipelines},
         )
         count(
-            "sgl_aspects.spans.dropped",
+            schema.SPANS_DROPPED,
             "{span}",
             "Spans that an exporter could not deliver.",
             lambda: {pipeline.name: pipeline.lost for pipeline in pipelines},

@@ -14,6 +14,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
 from sgl_aspects.tracing.ring.decoder import encodable
@@ -78,10 +79,10 @@ class SpanBuilder:
         """The span of ``record``; what else it is made of, the joiner has found out."""
         status = _UNSET
         if record.error:
-            attributes["error.type"] = record.error
+            attributes[schema.ERROR_TYPE] = record.error
             status = Status(StatusCode.ERROR)
         if record.error == UNFINISHED:
-            attributes["sgl_aspects.unfinished"] = True
+            attributes[schema.UNFINISHED_FLAG] = True
             status = Status(StatusCode.ERROR, "the process ended before the span did")
         held: Mapping[str, Any] = attributes
         if self._limits is not None:

@@ -18,9 +18,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanContext
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import root_of_trace_id
 
-_STEP = "scheduler.step"
+_STEP = schema.STEP.name
 _OF_REQUESTS = ("tokenize", "queue", "prefill", "decode", "detokenize")
 # What a process that records such spans is.
 _PROCESSES = {
@@ -35,9 +36,9 @@ _PROCESSES = {
     "capture_graphs": "scheduler",
 }
 _COUNTERS = {
-    "batch": {"requests": "sgl_aspects.batch.size"},
-    "queue": {"waiting": "sgl_aspects.queue.waiting", "running": "sgl_aspects.queue.running"},
-    "KV cache": {"usage": "sgl_aspects.kv.usage"},
+    "batch": {"requests": schema.BATCH_SIZE},
+    "queue": {"waiting": schema.QUEUE_WAITING, "running": schema.QUEUE_RUNNING},
+    "KV cache": {"usage": schema.KV_USAGE},
 }
 # Tracks of a process: steps and other work from 1 on, devices from 100 on, requests from 1000 on.
 _WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
@@ -125,7 +126,7 @@ class Timeline:
         self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
     ) -> Iterator[dict[str, Any]]:
         # A request's span has the request's id; spans below name it as their parent.
-        is_root = "gen_ai.request.id" in attributes or span.parent is None
+        is_root = schema.REQUEST_ID in attributes or span.parent is None
         span_id = context.span_id if is_root or span.parent is None else span.parent.span_id
         key = context.trace_id, span_id
         if key not in self._requests:
@@ -157,7 +158,7 @@ class Timeline:
         yield event
         if span.name == _STEP:
             yield from _counters(attributes, process_id, event["ts"])
-        seconds: Any = attributes.get("sgl_aspects.forward.device_time")
+        seconds: Any = attributes.get(schema.DEVICE_TIME)
         if _is_number(seconds) and seconds >= 0:
             yield from self._device_events(span, attributes, process_id, seconds)
 
@@ -183,21 +184,21 @@ class Timeline:
         self, span: ReadableSpan, attributes: dict[str, Any], process_id: int, seconds: float
     ) -> Iterator[dict[str, Any]]:
         """When the device began is not known: not before the pass was launched, nor before its last work."""
-        name = str(attributes.get("sgl_aspects.device.name", "device"))
+        name = str(attributes.get(schema.DEVICE_NAME, "device"))
         track, last_end = self._devices.get((process_id, name), (_DEVICE_TRACKS + len(self._devices), 0))
         start = max(span.start_time or 0, last_end)
         end = start + round(seconds * 1e9)
         self._devices[process_id, name] = track, end
         yield from self._names(process_id, track, f"device {name}", "scheduler")
         yield {
-            "name": str(attributes.get("sgl_aspects.forward.mode", "forward")),
+            "name": str(attributes.get(schema.MODE, "forward")),
             "cat": "device",
             "ph": "X",
             "ts": start / 1e3,
             "dur": end / 1e3 - start / 1e3,
             "pid": process_id,
             "tid": track,
-            "args": {"batch": _in_json(attributes.get("sgl_aspects.batch.size"))},
+            "args": {"batch": _in_json(attributes.get(schema.BATCH_SIZE))},
         }
 
     def _names(self, process_id: int, track: int, name: str, process: str) -> Iterator[dict[str, Any]]:

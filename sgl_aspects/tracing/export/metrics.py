@@ -11,6 +11,7 @@ from typing import Any
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd
 
@@ -25,20 +26,20 @@ TOKEN_USAGE = tuple(4**power for power in range(14))
 STEP_DURATION = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 #: The span type whose records say what a scheduler looks like.
-STEP = "scheduler.step"
-_MODE = "sgl_aspects.forward.mode"
-_TOKENS = "sgl_aspects.batch.tokens"
+STEP = schema.STEP.name
+_MODE = schema.MODE
+_TOKENS = schema.BATCH_TOKENS
 _GAUGES = (
-    ("sgl_aspects.queue.running", "{request}", "Requests that the scheduler works on."),
-    ("sgl_aspects.queue.waiting", "{request}", "Requests that wait to be scheduled."),
-    ("sgl_aspects.kv.usage", "1", "Share of the key-value cache that is in use."),
-    ("sgl_aspects.batch.size", "{request}", "Requests in the latest batch; 0 when idle."),
+    (schema.QUEUE_RUNNING, "{request}", "Requests that the scheduler works on."),
+    (schema.QUEUE_WAITING, "{request}", "Requests that wait to be scheduled."),
+    (schema.KV_USAGE, "1", "Share of the key-value cache that is in use."),
+    (schema.BATCH_SIZE, "{request}", "Requests in the latest batch; 0 when idle."),
 )
 _OF_REQUEST = (
-    "gen_ai.operation.name",
-    "gen_ai.provider.name",
-    "gen_ai.request.model",
-    "gen_ai.response.model",
+    schema.OPERATION,
+    schema.PROVIDER,
+    schema.REQUEST_MODEL,
+    schema.RESPONSE_MODEL,
 )
 
 
@@ -49,35 +50,35 @@ class EngineMetrics:
         histogram = meter.create_histogram
         self._meter = meter
         self._duration = histogram(
-            "gen_ai.server.request.duration",
+            schema.REQUEST_DURATION,
             "s",
             "How long a request took, however it ended.",
             explicit_bucket_boundaries_advisory=REQUEST_DURATION,
         )
         self._first_token = histogram(
-            "gen_ai.server.time_to_first_token",
+            schema.SERVER_TIME_TO_FIRST_TOKEN,
             "s",
             "Time to the first token of successful answers, queue and prefill included.",
             explicit_bucket_boundaries_advisory=TIME_TO_FIRST_TOKEN,
         )
         self._per_token = histogram(
-            "gen_ai.server.time_per_output_token",
+            schema.TIME_PER_OUTPUT_TOKEN,
             "s",
             "Time per token after the first, of successful answers.",
             explicit_bucket_boundaries_advisory=TIME_PER_OUTPUT_TOKEN,
         )
         self._usage = histogram(
-            "gen_ai.client.token.usage",
+            schema.TOKEN_USAGE,
             "{token}",
             "Tokens of a request, by type.",
             explicit_bucket_boundaries_advisory=TOKEN_USAGE,
         )
-        self._tokens = meter.create_counter("sgl_aspects.tokens", "{token}", "Tokens of ended requests.")
+        self._tokens = meter.create_counter(schema.TOKENS, "{token}", "Tokens of ended requests.")
         self._hits = meter.create_counter(
-            "sgl_aspects.prefix_cache.hit_tokens", "{token}", "Prompt tokens that the prefix cache had."
+            schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens that the prefix cache had."
         )
         self._step = histogram(
-            "sgl_aspects.step.duration",
+            schema.STEP_DURATION,
             "s",
             "Time that a scheduler's step adds: two may be open at once.",
             explicit_bucket_boundaries_advisory=STEP_DURATION,
@@ -85,7 +86,7 @@ class EngineMetrics:
         # Summed up here and read when it is exported: the SDK's own sum takes longer than the rest of a step.
         self._step_tokens: dict[tuple[tuple[str, str], ...], float] = {}
         meter.create_observable_counter(
-            "sgl_aspects.step.tokens", [self._read_step_tokens], "{token}", "Tokens fed to the model."
+            schema.STEP_TOKENS, [self._read_step_tokens], "{token}", "Tokens fed to the model."
         )
         self._added = AddedTime()
         # By writer: its process, and what its latest step said.
@@ -101,17 +102,17 @@ class EngineMetrics:
         }
         common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
-        self._duration.record(duration, {**common, "error.type": end.error} if end.error else common)
+        self._duration.record(duration, {**common, schema.ERROR_TYPE: end.error} if end.error else common)
         prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
-                attributes = {**common, "gen_ai.token.type": kind}
+                attributes = {**common, schema.TOKEN_TYPE: kind}
                 self._usage.record(count, attributes)
                 self._tokens.add(count, attributes)
-        cached = _number(values, "gen_ai.usage.cache_read.input_tokens")
+        cached = _number(values, schema.CACHED_TOKENS)
         if cached is not None:
             self._hits.add(cached, common)
-        first = _number(values, "gen_ai.latency.time_to_first_token")
+        first = _number(values, schema.TIME_TO_FIRST_TOKEN)
         if first is None and first_token_ns:
             first = (first_token_ns - begin.start_ns) / 1e9
         if end.error or first is None or first < 0:
@@ -130,7 +131,7 @@ class EngineMetrics:
             return
         attributes = {_MODE: str(mode)}
         if step.error:
-            attributes["error.type"] = step.error
+            attributes[schema.ERROR_TYPE] = step.error
         self._step.record(added_ns / 1e9, attributes)
         tokens = _number(values, _TOKENS)
         if tokens is not None:
@@ -150,8 +151,7 @@ class EngineMetrics:
 
         def observe(options: CallbackOptions) -> Iterable[Observation]:
             return [
-                Observation(value, {"sgl_aspects.exporter": key} if key else {})
-                for key, value in read().items()
+                Observation(value, {schema.EXPORTER: key} if key else {}) for key, value in read().items()
             ]
 
         self._meter.create_observable_counter(name, [observe], unit, description)

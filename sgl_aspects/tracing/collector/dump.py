@@ -11,6 +11,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.context import root_of_trace_id
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen
@@ -96,7 +97,7 @@ def _lines(spans: Sequence[ReadableSpan], names: Mapping[int, str]) -> Iterator[
 def _request_of(span: ReadableSpan, names: Mapping[int, str]) -> str:
     """The requests that a span below a request's, or one that is linked to some, belongs to."""
     context = span.get_span_context()
-    if context is None or "gen_ai.request.id" in (span.attributes or {}):
+    if context is None or schema.REQUEST_ID in (span.attributes or {}):
         return ""
     # Where the request itself was not read, its trace is named by its key.
     ids = [root_of_trace_id(context.trace_id), span.parent.span_id if span.parent else 0]
