@@ -145,3 +145,22 @@ def remove_wrapt_finder() -> bool:
         sys.meta_path.remove(finder)
         wrapt.importer._post_import_hooks_init = False  # the next one to register brings it back
         return True
+
+
+def runtime_context_class() -> type[Any] | None:
+    """What `opentelemetry.context` keeps its current context by; None where a version keeps it elsewhere."""
+    from opentelemetry import context
+
+    try:
+        from opentelemetry.context.context import _RuntimeContext
+    except ImportError:
+        return None
+    is_there = isinstance(getattr(context, "_RUNTIME_CONTEXT", None), _RuntimeContext)
+    return _RuntimeContext if is_there else None
+
+
+def replace_runtime_context(replacement: Callable[[Any], Any]) -> None:
+    """Put ``replacement(present one)`` in the place of what :func:`runtime_context_class` found."""
+    from opentelemetry import context
+
+    context._RUNTIME_CONTEXT = replacement(context._RUNTIME_CONTEXT)

@@ -146,3 +146,13 @@ def test_wrapts_finder_its_loaders_and_its_hooks(folder: Path) -> None:
     importlib.import_module("hooked")
     assert called == ["hook"]
     assert had or compat.remove_wrapt_finder()
+
+
+def test_opentelemetry_keeps_its_current_context_where_we_put_ours_on_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from opentelemetry import context
+
+    assert compat.runtime_context_class() is not None
+    monkeypatch.setattr(context, "_RUNTIME_CONTEXT", object())
+    assert compat.runtime_context_class() is None  # moved: spans are recorded all the same

@@ -100,7 +100,11 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [batch_size, vocab_size] of each request's next token."""
-        return self.head_tp.all_gather(self.lm_head(self.model(batch)))
+        return self.compute_logits(self.model(batch))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of each row of ``hidden``, on every rank."""
+        return self.head_tp.all_gather(self.lm_head(hidden))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """``weights`` under their Hugging Face names."""

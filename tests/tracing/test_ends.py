@@ -51,6 +51,9 @@ class Run:
         return [f"{span.name} {reason}".strip() for span, reason in zip(children, reasons)]
 
 
+DETAILS = ("attention", "operator", "logits", "sampler", "cache.match", "kv.alloc")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("ends")
@@ -168,3 +171,15 @@ def test_an_id_used_again_is_another_request(run: Run) -> None:
     for root in roots:
         names = sorted(span.name for span in run.spans if span.parent_id == root.span_id)
         assert names == ["decode", "detokenize", "prefill", "queue", "tokenize"]
+
+
+def test_level_four_shows_what_the_model_and_the_cache_do(run: Run) -> None:
+    by_id = {span.span_id: span for span in run.spans}
+    inside = {
+        name: {by_id[span.parent_id].name for span in run.spans if span.name == name} for name in DETAILS
+    }
+    assert inside["attention"] == inside["logits"] == {"forward"}
+    assert "forward" in inside["operator"]
+    assert inside["sampler"] == {"sample"}
+    assert inside["cache.match"] == {"schedule"}
+    assert inside["kv.alloc"] >= {"schedule"}

@@ -7,13 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sgl_aspects import config
+from sgl_aspects import Target, config
+from sgl_aspects.config import DeclaredTrace
 from sgl_aspects.errors import ConfigError, HookError
+from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.weaving import argument_reader
+from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Span, spans_of
 from tests.tracing.test_collector import read_file
 
@@ -300,6 +305,28 @@ def test_what_is_wrong_is_named_with_its_file_and_the_choices(
         config.read(path)
     for word in [f"{path}: trace 1", *words]:
         assert word in str(caught.value)
+
+
+def test_arguments_are_read_through_decorators_that_hand_them_on() -> None:
+    """As of SGLang's functions under ``torch.inference_mode``."""
+
+    @torch.inference_mode()
+    def forward(model: str, batch: Any, scale: float = 2.0) -> None: ...
+
+    def checked(first: Any, *others: Any) -> None:
+        """Has parameters of its own."""
+
+    checked.__wrapped__ = forward  # type: ignore[attr-defined]
+    recorder = Memory()
+    paths = {"size": ("batch", "size"), "scale": ("scale",)}
+    declared = DeclaredTrace(Target.parse("m:forward"), None, 1, paths, False, "aspects.toml")
+    observer = FunctionObserver(recorder, declared).bound_to(forward)
+    batch = SimpleNamespace(size=3)
+    observer.exit(observer.enter(("model", batch), {"scale": 0.5}), None, None)
+    (span,) = recorder.ended
+    assert span.values == [3, 0.5]
+    with pytest.raises(HookError, match="first"):
+        FunctionObserver(recorder, declared).bound_to(checked)
 
 
 def test_arguments_are_read_however_the_hook_gets_them() -> None:

@@ -75,6 +75,12 @@ EMBEDDED = Engine(
         "retract": Role((f"{_SCHEDULER}.retract_request",), ("scheduler:self", "req")),
         "cache_match": Role((f"{_KV_CACHE}.match_prefix",), ("kv_cache:self", "req")),
         "kv_alloc": Role((f"{_KV_CACHE}.alloc",), ("kv_cache:self", "num_tokens")),
+        "attention": Role(
+            ("sgl_aspects.runtime.attention.base:AttentionBackend+.forward",), ("backend:self",)
+        ),
+        "operator": Role(("sgl_aspects.runtime.ops.base:Operator.forward",), ("layer:self",)),
+        "logits": Role(("sgl_aspects.runtime.models.decoder:CausalLM.compute_logits",), ("model:self",)),
+        "sampler": Role(("sgl_aspects.runtime.sampling.sampler:Sampler.__call__",), ("sampler:self",)),
         "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch"), required=True),
         "graph_capture": Role((f"{_GRAPHS}.capture",), ("graph_runner:self",)),

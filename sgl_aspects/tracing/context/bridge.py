@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from sgl_aspects import compat
 from sgl_aspects.tracing.context import current
 from sgl_aspects.tracing.context.current import Fields, OpenSpan, current_fields
 from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new
@@ -64,22 +65,10 @@ def bridge_opentelemetry() -> None:
             _is_bridged = current.is_bridged = True
 
 
-def _runtime_context_class() -> Any:
-    """What OpenTelemetry's current context is kept by; None where a version keeps it elsewhere."""
-    from opentelemetry import context
-
-    try:
-        from opentelemetry.context.context import _RuntimeContext
-    except ImportError:
-        return None
-    is_there = isinstance(getattr(context, "_RUNTIME_CONTEXT", None), _RuntimeContext)
-    return _RuntimeContext if is_there else None
-
-
 def _join() -> None:
     from opentelemetry import context, trace
 
-    base = _runtime_context_class()
+    base = compat.runtime_context_class()
     if base is None:
         logger.warning(
             "this version of OpenTelemetry keeps its current context elsewhere: spans of your own are not "
@@ -131,4 +120,4 @@ def _join() -> None:
         def detach(self, token: Any) -> None:
             self.inner.detach(token)
 
-    context._RUNTIME_CONTEXT = RuntimeContext(context._RUNTIME_CONTEXT)
+    compat.replace_runtime_context(RuntimeContext)

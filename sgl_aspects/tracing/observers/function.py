@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from time import time_ns
 from typing import Any
@@ -101,7 +102,7 @@ class TracedFunction:
 
 def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
     first, *rest = path
-    argument = None if first == RESULT else argument_reader(function, first)
+    argument = None if first == RESULT else argument_reader(_handed_on_to(function), first)
 
     def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         found = result if argument is None else argument(args, kwargs)
@@ -112,6 +113,19 @@ def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
         return found
 
     return read
+
+
+def _handed_on_to(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What gets the arguments as they are: a wrapper that takes any hands them on to what it wraps.
+
+    ``torch.inference_mode``, ``torch.no_grad`` and most decorators are such.
+    """
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
+        kinds = [one.kind for one in inspect.signature(function, follow_wrapped=False).parameters.values()]
+        if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+            break
+        function = function.__wrapped__
+    return function
 
 
 def _step_into(subject: Any, name: str) -> Any:
