@@ -92,6 +92,12 @@ class SpanEnd(NamedTuple):
     links: Sequence[int] = ()
 
 
+class ProcessDescribed(NamedTuple):
+    """What the writing process is: attributes of its resource, such as its rank and its server's model."""
+
+    attributes: dict[str, AttributeValue]
+
+
 #: The rarer records; spans have a way of their own (:mod:`.recorder`).
-Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen"
+Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | ProcessDescribed"
 Record: TypeAlias = "Event | SpanBegin | SpanEnd"

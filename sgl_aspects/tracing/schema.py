@@ -62,6 +62,19 @@ KV_USAGE = "sgl_aspects.kv.usage"
 DEVICE_NAME = "sgl_aspects.device.name"
 DEVICE_TIME = "sgl_aspects.forward.device_time"
 GRAPH = "sgl_aspects.forward.graph"
+#: Where prefill and decode are on two servers: what both know of a request, and what is sent between them.
+BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
+KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
+#: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.
+HEADER_REQUEST_ID = "http.request.header.x-request-id"
+
+# -- attributes of a process's resource ----------------------------------------------------------------
+
+SERVICE_NAME = "service.name"
+DISAGGREGATION_MODE = "sgl_aspects.disaggregation.mode"
+TRANSFER_BACKEND = "sgl_aspects.disaggregation.transfer_backend"
+RANK = "sgl_aspects.rank"
+NODE_RANK = "sgl_aspects.node.rank"
 
 DISAGGREGATION_MODE = "sgl_aspects.disaggregation.mode"
 EXPORTER = "sgl_aspects.exporter"
@@ -110,7 +123,7 @@ PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
 DECODE = SpanType("decode", {OUTPUT_TOKENS: int, FINISH_REASON: str})
 #: Where a prompt is worked on by one server and the answer decoded by another.
 BOOTSTRAP = SpanType("bootstrap", {FINISH_REASON: str})
-KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str})
+KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str, KV_TRANSFER_BYTES: int})
 #: What a request can be in, one at a time, between and after the chunks of its prompt.
 PHASES = {type.name: type for type in (QUEUE, BOOTSTRAP, KV_TRANSFER, DECODE)}
 

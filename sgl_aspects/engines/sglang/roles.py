@@ -16,6 +16,7 @@ import time
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.sglang import disaggregation, processes
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
@@ -61,6 +62,12 @@ def _sampling(name: str) -> Any:
         return parameters.get(name) if isinstance(parameters, dict) else getattr(parameters, name, None)
 
     return read
+
+
+def _max_tokens(request: Any) -> Any:
+    """Of an embedding SGLang asks for 0 tokens, which its caller never said."""
+    tokens = _sampling("max_new_tokens")(request)
+    return None if hasattr(request, "is_cross_encoder_request") and not tokens else tokens
 
 
 def _stop(request: Any) -> Any:
@@ -295,7 +302,10 @@ SGLANG = Engine(
             ),
             ("layer:self",),
         ),
+        **disaggregation.ROLES,
+        **processes.ROLES,
     },
+    observers=disaggregation.observers,
     attributes={
         "request.rids": _rids,
         "request.is_probe": _is_probe,
@@ -306,7 +316,9 @@ SGLANG = Engine(
         "request.answer_count": _answer_count,
         "request.answer_rids": _answer_rids,
         "request.stream": "stream",
-        "request.max_tokens": _sampling("max_new_tokens"),
+        "request.max_tokens": _max_tokens,
+        "request.shared_key": disaggregation.bootstrap_room,
+        "manager.is_first_server": disaggregation.is_first_server,
         "request.temperature": _sampling("temperature"),
         "request.top_p": _sampling("top_p"),
         "request.top_k": _sampling("top_k"),

@@ -25,6 +25,7 @@ from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import (
     UNFINISHED,
     AttributeValue,
+    ProcessDescribed,
     Record,
     RequestBegin,
     RequestSeen,
@@ -34,6 +35,7 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
+from sgl_aspects.tracing.schema import BOOTSTRAP_ROOM
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
@@ -80,6 +82,12 @@ class _Root:
     def link(self) -> Link | None:
         """What leads to it from the steps that served it: the same one from each of them."""
         return Link(self.context) if self.context.trace_flags.sampled else None
+
+    @functools.cached_property
+    def room(self) -> AttributeValue:
+        """Where it is on two servers: what both know of it, and each of its spans says."""
+        begun = self.group.begin if self.group is not None else self.begin
+        return None if begun is None else begun.attributes.get(BOOTSTRAP_ROOM)
 
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
         """Whether the request had begun by then, and had not ended so many seconds before."""
@@ -227,6 +235,8 @@ class Joiner:
                 self._has_news = True
         elif isinstance(record, RequestSeen):
             return self._see_request(writer, record, is_last_chance)
+        elif isinstance(record, ProcessDescribed):
+            self._builder.describe(writer, record.attributes)
         return True
 
     def _begin_request(self, writer: Writer, record: RequestBegin) -> None:
@@ -379,6 +389,8 @@ class Joiner:
             self.unfinished += 1
         self.recorded += 1
         attributes = dict(attributes)
+        if root.room is not None:
+            attributes[BOOTSTRAP_ROOM] = root.room
         if record.values:
             for key, value in zip(record.type.attributes, record.values):
                 if value is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.attributes import BoundedAttributes
@@ -19,7 +20,11 @@ from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
 from sgl_aspects.tracing.ring.decoder import encodable
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
+from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, SERVICE_NAME, TRANSFER_BACKEND
 
+_HOST_NAME = "host.name"
+#: What all processes of a run have in common.
+_OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
 _NO_LIMITS = SpanLimits()
 _UNSET = Status(StatusCode.UNSET)
 
@@ -35,7 +40,28 @@ class _ProcessResource(Resource):
         return self._hash
 
 
-def engine_resource() -> Resource:
+class RunResource(Resource):
+    """The resource of a run: learns what its processes say of themselves while exporters hold it already.
+
+    What is named by whoever started the run stays: its service's name above all.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any], schema_url: str, named: Container[str]) -> None:
+        super().__init__(attributes, schema_url)
+        self._named = named
+
+    def learn(self, attributes: Mapping[str, Any]) -> None:
+        """What one process says: that which is true of all of the run's."""
+        found = {name: attributes[name] for name in _OF_ALL if name in attributes}
+        self._attributes = BoundedAttributes(attributes=self.with_own(found))
+
+    def with_own(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Its attributes and those of a process."""
+        own = {name: value for name, value in attributes.items() if name not in self._named}
+        return {**self.attributes, **own}
+
+
+def engine_resource() -> RunResource:
     """What the SDK says of this run, in valid UTF-8, and without what it says of this process.
 
     ``OTEL_EXPERIMENTAL_RESOURCE_DETECTORS`` may describe the process that asks: it is the collector, and the
@@ -48,9 +74,10 @@ def engine_resource() -> Resource:
         for key, value in {**found.attributes, **named}.items()
         if key in named or not key.startswith("process.") or key.startswith("process.runtime.")
     }
-    if "service.name" not in named:
-        attributes["service.name"] = "sgl-aspects"
-    return Resource(attributes, found.schema_url)
+    if SERVICE_NAME not in named:
+        attributes[SERVICE_NAME] = "sgl-aspects"
+    attributes.setdefault(_HOST_NAME, encodable(socket.gethostname()))
+    return RunResource(attributes, found.schema_url, frozenset(named))
 
 
 class SpanBuilder:
@@ -63,6 +90,7 @@ class SpanBuilder:
         self._resource = resource
         self._limits = None if limits == _NO_LIMITS else limits
         self._resources: dict[str, Resource] = {}
+        self._described: dict[str, Mapping[str, Any]] = {}
         self._scope = InstrumentationScope("sgl_aspects", __version__)
 
     def build(
@@ -102,7 +130,16 @@ class SpanBuilder:
             instrumentation_scope=self._scope,
         )
 
+    def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
+        """What a process says of itself is on all of its spans from here on."""
+        self._described[writer.name] = attributes
+        if isinstance(self._resource, RunResource):
+            self._resource.learn(attributes)
+        self._resources.clear()
+
     def _make_resource(self, writer: Writer) -> Resource:
-        merged = self._resource.merge(Resource({"process.pid": encodable(writer.process_id)}))
-        resource = self._resources[writer.name] = _ProcessResource(merged.attributes, merged.schema_url)
+        process = {"process.pid": encodable(writer.process_id), **self._described.get(writer.name, {})}
+        base = self._resource
+        merged = base.with_own(process) if isinstance(base, RunResource) else {**base.attributes, **process}
+        resource = self._resources[writer.name] = _ProcessResource(merged, base.schema_url)
         return resource

@@ -18,7 +18,9 @@ from sgl_aspects.tracing.context.w3c import (
     from_headers,
     is_wanted,
     new,
+    of_shared,
     root_of_trace_id,
+    span_id_of_shared,
     trace_id_of_root,
 )
 
@@ -38,8 +40,10 @@ __all__ = [
     "is_wanted",
     "new",
     "of_request",
+    "of_shared",
     "open_span",
     "restore",
     "root_of_trace_id",
+    "span_id_of_shared",
     "trace_id_of_root",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 from sgl_aspects import compat
 from sgl_aspects.tracing.context import current
 from sgl_aspects.tracing.context.current import Fields, OpenSpan, current_fields
-from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new
+from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new, of_shared
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +41,21 @@ def from_current_span() -> TraceContext | None:
 
 
 def of_request(
-    headers: Mapping[str, str] | None, sample: int = 1 << 32, asks_parent: bool = True
+    headers: Mapping[str, str] | None,
+    sample: int = 1 << 32,
+    asks_parent: bool = True,
+    shared: tuple[int, bool] | None = None,
 ) -> TraceContext:
     """The headers' context before the current span's, and a new trace where there is neither.
+
+    ``shared``: the arguments of ``of_shared`` where the request is another server's, too.
 
     Who called has decided whether the trace is wanted; only for a new one is ``sample`` asked, unless it is
     not to be ``asks_parent``.
     """
     found = from_headers(headers) or from_current_span()
     if found is None:
-        return new(sample)
+        return new(sample) if shared is None else of_shared(*shared, sample)
     return found if asks_parent else found._replace(sampled=is_wanted(found.trace_id, sample))
 
 

@@ -6,6 +6,7 @@ fields.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -59,6 +60,23 @@ def new(sample: int = 1 << 32) -> TraceContext:
 def is_wanted(trace_id: int, sample: int) -> bool:
     """Whether the trace is one of the ``sample`` in 2**32."""
     return (trace_id >> 32 & 0xFFFF_FFFF) < sample
+
+
+def of_shared(key: int, is_first: bool, sample: int = 1 << 32) -> TraceContext:
+    """The trace of a request that several servers get without a context, from a number that all of them know.
+
+    Below the request's span on the first of them, whose id (``span_id_of_shared``) all can tell.
+    """
+    digest = hashlib.blake2b(b"trace %d" % key, digest_size=16).digest()
+    trace_id = int.from_bytes(digest, "big") or 1
+    parent_id = 0 if is_first else span_id_of_shared(key)
+    return TraceContext(trace_id, parent_id, is_wanted(trace_id, sample), remote=not is_first)
+
+
+def span_id_of_shared(key: int) -> int:
+    """Ids of a process's own never have their highest bit set."""
+    digest = hashlib.blake2b(b"span %d" % key, digest_size=8).digest()
+    return int.from_bytes(digest, "big") | 1 << 63
 
 
 _SPREAD = 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835

@@ -95,6 +95,13 @@ class RequestTracker:
             self._close(request, now)
             self._open(request, phase, now, values)
 
+    def begins_in(self, rid: str, phase: str) -> None:
+        """Since it was queued it has been in this phase, not in the queue."""
+        request = self.requests.get(rid)
+        if request is not None and request.phase == QUEUE.name:
+            request.phase = phase
+            self._announce(PHASES[phase], request.phase_id, request.key, request.key, request.phase_ns)
+
     def launched(self, request: ScheduledRequest, now: int) -> None:
         """Its prompt is in a batch; no-op for one that was before."""
         if request.phase:

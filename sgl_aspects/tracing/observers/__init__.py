@@ -23,6 +23,7 @@ from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.observers.preparation import PreparationObserver
+from sgl_aspects.tracing.observers.process import ProcessObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
@@ -106,6 +107,7 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
     else:
         yield from ServingObserver(trackers).observations()
         yield from DetokenizerObserver(trackers).observations()
+    yield from ProcessObserver(trackers).observations()
     yield from QueueObserver(trackers).observations()
     yield from StepObserver(trackers).observations()
     yield from ForwardObserver(trackers).observations()

@@ -14,6 +14,7 @@ times stand.
 from __future__ import annotations
 
 import contextvars
+import re
 import socket
 import struct
 import sys
@@ -44,6 +45,12 @@ _OPERATIONS = {
     "text_completion": ("/completions", "/generate"),
 }
 
+# The id that an answer begins with, as OpenAI's and Anthropic's do, streamed and whole.
+_RESPONSE_ID = re.compile(
+    rb'\A(?:event: \w+\n)?(?:data: )?\{(?:"type":\s?"\w+",\s?"message":\s?\{)?"id":\s?"([\w.-]{1,200})"'
+)
+_FIRST_BYTES = 400
+
 
 def operation_of(path: str) -> str | None:
     """The GenAI operation that is asked for at a path; None where no model is to be run."""
@@ -57,7 +64,7 @@ def operation_of(path: str) -> str | None:
 class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
-    ``scope``: what ASGI says of the request. ``status``: that of the response. ``is_taken``: it is an
+    ``scope``: what ASGI says of the request. ``status``, ``response_id``: the response's. ``is_taken``: it is an
     engine's request; further ones in the same exchange have times of their own. ``is_whole``: the client got
     all of the response. ``tokenized``: what an engine tokenized before it had a request (start, end, tokens,
     error), in order. ``at_end``: called when the response is complete, or its client is gone.
@@ -67,6 +74,7 @@ class Exchange:
     start_ns: int
     first_ns: int = 0
     status: int = 0
+    response_id: str = ""
     is_taken: bool = False
     is_whole: bool = False
     tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
@@ -134,6 +142,9 @@ class ExchangeObserver:
             return
         if not exchange.first_ns and message.get("body"):
             exchange.first_ns = time_ns()
+            found = _RESPONSE_ID.search(message["body"][:_FIRST_BYTES])
+            if found is not None:
+                exchange.response_id = found[1].decode()
 
     def _refused(self, exchange: Exchange) -> None:
         operation, recorder = operation_of(exchange.path), self._recorder

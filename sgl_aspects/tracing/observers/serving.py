@@ -28,7 +28,9 @@ from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
 from sgl_aspects.tracing.schema import (
+    BOOTSTRAP_ROOM,
     CHOICE_COUNT,
+    HEADER_REQUEST_ID,
     INPUT_MESSAGES,
     OPERATION,
     PROVIDER,
@@ -138,6 +140,8 @@ class ServingObserver:
         self._answer_count = reader("request.answer_count")
         self._answer_rids = reader("request.answer_rids")
         self._streams = reader("request.stream")
+        self._shared_key = reader("request.shared_key")
+        self._is_first_server = reader("manager.is_first_server")
         self._headers = reader("request.headers") if options.takes_context else no_headers
         self._http_headers = reader("http.headers") if options.takes_context else no_headers
         self._path = reader("http.path")
@@ -257,17 +261,26 @@ class ServingObserver:
             # Not over HTTP, or one of several that an HTTP request led to.
             serving.exchange, start_ns = None, self._received_ns(request) or serving.start_ns
         headers = self._headers(request) or self._http_headers(http or exchange)
-        serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent)
+        key = self._shared_key(request)
+        shared = None if key is None else (key, bool(self._is_first_server(serving.manager)))
+        serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent, shared)
         path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
         operation = operation_of(path) or "text_completion"
         model = str(self._model(serving.manager) or "unknown")
         serving.name = f"{operation} {model}"
         attributes = self._request_attributes(request, operation, model, rids[0])
+        if key is not None:
+            attributes[BOOTSTRAP_ROOM] = key
+        callers_id = (headers or {}).get("x-request-id")
+        if callers_id:
+            attributes[HEADER_REQUEST_ID] = [callers_id]
         if self._content is not None:
             prompt = self._content.input(self._messages(request))
             if prompt is not None:
                 attributes[INPUT_MESSAGES] = prompt
-        root = serving.root = self._begin(serving, rids[0], start_ns, serving.origin, attributes)
+        is_root_of_both = shared is not None and shared[1] and not serving.origin.parent_id
+        span_id = context.span_id_of_shared(shared[0]) if shared is not None and is_root_of_both else 0
+        root = serving.root = self._begin(serving, rids[0], start_ns, serving.origin, attributes, span_id)
         self._tell_tokenized(root, exchange)
         answers = self._answer_rids(request)
         if error is not None:
@@ -298,8 +311,9 @@ class ServingObserver:
         start_ns: int,
         origin: TraceContext,
         attributes: dict[str, AttributeValue],
+        span_id: int = 0,
     ) -> _Answer:
-        answer = _Answer(self._recorder.new_id(), rid, start_ns, serving, origin)
+        answer = _Answer(span_id or self._recorder.new_id(), rid, start_ns, serving, origin)
         self._recorder.write(RequestBegin(answer.span_id, rid, start_ns, *origin, serving.name, attributes))
         return answer
 
@@ -353,8 +367,11 @@ class ServingObserver:
         to_first = (first_ns - answer.start_ns) / 1e9 if first_ns and first_ns >= answer.start_ns else None
         if not problem and "abort" in reasons:
             problem = "abort"
+        response_id = answer.rid
+        if answer is serving.root and serving.exchange is not None:
+            response_id = serving.exchange.response_id or answer.rid
         values: list[AttributeValue] = [
-            answer.rid,
+            response_id,
             None,
             reasons or None,
             to_first,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sgl_aspects.tracing.records import (
+    ProcessDescribed,
     Record,
     RequestBegin,
     RequestSeen,
@@ -158,7 +159,7 @@ class Decoder:
         if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
             raise DamagedError("a record with fields of the wrong type")
         record = make(self, *fields)
-        self.last_ns = max(self.last_ns, *_checked_times(record))
+        self.last_ns = max([self.last_ns, *_checked_times(record)])
         return record
 
     def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
@@ -246,6 +247,11 @@ def _request(_: Decoder, *fields: Any) -> RequestBegin:
     return request._replace(name=_encodable_text(request.name), attributes=attributes)
 
 
+def _description(_: Decoder, attributes: dict[Any, Any]) -> ProcessDescribed:
+    known = {_encodable_text(str(key)): encodable(value) for key, value in attributes.items()}
+    return ProcessDescribed({key: value for key, value in known.items() if value is not None})
+
+
 def _checked_times(record: Record) -> tuple[int, ...]:
     """Raises ``DamagedError`` where a number from a text is larger than what it stands for can be."""
     ids: tuple[int, ...] = ()
@@ -292,6 +298,7 @@ _TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type, ...]]] = {
         _request,
         (int, str, int, int, int, bool, str, bool, str, dict),
     ),
+    "P": (_description, (dict,)),
     "A": (lambda _, *fields: RequestSeen(*fields), (int, str, int)),
     "S": (Decoder._span_from_text, (str, list, int, int, int, int, int, list, str, list)),
 }

@@ -1,0 +1,138 @@
+"""Prefill and decode on two servers: what SGLang's queues between them mean for a request.
+
+    prefill server   bootstrap → queue → prefill … → kv_transfer
+    decode server    bootstrap → kv_transfer → queue → decode
+
+``bootstrap``: both servers meet and the decode server finds room for the keys and values. The request is the
+same on both but for its id; what they share is ``bootstrap_room``, from which both derive the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import time_ns
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.engines.base import Role
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.lifecycle import Trackers
+    from sgl_aspects.tracing.observers.observation import Observation
+
+_PREFILL = "sglang.srt.disaggregation.prefill"
+_DECODE = "sglang.srt.disaggregation.decode"
+_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+# The host in requests that have no other server: warm-ups, and a decode server that is tried alone.
+_NO_OTHER_SERVER = "2.2.2.2"
+
+ROLES = {
+    "schedule_prefill": Role((f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run",), ("scheduler:self",)),
+    "schedule_decode": Role((f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run",), ("scheduler:self",)),
+    # On the prefill server.
+    "prefill_bootstrap": Role((f"{_PREFILL}:PrefillBootstrapQueue.add",), ("queue:self", "req")),
+    "prefill_bootstrapped": Role((f"{_PREFILL}:PrefillBootstrapQueue.pop_bootstrapped",), ("queue:self",)),
+    "prefill_transferred": Role(
+        (f"{_SCHEDULER}.process_disagg_prefill_inflight_queue",), ("scheduler:self",)
+    ),
+    # On the decode server.
+    "decode_bootstrap": Role((f"{_DECODE}:DecodePreallocQueue.add",), ("queue:self", "req", "is_retracted")),
+    "decode_bootstrapped": Role((f"{_DECODE}:DecodePreallocQueue.pop_preallocated",), ("queue:self",)),
+    "decode_transferred": Role((f"{_DECODE}:DecodeTransferQueue.pop_transferred",), ("queue:self",)),
+    "decode_begins": Role((f"{_PROCESSOR}.process_batch_result_prebuilt",), ("processor:self", "batch")),
+    # On both: a request that fails in between.
+    "give_up_request": Role(
+        ("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "message:error_message")
+    ),
+}
+#: What a failure in a phase is called; elsewhere the request was refused.
+_FAILURES = {"bootstrap": "bootstrap_failed", "kv_transfer": "kv_transfer_failed"}
+
+
+def bootstrap_room(request: Any) -> int | None:
+    """What both servers know of a request; None where there is no other server."""
+    room, host = getattr(request, "bootstrap_room", None), getattr(request, "bootstrap_host", None)
+    room, host = (each[0] if isinstance(each, list) and each else each for each in (room, host))
+    return room if isinstance(room, int) and host != _NO_OTHER_SERVER else None
+
+
+def is_first_server(manager: Any) -> bool:
+    """Whether it is the prefill server: the request's span there is the root of the trace of both."""
+    return str(getattr(manager.server_args, "disaggregation_mode", "")) == "prefill"
+
+
+def observers(trackers: Trackers) -> Iterable[Observation]:
+    """What tells the tracker of requests where they are."""
+    from sgl_aspects.tracing.observers.observation import Observation
+
+    observer = _DisaggregationObserver(trackers)
+    entered: dict[str, Callable[..., Any]] = {
+        "prefill_bootstrap": observer.meets_decode_server,
+        "decode_bootstrap": observer.meets_prefill_server,
+        "decode_begins": observer.decodes,
+        "give_up_request": observer.fails,
+    }
+    left: dict[str, Callable[..., Any]] = {
+        "prefill_bootstrapped": observer.waits,
+        "prefill_transferred": observer.is_transferred,
+        "decode_bootstrapped": observer.receives,
+        "decode_transferred": observer.waits,
+    }
+    for role, enter in entered.items():
+        yield Observation(role, enter, observer.has_decoded if role == "decode_begins" else None)
+    for role, leave in left.items():
+        yield Observation(role, None, leave)
+
+
+class _DisaggregationObserver:
+    def __init__(self, trackers: Trackers) -> None:
+        self._requests = trackers.requests
+        call = trackers.engine.call_reader
+        self._prefill_req = call("prefill_bootstrap", "req")
+        self._decode_req = call("decode_bootstrap", "req")
+        self._is_retracted = call("decode_bootstrap", "is_retracted")
+        self._batch = call("decode_begins", "batch")
+        self._given_up = call("give_up_request", "req")
+        self._finish_reason = trackers.engine.reader("req.finish_reason")
+
+    def meets_decode_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._requests.after_prefill = "kv_transfer"
+        self._requests.begins_in(self._prefill_req(args, kwargs).rid, "bootstrap")
+
+    def meets_prefill_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_retracted(args, kwargs):
+            self._requests.begins_in(self._decode_req(args, kwargs).rid, "bootstrap")
+
+    def waits(self, token: None, reqs: Any, error: BaseException | None) -> None:
+        for req in reqs or ():  # most often nothing: asked in each turn of the loop
+            self._requests.enter(req.rid, "queue")
+
+    def receives(self, token: None, result: Any, error: BaseException | None) -> None:
+        for each in result[0] if result else ():
+            self._requests.enter(each.req.rid, "kv_transfer")
+
+    def is_transferred(self, token: None, reqs: Any, error: BaseException | None) -> None:
+        for req in reqs or ():
+            request, reason = self._requests.requests.get(req.rid), self._finish_reason(req)
+            if request is not None and request.phase == "kv_transfer":
+                metric = req.disagg_kv_sender.get_transfer_metric()
+                request.values = reason, getattr(metric, "transfer_total_bytes", None)
+            self._requests.finished(req.rid, len(req.output_ids), reason)
+
+    def decodes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        now, reqs = time_ns(), list(self._batch(args, kwargs).reqs)
+        for req in reqs:
+            self._requests.enter(req.rid, "decode", now=now)
+        return reqs
+
+    def has_decoded(self, reqs: list[Any], result: Any, error: BaseException | None) -> None:
+        for req in reqs:  # the first token, which came from the prefill server, may be the last one
+            if req.finished_reason is not None:
+                self._requests.finished(req.rid, len(req.output_ids), self._finish_reason(req))
+
+    def fails(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rid = self._given_up(args, kwargs).rid
+        request = self._requests.requests.get(rid)
+        if request is not None:
+            problem = _FAILURES.get(request.phase, "rejected")
+            self._requests.finished(rid, None, "abort", problem)
