@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-START_SECONDS = 400  # vLLM compiles first, on two busy cores
+START_SECONDS = 600  # vLLM compiles first, on two busy cores
 
 
 @dataclass

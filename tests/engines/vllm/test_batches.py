@@ -1,0 +1,105 @@
+"""What vLLM's room reads of a batch, on stand-ins for its messages: needs no vLLM."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_aspects.engines import VLLM
+from sgl_aspects.engines.vllm.roles import shared_id
+from sgl_aspects.engines.vllm.scheduler import Scheduled
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.context import trace_id_of_root
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.schema import FORWARD
+from tests.support.otlp_receiver import http_receiver
+
+
+def batch(
+    new: dict[str, int] | None = None,
+    cached: dict[str, tuple[int, int]] | None = None,
+    resumed: tuple[str, ...] = (),
+    tokens: dict[str, int] | None = None,
+) -> Any:
+    """A message: new requests with their tokens; of cached ones how far they are, and their output so far."""
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=rid, num_computed_tokens=0) for rid in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[*cached],
+            num_computed_tokens=[computed for computed, _ in cached.values()],
+            num_output_tokens=[output for _, output in cached.values()],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens={**new, **dict.fromkeys(cached, 1), **(tokens or {})},
+    )
+
+
+def test_each_batch_has_an_id_that_another_process_derives_too() -> None:
+    steps = [batch(new={"a": 5}), *(batch(cached={"a": (5 + n, 1 + n)}, new={"b": 9}) for n in range(500))]
+    ids = [shared_id(step) for step in steps]
+    assert len(set(ids)) == len(ids)
+    assert ids == [shared_id(step) for step in steps]
+    for found in ids:
+        assert found is not None
+        assert found >> 63 == 1
+        assert found >> layout.CHILD_SHIFT & 7 == 0  # room for the numbers of its children
+    assert shared_id(batch()) is None
+
+
+def test_a_request_that_gave_way_gives_another_id_than_before() -> None:
+    assert shared_id(batch(new={"a": 5})) != shared_id(batch(cached={"a": (0, 7)}, resumed=("a",)))
+
+
+@pytest.mark.parametrize(
+    ("message", "mode"),
+    [
+        (batch(new={"a": 5}), "prefill"),
+        (batch(cached={"a": (5, 1), "b": (7, 3)}), "decode"),
+        (batch(new={"a": 5}, cached={"b": (7, 3)}), "mixed"),
+        (batch(cached={"a": (64, 0)}, tokens={"a": 36}), "prefill"),
+        (batch(cached={"a": (0, 9)}, resumed=("a",), tokens={"a": 14}), "prefill"),
+    ],
+)
+def test_the_mode_of_a_batch(message: Any, mode: str) -> None:
+    assert VLLM.reader("mode.name")(VLLM.reader("batch.mode")(message)) == mode
+
+
+def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
+    scheduled = Scheduled()
+    requests = {rid: SimpleNamespace(is_prefill_chunk=False) for rid in ("a", "b")}
+    scheduler = SimpleNamespace(requests=requests)
+
+    def schedule(message: Any, **more_to_come: bool) -> list[tuple[str, int, bool]]:
+        for rid, more in more_to_come.items():
+            requests[rid].is_prefill_chunk = more
+        scheduled._schedule_exit(scheduler, message, None)
+        return scheduled.prompts(message)
+
+    assert schedule(batch(new={"a": 64}), a=True) == [("a", 64, False)]
+    assert schedule(batch(cached={"a": (64, 0)}, new={"b": 3}, tokens={"a": 36}), a=False) == [
+        ("b", 3, True),
+        ("a", 36, True),
+    ]
+    assert schedule(batch(cached={"a": (100, 1), "b": (3, 1)})) == []
+    assert schedule(batch(cached={"a": (0, 2)}, resumed=("a",), tokens={"a": 102})) == [("a", 102, True)]
+
+
+def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_though_nobody_tells_of_the_step() -> None:
+    """As on a host whose workers belong to a scheduler elsewhere: its collector never hears of the step."""
+    step = shared_id(batch(new={"a": 5}))
+    assert step is not None
+    run_id = layout.child_id(step, layout.CHILD_RUN_BATCH)
+    with http_receiver() as receiver:
+        with attach(endpoint=receiver.endpoint) as session:
+            now = time.time_ns()
+            write = session.recorder.spans(FORWARD)
+            write(session.recorder.new_id(), step, run_id, now, now + 1000, ["decode", 1, 1])
+        (span,) = receiver.named("forward")
+    assert span.trace_id == f"{trace_id_of_root(step):032x}"
+    assert span.parent_id == f"{run_id:016x}"
+    assert session.summary is not None
+    assert session.summary.unjoined == 0
