@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.vllm import processes
 
 _ENGINE = "vllm.v1.engine"
 _LLM = f"{_ENGINE}.async_llm:AsyncLLM"
@@ -182,6 +183,7 @@ VLLM = Engine(
     name="vllm",
     provider_name="vllm",
     roles={
+        **processes.ROLES,
         # In each API server's process.
         "serve_request": Role(
             (f"{_LLM}.generate",), ("manager:self", "prompt", "params:sampling_params"), required=True

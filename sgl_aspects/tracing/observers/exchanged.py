@@ -64,10 +64,10 @@ def operation_of(path: str) -> str | None:
 class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
-    ``scope``: what ASGI says of the request. ``status``, ``response_id``: the response's. ``is_taken``: it is an
-    engine's request; further ones in the same exchange have times of their own. ``is_whole``: the client got
-    all of the response. ``tokenized``: what an engine tokenized before it had a request (start, end, tokens,
-    error), in order. ``at_end``: called when the response is complete, or its client is gone.
+    ``scope``: what ASGI says of the request. ``status``, ``response_id``: the response's. ``is_taken``: it is
+    an engine's request; further ones in the same exchange have times of their own. ``is_whole``: the client
+    got all of the response. ``tokenized``: what an engine tokenized before it had a request (start, end,
+    tokens, error), in order. ``at_end``: called when the response is complete, or its client is gone.
     """
 
     scope: Mapping[str, Any]

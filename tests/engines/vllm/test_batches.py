@@ -103,3 +103,22 @@ def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_though_nobody_tells_of_t
     assert span.parent_id == f"{run_id:016x}"
     assert session.summary is not None
     assert session.summary.unjoined == 0
+
+
+def test_a_process_says_what_it_is() -> None:
+    settings = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="mini"),
+        parallel_config=SimpleNamespace(rank=5, tensor_parallel_size=4, data_parallel_rank=0),
+    )
+    said = {
+        role: VLLM.call_reader(role, "description")((None, settings), {}, None)
+        for role in ("describe_server", "describe_core", "describe_worker")
+    }
+    assert said == {
+        "describe_server": {"service": "mini"},
+        "describe_core": {"service": "mini", "rank": "dp0"},
+        "describe_worker": {"service": "mini", "rank": "tp1 pp1 dp0"},
+    }
+    assert (
+        VLLM.call_reader("describe_core", "description")((None,), {"vllm_config": settings}, None) is not None
+    )

@@ -1,0 +1,48 @@
+"""What each of a server's processes is: the model that it serves, and a worker's or an engine core's rank."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from sgl_aspects.engines.base import Role
+
+_Description: TypeAlias = "dict[str, Any] | None"
+
+
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
+    settings = args[1] if len(args) > 1 else kwargs.get("vllm_config")
+    return None if settings is None else {"service": settings.model_config.served_model_name}
+
+
+def _describe_core(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
+    return _with_rank(args, kwargs, lambda parallel: {"dp": parallel.data_parallel_rank})
+
+
+def _describe_worker(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
+    def ranks(parallel: Any) -> dict[str, int]:
+        stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+        return {"tp": rank, "pp": stage, "dp": parallel.data_parallel_rank}
+
+    return _with_rank(args, kwargs, ranks)
+
+
+def _with_rank(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Any) -> _Description:
+    found = _describe(args, kwargs)
+    if found is not None:
+        settings = args[1] if len(args) > 1 else kwargs["vllm_config"]
+        known = ranks(settings.parallel_config)
+        found["rank"] = " ".join(f"{kind}{rank}" for kind, rank in known.items())
+    return found
+
+
+ROLES = {
+    "describe_server": Role(
+        ("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads={"description": _describe}
+    ),
+    "describe_core": Role(
+        ("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads={"description": _describe_core}
+    ),
+    "describe_worker": Role(
+        ("vllm.v1.worker.**:GPUModelRunner.__init__",), reads={"description": _describe_worker}
+    ),
+}
