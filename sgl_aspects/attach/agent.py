@@ -28,8 +28,6 @@ class _Attachment:
     """What was done to this process."""
 
     session: tracing.TraceSession
-    advices: list[aspects.Advice]
-    """Of the session and of the configuration file."""
     hooks: list[aspects.Advice] = field(default_factory=list)
     """Of the configuration file alone."""
     next_check: float = 0.0
@@ -64,16 +62,16 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
         raise AttachError("it is traced already: change what is recorded with sgl-aspects ctl")
     before = set(weaver.advices)
     with env.reading_from(request["environment"]):
-        attachment = _attachment = _Attachment(tracing.join_run(_end_without_collector), [])
+        attachment = _attachment = _Attachment(tracing.join_run(_end_without_collector))
         try:
             _weave_declared(attachment)
         except BaseException:
             _detach()
             raise
-    attachment.advices = [advice for advice in weaver.advices if advice not in before]
-    for advice in attachment.advices:
+    advices = [advice for advice in weaver.advices if advice not in before]
+    for advice in advices:
         advice.required = False  # what loads later and lacks a target must not end somebody else's process
-    hooks = _reports_of(attachment.advices)
+    hooks = _reports_of(advices)
     return {
         "woven": sorted({place for hook in hooks for place in hook.places}),
         "not_woven": sorted({f"{hook.target}: {hook.detail}" for hook in hooks if hook.state in _NOT_WOVEN}),
@@ -104,9 +102,11 @@ def _detach() -> dict[str, Any]:
     attachment, _attachment = _attachment, None
     if attachment is None:
         return {"restored": 0, "not_restored": []}
-    originals = _originals(attachment.advices)
+    before = _originals()
     weaver.remove(attachment.hooks)
     attachment.session.detach()
+    kept = {place for hook in aspects.report().hooks for place in hook.places}  # the process's own hooks
+    originals = {place: original for place, original in before.items() if place not in kept}
     lost = [place for place, original in originals.items() if _callable_at(place) is not original]
     attachment.session.close()
     return {"restored": len(originals) - len(lost), "not_restored": sorted(lost)}
@@ -154,11 +154,9 @@ def _beside_the_engine() -> Iterator[None]:
 # -- what stands where ------------------------------------------------------------------------------------
 
 
-def _originals(advices: Collection[aspects.Advice]) -> dict[str, Any]:
-    """The original of each place that these hooks, and no others, are woven at."""
-    others = [advice for advice in weaver.advices if advice not in advices]
-    kept = {place for hook in _reports_of(others) for place in hook.places}
-    places = {place for hook in _reports_of(advices) for place in hook.places} - kept
+def _originals() -> dict[str, Any]:
+    """The original of each woven place."""
+    places = {place for hook in aspects.report().hooks for place in hook.places}
     return {place: getattr(_callable_at(place), "__wrapped__", None) for place in places}
 
 

@@ -141,7 +141,7 @@ def _shown(answer: Answer) -> Answer:
     piece = values["longest_piece_seconds"]
     print(
         f"{where}: {len(values['woven'])} functions woven, {values['waiting']} hooks wait for modules; "
-        f"main thread stopped {answer.stood * 1e3:.1f} ms; beside it imports {values['import_seconds']:.2f} s, "
+        f"main thread stopped {answer.stood * 1e3:.1f} ms; imports {values['import_seconds']:.2f} s, "
         f"weaving {values['seconds']:.2f} s, longest piece {piece * 1e3:.0f} ms",
         flush=True,
     )

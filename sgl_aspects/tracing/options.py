@@ -12,12 +12,14 @@ class TraceOptions(NamedTuple):
 
     ``measures``: steps that are not traced leave figures for the metrics. ``content``: None where prompts and
     answers are not to be recorded. ``takes_context``: a request's headers may name the trace of its caller.
+    ``attached``: the engine was running before, and may have requests under way.
     """
 
     asks_parent: bool = True
     measures: bool = False
     content: ContentCapture | None = None
     takes_context: bool = True
+    attached: bool = False
 
 
 DEFAULTS = TraceOptions()

@@ -48,6 +48,7 @@ class TraceSession:
     ) -> None:
         self.settings = settings
         self.summary: TraceSummary | None = None
+        self._joins = when_full is not None  # a process that ran before, and will run on
         self._process_id = os.getpid()
         self._collector: CollectorProcess | None = None
         self._restore: dict[str, str | None] = {}
@@ -91,7 +92,7 @@ class TraceSession:
             self._set_environment(
                 {_LEVEL: str(settings.level), _RUN: self.run_folder, _METRICS: str(int(has_metrics))}
             )
-        self._attach(_options(settings, has_metrics))
+        self._attach(_options(settings, has_metrics, self._joins))
 
     @property
     def collector_process_id(self) -> int | None:
@@ -121,7 +122,10 @@ class TraceSession:
         if self.summary is not None:
             return self.summary
         self._set_environment(dict(self._restore))
-        self.recorder.close()
+        if isinstance(self.recorder, RingRecorder):
+            self.recorder.close(lets_go=self._joins)
+        else:
+            self.recorder.close()
         if self._collector is None:
             self.summary = TraceSummary()
             return self.summary
@@ -164,8 +168,9 @@ class TraceSession:
                 os.environ[name] = value
 
 
-def _options(settings: TraceSettings, measures: bool) -> TraceOptions:
-    return TraceOptions(settings.sampler.asks_parent, measures, settings.content, settings.takes_context)
+def _options(settings: TraceSettings, measures: bool, attached: bool = False) -> TraceOptions:
+    asks_parent, takes_context = settings.sampler.asks_parent, settings.takes_context
+    return TraceOptions(asks_parent, measures, settings.content, takes_context, attached)
 
 
 def attach(

@@ -58,7 +58,7 @@ name = "sell"
 [[trace]]
 target = "program:wrap"
 """
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @dataclass

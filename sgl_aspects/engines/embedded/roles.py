@@ -30,6 +30,11 @@ def _prefills(batch: Any) -> list[tuple[Any, int, bool]]:
     return found
 
 
+def _in_flight(manager: Any) -> dict[str, Any]:
+    """The requests under way, by id; other threads add and remove some."""
+    return {rid: handle.request for rid, handle in dict(manager._under_way).items()}
+
+
 def _messages(request: Any) -> list[tuple[str, str]] | None:
     """The prompt by roles; None where it comes as token ids."""
     if isinstance(request.prompt, str):
@@ -106,6 +111,7 @@ EMBEDDED = Engine(
         "request.stop_sequences": "sampling_params.stop",
         "request.choice.count": lambda request: request.sampling_params.n if request.group else None,
         "manager.model": "model",
+        "manager.in_flight": _in_flight,
         "state.rid": "rid",
         "state.model": "model",
         "state.prompt_tokens": "prompt_tokens",

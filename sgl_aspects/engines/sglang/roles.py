@@ -329,6 +329,7 @@ SGLANG = Engine(
         "http.headers": "headers",
         "http.path": "url.path",
         "manager.model": "served_model_name",
+        "manager.in_flight": lambda manager: {rid: state.obj for rid, state in manager.rid_to_state.items()},
         "tokenized.rid": "rid",
         "tokenized.count": lambda tokenized: len(tokenized.input_ids),
         # Asked for each request with each token: what is not needed each time is read apart.

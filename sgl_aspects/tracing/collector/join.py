@@ -35,7 +35,7 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
-from sgl_aspects.tracing.schema import BOOTSTRAP_ROOM
+from sgl_aspects.tracing.schema import ATTACHED_FLAG, BOOTSTRAP_ROOM
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
@@ -343,7 +343,9 @@ class Joiner:
             )
         # One of several answers to a request is no request of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
-        if root.group is None and not self._is_replaying and self._on_request is not None:
+        # Of one that was seen in part, because we came or went meanwhile, no figure is right.
+        in_part = ATTACHED_FLAG in attributes or (record.error == UNFINISHED and writer.was_let_go)
+        if root.group is None and not in_part and not self._is_replaying and self._on_request is not None:
             self._on_request(begin, record, root.decode_ns)
         if record.span_id in self._undecided:
             self._decide(root, record)
@@ -385,7 +387,7 @@ class Joiner:
         if not flags.sampled:
             self.not_sampled += 1
             return
-        if record.error == UNFINISHED:
+        if record.error == UNFINISHED and not writer.was_let_go:
             self.unfinished += 1
         self.recorded += 1
         attributes = dict(attributes)

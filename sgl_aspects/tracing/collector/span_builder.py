@@ -106,12 +106,14 @@ class SpanBuilder:
     ) -> ReadableSpan:
         """The span of ``record``; what else it is made of, the joiner has found out."""
         status = _UNSET
-        if record.error:
+        if record.error == UNFINISHED and writer.was_let_go:
+            attributes[schema.DETACHED_FLAG] = True
+        elif record.error == UNFINISHED:
+            attributes |= {schema.ERROR_TYPE: UNFINISHED, schema.UNFINISHED_FLAG: True}
+            status = Status(StatusCode.ERROR, "the process ended before the span did")
+        elif record.error:
             attributes[schema.ERROR_TYPE] = record.error
             status = Status(StatusCode.ERROR)
-        if record.error == UNFINISHED:
-            attributes[schema.UNFINISHED_FLAG] = True
-            status = Status(StatusCode.ERROR, "the process ended before the span did")
         held: Mapping[str, Any] = attributes
         if self._limits is not None:
             held = BoundedAttributes(self._limits.attributes, attributes, max_value_len=self._limits.length)

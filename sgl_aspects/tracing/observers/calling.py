@@ -12,6 +12,7 @@ from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent, SpanType
 from sgl_aspects.tracing.schema import (
+    ATTACHED_FLAG,
     DETOKENIZE,
     INPUT_MESSAGES,
     OPERATION,
@@ -38,6 +39,7 @@ class _Live:
     detokenize_end: int = 0
     detokenize_busy: int = 0
     detokenize_calls: int = 0
+    is_attached: bool = False
 
 
 class CallingObserver:
@@ -70,6 +72,8 @@ class CallingObserver:
         self._text = reader("state.text")
         self._rid = reader("state.rid")
         self._engine_model = reader("manager.model")
+        self._came_late = options.attached
+        self._in_flight = reader("manager.in_flight")
         self._prompt_tokens = reader("state.prompt_tokens")
         self._cached_tokens = reader("state.cached_tokens")
         self._output_tokens = reader("state.output_tokens")
@@ -92,17 +96,7 @@ class CallingObserver:
         span_id = recorder.new_id()
         model = str(self._engine_model(manager) or "unknown")
         rid = str(self._request_rid(request) or "")
-        operation = str(self._operation(request) or "text_completion")
-        attributes: dict[str, AttributeValue] = {
-            OPERATION: operation,
-            PROVIDER: self._provider,
-            REQUEST_MODEL: model,
-            REQUEST_ID: rid,
-        }
-        for name, read in self._attributes:
-            value = read(request)
-            if value is not None and value != ():
-                attributes[name] = value
+        attributes = self._request_attributes(request, rid, model)
         if self._content is not None:
             prompt = self._content.input(self._messages(request))
             if prompt is not None:
@@ -114,10 +108,23 @@ class CallingObserver:
             if first
             else context.of_request(self._headers(request), recorder.sample, self._options.asks_parent)
         )
-        name = f"{operation} {model}"
+        name = f"{attributes[OPERATION]} {model}"
         recorder.write(RequestBegin(span_id, rid, start_ns, *origin, name, attributes))
         live = _Live(span_id, start_ns, model, origin)
         return rid, live, self._open(REQUEST, live, span_id, start_ns)
+
+    def _request_attributes(self, request: Any, rid: str, model: str) -> dict[str, AttributeValue]:
+        attributes: dict[str, AttributeValue] = {
+            OPERATION: str(self._operation(request) or "text_completion"),
+            PROVIDER: self._provider,
+            REQUEST_MODEL: model,
+            REQUEST_ID: rid,
+        }
+        for name, read in self._attributes:
+            value = read(request)
+            if value is not None and value != ():
+                attributes[name] = value
+        return attributes
 
     def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
@@ -156,7 +163,24 @@ class CallingObserver:
         if opened is not None:
             context.close_span(opened)
 
+    def _begin_attached(self, manager: Any) -> None:
+        """What was under way when we came: from its first event on, under the context that it came with."""
+        self._came_late, now = False, time_ns()
+        for rid, request in dict(self._in_flight(manager) or {}).items():
+            if rid not in self._live:
+                span_id, model = self._recorder.new_id(), str(self._engine_model(manager) or "unknown")
+                origin = context.of_request(
+                    self._headers(request), self._recorder.sample, self._options.asks_parent
+                )
+                attributes = {**self._request_attributes(request, rid, model), ATTACHED_FLAG: True}
+                name = f"{attributes[OPERATION]} {model}"
+                self._recorder.write(RequestBegin(span_id, rid, now, *origin, name, attributes))
+                self._recorder.write(RequestSent(span_id))
+                self._live[rid] = _Live(span_id, now, model, origin, is_attached=True)
+
     def _detokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._came_late:
+            self._begin_attached(args[0])
         live = self._live.get(self._rid(self._detokenized(args, kwargs)))
         if live is None:
             return None
@@ -182,6 +206,8 @@ class CallingObserver:
 
     def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: the call wakes whoever waits for the request, and that may end the process.
+        if self._came_late:
+            self._begin_attached(args[0])
         state = self._finished(args, kwargs)
         reason, cause = self._finish_reason(args, kwargs), self._finish_error(args, kwargs)
         live = self._live.pop(self._rid(state), None)
@@ -208,7 +234,7 @@ class CallingObserver:
             self._output_tokens(state),
             self._cached_tokens(state),
             to_first,
-            max(0, end_ns - live.start_ns) / 1e9,
+            max(0, end_ns - live.start_ns) / 1e9 if not live.is_attached else None,
             None if self._content is None else self._content.output(self._text(state), reason),
         ]
         self._write_request(root, root, 0, live.start_ns, end_ns, values, problem)

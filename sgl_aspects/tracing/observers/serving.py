@@ -28,6 +28,7 @@ from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
 from sgl_aspects.tracing.schema import (
+    ATTACHED_FLAG,
     BOOTSTRAP_ROOM,
     CHOICE_COUNT,
     HEADER_REQUEST_ID,
@@ -62,6 +63,8 @@ class _Answer:
     #: Why it ended, once it has.
     reason: str | None = None
     is_recorded: bool = False
+    #: Whether it was under way when we came.
+    is_attached: bool = False
 
 
 @dataclass(eq=False)
@@ -128,6 +131,9 @@ class ServingObserver:
         self._sent = call("send_request", "tokenized")
         self._all_sent = call("send_requests", "tokenized")
         self._got = call("receive_outputs", "outputs")
+        self._came_late = options.attached
+        self._outputs_manager = call("receive_outputs", "manager")
+        self._in_flight = reader("manager.in_flight")
         self._each_new = reader("outputs.new")
         self._gets_new = "outputs.new" in engine.attributes
         self._aborted = call("receive_abort", "message")
@@ -379,7 +385,7 @@ class ServingObserver:
             output,
             cached,
             to_first,
-            max(0, end_ns - answer.start_ns) / 1e9,
+            max(0, end_ns - answer.start_ns) / 1e9 if not answer.is_attached else None,
             None if self._content is None else self._content.output(answer.text, answer.reason or problem),
         ]
         if problem and serving.exchange is not None and serving.exchange.status >= 400:
@@ -452,7 +458,27 @@ class ServingObserver:
     # -- and back -------------------------------------------------------------------------------------------
 
     def _outputs_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._came_late:
+            self._came_late = False
+            self._begin_attached(self._outputs_manager(args, kwargs))
         return args, kwargs
+
+    def _begin_attached(self, manager: Any) -> None:
+        """What was under way when we came: from its first event on, under the context that it came with."""
+        now = time_ns()
+        for rid, request in dict(self._in_flight(manager) or {}).items():
+            if rid in self._live or self._is_probe(request):
+                continue
+            serving = _Serving(now, manager, None, None)
+            headers = self._headers(request)
+            serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent)
+            model = str(self._model(manager) or "unknown")
+            serving.name = f"text_completion {model}"  # the path that it came by is not known any more
+            attributes = self._request_attributes(request, "text_completion", model, rid)
+            attributes[ATTACHED_FLAG] = True
+            answer = self._live[rid] = self._begin(serving, rid, now, serving.origin, attributes)
+            answer.is_attached, serving.root = True, answer
+            self._recorder.write(RequestSent(answer.span_id))
 
     def _outputs_exit(self, call: Any, result: Any, error: BaseException | None) -> None:
         outputs, live, index = self._got(*call, result), self._live, -1

@@ -88,9 +88,9 @@ class RingFile:
         self._definitions += 1
         return self._definitions
 
-    def end(self) -> None:
+    def end(self, reason: int = layout.CLOSED) -> None:
         """This process writes no more. The mapping lives on for a thread that is just writing to it."""
-        self.words[layout.WORD_CLOSED] = 1
+        self.words[layout.WORD_CLOSED] = reason
         self._close()  # and with it the lock is gone
 
     def close(self) -> None:

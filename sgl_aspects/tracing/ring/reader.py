@@ -85,6 +85,11 @@ class RingReader:
         """Records that the process had no room for."""
         return self._header()[layout.WORD_DROPPED]
 
+    @property
+    def was_let_go(self) -> bool:
+        """Whether its process goes on untraced: what it left open has not failed."""
+        return self._header()[layout.WORD_CLOSED] == layout.LET_GO
+
     def is_alive(self) -> bool:
         """Whether a process still holds the file's lock."""
         kind = fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX

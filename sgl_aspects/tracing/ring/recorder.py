@@ -194,7 +194,8 @@ class RingRecorder:
     #: A ring is told of a span when it ends.
     begin = staticmethod(begin_span)
 
-    def close(self) -> None:
+    def close(self, *, lets_go: bool = False) -> None:
+        """``lets_go``: the process goes on untraced, so that what is open has not failed."""
         with self._lock:
             self._closed = True
             self._slots.end()
@@ -203,7 +204,7 @@ class RingRecorder:
                 # Another thread may be packing right now: the memory goes when nobody holds it.
                 self._control = 0, 0, 0
                 self.steps = self._steps_in_memory()
-                file.end()
+                file.end(layout.LET_GO if lets_go else layout.CLOSED)
 
     def _learn(self, type: SpanType, write: SpanWriter, *fields: Any) -> None:
         """Of a span of this type a text or the layout is new, its values end early, or it has many links."""
