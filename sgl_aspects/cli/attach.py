@@ -138,11 +138,12 @@ def _shown(answer: Answer) -> Answer:
     if answer.error:
         print(f"{where}: NOT attached: {answer.error}", flush=True)
         return answer
-    piece = values["longest_piece_seconds"]
+    milliseconds = answer.stood * 1e3, values["longest_piece_seconds"] * 1e3
     print(
-        f"{where}: {len(values['woven'])} functions woven, {values['waiting']} hooks wait for modules; "
-        f"main thread stopped {answer.stood * 1e3:.1f} ms; imports {values['import_seconds']:.2f} s, "
-        f"weaving {values['seconds']:.2f} s, longest piece {piece * 1e3:.0f} ms",
+        f"{where}\n"
+        f"  {len(values['woven'])} functions woven, {values['waiting']} hooks wait for modules\n"
+        f"  main thread stopped {milliseconds[0]:.1f} ms; imports {values['import_seconds']:.2f} s, "
+        f"weaving {values['seconds']:.2f} s, longest piece {milliseconds[1]:.0f} ms",
         flush=True,
     )
     for title, key in (("not woven", "not_woven"), ("keeps the original", "stale")):

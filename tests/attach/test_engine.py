@@ -1,4 +1,4 @@
-"""The embedded engine, attached to while it serves: its processes, requests under way, and no other answer."""
+"""The embedded engine, attached to while it serves: requests under way are marked, and none fails."""
 
 from __future__ import annotations
 

@@ -1,0 +1,112 @@
+"""Real SGLang under load, started without us: attached to and let go of, with every answer as it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.support.sglang_models import make_mini
+from tests.support.sglang_server import serve
+from tests.support.stream_load import Load, Request, longest_gap, median_gap
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+ROUNDS, SECONDS = 3, 10
+
+
+def _spans(file: Path) -> list[dict[str, Any]]:
+    return [
+        span
+        for line in file.read_text().splitlines()
+        for resource in json.loads(line)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+def _flags(span: dict[str, Any]) -> set[str]:
+    return {one["key"] for one in span.get("attributes", ())}
+
+
+def _attach(process_id: int, file: Path) -> str:
+    flags = ["--file", str(file), "--for", f"{SECONDS}s"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sgl_aspects", "attach", str(process_id), *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _resident(process_ids: list[int]) -> int:
+    """Megabytes."""
+    texts = [Path(f"/proc/{process_id}/smaps_rollup").read_text() for process_id in process_ids]
+    return sum(int(text.split("Rss:")[1].split()[0]) for text in texts) >> 10
+
+
+def test_three_rounds_under_sixteen_streams(tmp_path: Path) -> None:
+    make_mini(tmp_path / "mini")
+    with serve(tmp_path / "mini", tmp_path / "log") as server:
+        load = Load(server.port, "/generate", 16)
+        time.sleep(SECONDS)
+        moments, outputs = [time.time_ns()], []
+        for number in range(ROUNDS):
+            outputs.append(_attach(server.process.pid, tmp_path / f"spans-{number}.jsonl"))
+            moments.append(time.time_ns())
+            time.sleep(SECONDS)
+            moments.append(time.time_ns())
+        processes = [
+            int(line.split()[1].rstrip(":")) for line in outputs[0].splitlines() if "are back" in line
+        ]
+        resident = _resident(processes)
+        found = load.end()
+    _assert_same_answers(found)
+    for number, output in enumerate(outputs):
+        assert "NOT" not in output, output
+        assert output.count("originals are back") == 3, output
+        _assert_complete(_spans(tmp_path / f"spans-{number}.jsonl"))
+    turns = [
+        (median_gap(found, begin, end), longest_gap(found, begin, end))
+        for begin, end in itertools.pairwise(moments)
+    ]
+    print([f"step {step * 1e3:.1f} ms, longest {gap * 1e3:.0f} ms" for step, gap in turns], resident, "MB")
+    print(*outputs, sep="\n")
+
+
+def _assert_same_answers(found: list[Request]) -> None:
+    assert [request for request in found if request.error or request.status != 200] == []
+    answers: dict[str, set[str]] = {}
+    for request in found:
+        answers.setdefault(request.prompt, set()).add(request.text)
+    assert {prompt: len(texts) for prompt, texts in answers.items() if len(texts) != 1} == {}
+
+
+def _assert_complete(spans: list[dict[str, Any]]) -> None:
+    """Requests that began and ended while attached have every phase; none, of any kind, has failed."""
+    assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
+    requests = [span for span in spans if span["name"].startswith("text_completion")]
+    assert any("sgl_aspects.attached" in _flags(span) for span in requests)
+    by_trace: dict[str, Counter[str]] = {}
+    for span in spans:
+        by_trace.setdefault(span["traceId"], Counter())[span["name"]] += 1
+    whole = [span for span in requests if not _flags(span) & {"sgl_aspects.attached", "sgl_aspects.detached"}]
+    # Between attaching to the server and to the scheduler requests have no phases in the latter.
+    first_step = min(int(span["startTimeUnixNano"]) for span in spans if span["name"] == "scheduler.step")
+    after = [span for span in whole if int(span["startTimeUnixNano"]) > first_step]
+    assert after
+    for span in after:
+        names = by_trace[span["traceId"]]
+        assert {"tokenize", "queue", "prefill", "decode", "detokenize"} <= set(names), names
