@@ -469,7 +469,7 @@ class ServingObserver:
         for rid, request in dict(self._in_flight(manager) or {}).items():
             if rid in self._live or self._is_probe(request):
                 continue
-            serving = _Serving(now, manager, None, None)
+            serving = _Serving(self, now, manager, None, None)
             headers = self._headers(request)
             serving.origin = context.of_request(headers, self._recorder.sample, self._options.asks_parent)
             model = str(self._model(manager) or "unknown")
