@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ _HELPERS = (
     "sgl_aspects.attach",
 )
 _SPAWNED = ("multiprocessing.spawn", "--multiprocessing-fork")
+_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _TITLE = 60
 
 
@@ -74,11 +75,35 @@ def read_process(process_id: int) -> Process | None:
 
 
 def engine_of(process: Process) -> str | None:
-    """The engine whose package the process's command line names; None where it names none."""
+    """The engine that the process runs; None where its command line does not say so.
+
+    By the program that it runs (``-m MODULE``, a script, or the title that an engine gave it), not by what
+    else its command line names.
+    """
+    names = _programs(process.words)
     for engine, pattern in _patterns().items():
-        if any(pattern.search(word) for word in process.words):
+        if any(pattern.search(name) for name in names):
             return engine
     return None
+
+
+def _programs(words: Sequence[str]) -> list[str]:
+    """The module, or the script, and with it the title: what stands where an interpreter's path would be."""
+    module_or_script: list[str] = []
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "-m":
+            module_or_script = [next(rest, "")]
+        elif word == "-c":
+            break
+        elif word.startswith("-"):
+            if word in _WITH_VALUE:
+                next(rest, None)
+            continue
+        else:
+            module_or_script = [os.path.basename(word)]
+        break
+    return [os.path.basename(words[0]) if words else "", *module_or_script]
 
 
 def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
@@ -142,5 +167,5 @@ def _patterns() -> dict[str, re.Pattern[str]]:
             engine.name
         ]
         names = "|".join(re.escape(name).replace("_", "[-_]") for name in sorted(own))
-        patterns[engine.name] = re.compile(rf"(?:^|[\s/:])(?:{names})(?:$|[\s.:/])")
+        patterns[engine.name] = re.compile(rf"(?:^|[\s/:])(?:{names})(?:$|[\s.:/])", re.IGNORECASE)
     return patterns

@@ -127,6 +127,12 @@ def test_an_engine_is_known_by_its_command_line() -> None:
         ("/venv/bin/python", "/venv/bin/sgl-aspects", "serve", "model"): "embedded",
         ("python", "app.py"): None,
         ("python", "notsglang.py"): None,
+        ("python", "-X", "dev", "-m", "sglang.launch_server"): "sglang",
+        ("/venv/bin/python3", "/venv/bin/sglang", "serve", "--model-path", "x"): "sglang",
+        # Named by an argument alone:
+        ("python", "-m", "pytest", "-m", "sglang", "tests/engines/sglang/test_attach.py"): None,
+        ("python", "bench.py", "--backend", "sglang"): None,
+        ("python", "-c", "import sglang"): None,
     }
     here = read_process(os.getpid())
     assert here is not None
