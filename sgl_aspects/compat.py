@@ -164,3 +164,54 @@ def replace_runtime_context(replacement: Callable[[Any], Any]) -> None:
     from opentelemetry import context
 
     context._RUNTIME_CONTEXT = replacement(context._RUNTIME_CONTEXT)
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------
+
+
+class TracedCode:
+    """Which functions torch.compile has traced, as code of their own or within another function's.
+
+    Known from the moment that this is made: what was compiled before may hold any function.
+
+    :param earlier: torch.compile was reset, and so has forgotten what this has noted.
+    """
+
+    def __init__(self, earlier: TracedCode | None = None) -> None:
+        guards, counters = sys.modules.get("torch._guards"), sys.modules.get("torch._dynamo.utils")
+        context = getattr(guards, "TracingContext", None)
+        frames = getattr(counters, "counters", {}).get("frames", {})
+        # A counter of frames begun; Dynamo keeps it over a reset.
+        self._is_complete = context is not None and (earlier is not None or not frames.get("total"))
+        self._places: set[tuple[str, int, str]] = set()
+        _tracing.record = self._places
+        if context is not None and context.__init__ is not _begin_tracing:
+            _tracing.begin = context.__init__
+            context.__init__ = _begin_tracing
+
+    def may_hold(self, function: Any) -> bool:
+        """Whether compiled code may have the body of ``function``, or of what stands for it, in it."""
+        if not isinstance(function, types.FunctionType) or not self._is_complete:
+            return True
+        return _place(function.__code__) in self._places
+
+
+def _place(code: types.CodeType) -> tuple[str, int, str]:
+    """What a function's code has in common with that of a woven function in its place."""
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+class _tracing:  # noqa: N801  a namespace
+    begin: Any = None
+    record: set[tuple[str, int, str]]
+
+
+class _NotedCode(list[Any]):
+    def append(self, code: types.CodeType) -> None:
+        _tracing.record.add(_place(code))
+        super().append(code)
+
+
+def _begin_tracing(context: Any, *arguments: Any, **keywords: Any) -> None:
+    _tracing.begin(context, *arguments, **keywords)
+    context.traced_code = _NotedCode(context.traced_code)

@@ -156,3 +156,30 @@ def test_opentelemetry_keeps_its_current_context_where_we_put_ours_on_top(
     assert compat.runtime_context_class() is not None
     monkeypatch.setattr(context, "_RUNTIME_CONTEXT", object())
     assert compat.runtime_context_class() is None  # moved: spans are recorded all the same
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------
+
+
+def test_what_torch_compile_has_traced_is_noted() -> None:
+    torch = pytest.importorskip("torch")
+    importlib.import_module("torch._dynamo")
+
+    class Layer:
+        def inlined(self, x: object) -> object:
+            return x
+
+        def never(self, x: object) -> object:
+            return x
+
+    def outer(layer: Layer, x: object) -> object:
+        return layer.inlined(x)
+
+    torch._dynamo.reset()
+    traced = compat.TracedCode(compat.TracedCode())
+    assert not traced.may_hold(Layer.inlined)
+    torch.compile(outer, backend="eager", fullgraph=True)(Layer(), torch.ones(2))
+    assert traced.may_hold(outer)
+    assert traced.may_hold(Layer.inlined)
+    assert not traced.may_hold(Layer.never)
+    assert traced.may_hold(len)

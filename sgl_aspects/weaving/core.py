@@ -53,6 +53,7 @@ class Weaver:
         self._lazy = LazyAttributes(self._module_loaded)
         self._families = Families(self._class_made)
         self._listeners: dict[str, list[Callable[[Any], None]]] = {}
+        self._traced: compat.TracedCode | None = None
         self._unwatch_scripting: Callable[[], None] | None = None
         if hasattr(os, "register_at_fork"):
             _keep_lock_over_forks(weakref.ref(self))
@@ -98,7 +99,7 @@ class Weaver:
             except BaseException:
                 self.remove(new)
                 raise
-            self._forget_compiled_code([advice for advice in new if self._fabric.of(advice)])
+            self._forget_compiled_code(new, [point for one in new for point, _ in self._fabric.of(one)])
 
     def remove(self, advices: Sequence[Advice]) -> None:
         """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
@@ -114,7 +115,7 @@ class Weaver:
                 self._missing.pop(advice, None)
                 advice.state, advice.detail = State.REMOVED, ""
             self._settle(points, strict=False)
-            self._forget_compiled_code(gone if points else ())
+            self._forget_compiled_code(gone, points)
             if not self._advices:
                 self._uninstall_watcher()
                 self._lazy.restore()
@@ -133,7 +134,7 @@ class Weaver:
                     advice.state = State.WOVEN if enabled else State.DISABLED
                 points += here
             self._settle(points, strict=False)
-            self._forget_compiled_code(advices if points else ())
+            self._forget_compiled_code(advices, points)
 
     def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` with the module ``name`` once its code has run: now, where it has.
@@ -255,17 +256,30 @@ class Weaver:
         compiler = sys.modules.get("torch.compiler")
         if self._fabric.compiling is None and _COMPILER in sys.modules and compiler is not None:
             self._fabric.compiling = namespace(compiler).get("is_compiling")
+            self._traced = compat.TracedCode()
             for point in self._fabric.points:
                 point.refresh(self._fabric.compiling)
 
-    @staticmethod
-    def _forget_compiled_code(advices: Iterable[Advice]) -> None:
-        """What torch.compile made before may have a method's old body in it, and no guard would notice."""
+    def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[Point]) -> None:
+        """Have torch.compile begin anew where its code may have the old body of one of ``points`` in it.
+
+        What it finds in a module, or in a woven function, it guards; the methods of a class it does not.
+        """
         compiler = sys.modules.get(_COMPILER)
-        if compiler is not None and any(advice.hook_type is not HookType.OBSERVE for advice in advices):
-            reset = namespace(compiler).get("reset")
-            if reset is not None:  # absent while torch._dynamo itself is being imported
-                reset()
+        if compiler is None or all(advice.hook_type is HookType.OBSERVE for advice in advices):
+            return
+        reset = namespace(compiler).get("reset")
+        # Absent while torch._dynamo itself is being imported.
+        if reset is not None and any(self._may_be_compiled(point) for point in points):
+            reset()
+            self._traced = compat.TracedCode(self._traced)
+
+    def _may_be_compiled(self, point: Point) -> bool:
+        if not isinstance(point, JoinPoint):
+            return True
+        if is_module(point.place.owner):
+            return False
+        return self._traced is None or self._traced.may_hold(point.inner)
 
     def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
         """The modules that each hook may be about; those whose code still runs get to us when it has."""

@@ -155,6 +155,75 @@ def test_observers_stand_aside_while_compiling_and_look_at_eager_calls(engine: A
         assert aspects.report().hooks[0].calls == 1
 
 
+class Backend:
+    """Counts what is compiled."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.compiled += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("hook_type", [kind for kind in HOOKS if kind is not aspects.HookType.OBSERVE])
+def test_hooking_what_no_compiled_code_holds_recompiles_nothing(
+    engine: Any, hook_type: aspects.HookType
+) -> None:
+    arguments, backend = (engine.Layer(), torch.arange(3.0)), Backend()
+    exec("class Other:\n    def plan(self, x): return x\ndef plan(x): return x", vars(engine))
+    with aspects.woven(_advice("Layer.doubled", hook_type)):  # the code of a later hook is known exactly
+        compiled = torch.compile(engine.call_method, backend=backend, fullgraph=True)
+        bare = compiled(*arguments)
+        before = backend.compiled
+        for target in ("Other.plan", "plan", "Layer.static"):
+            handle = aspects.weave(_advice(target, hook_type))
+            assert torch.equal(compiled(*arguments), bare)
+            handle.disable()
+            handle.enable()
+            handle.remove()
+            assert torch.equal(compiled(*arguments), bare)
+        assert backend.compiled == before
+        with aspects.woven(_advice("Layer.method", hook_type)):
+            assert torch.equal(compiled(*arguments), engine.call_method(*arguments))
+        assert torch.equal(compiled(*arguments), bare)
+
+
+@pytest.mark.parametrize("hook_type", [kind for kind in HOOKS if kind is not aspects.HookType.OBSERVE])
+def test_a_function_of_a_module_recompiles_its_callers_only(engine: Any, hook_type: aspects.HookType) -> None:
+    arguments, backend = (engine.Layer(), torch.arange(3.0)), Backend()
+    others = torch.compile(engine.call_method, backend=backend, fullgraph=True)
+    others(*arguments)
+    compiled = torch.compile(engine.call_function, backend="eager", fullgraph=True)
+    bare = compiled(*arguments)
+    with aspects.woven(_advice("function", hook_type)):
+        assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
+        with aspects.woven(_advice("function", aspects.HookType.AFTER)) as handle:
+            assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
+            handle.disable()
+            assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
+            handle.enable()
+    assert torch.equal(compiled(*arguments), bare)
+    others(*arguments)
+    assert backend.compiled == 1
+
+
+@pytest.mark.parametrize("hook_type", list(HOOKS))
+@pytest.mark.parametrize("target", ["function", "Layer.method"])
+def test_a_hooked_function_may_itself_be_compiled(
+    engine: Any, target: str, hook_type: aspects.HookType
+) -> None:
+    x = torch.arange(3.0)
+    call = engine.function if target == "function" else engine.Layer().method
+    bare = call(x)
+    with aspects.woven(_advice(target, hook_type)):
+        call = engine.function if target == "function" else engine.Layer().method
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), call(x))
+    assert not [name for name in vars(engine) if name.startswith("__sgl")]
+    assert torch.equal(engine.Layer().method(x) if "." in target else engine.function(x), bare)
+
+
 def test_hooks_woven_before_the_compiler_was_loaded_do_not_break_a_full_graph() -> None:
     """In a fresh process: torch._dynamo is imported by the first torch.compile, after the weaving."""
     import subprocess
