@@ -257,6 +257,24 @@ def test_nobody_outside_imports_a_module_of_the_weaving_core() -> None:
     assert not faults, "\n".join(faults)
 
 
+WEAVING = (
+    *("targets", "hooks", "attributes", "chain", "functions", "proxies", "rebinding"),
+    *("descriptors", "joinpoints", "modules", "table", "core", "api", "__init__"),
+)
+
+
+def test_modules_of_the_weaving_core_point_one_way() -> None:
+    """Each module imports from those before it: the list is the order to read them in."""
+    paths = {path.stem: path for path in (PACKAGE / "weaving").glob("*.py")}
+    assert set(paths) == set(WEAVING)
+    assert len(paths) <= 14
+    for index, name in enumerate(WEAVING):
+        for line, imported_name in imported(paths[name]):
+            parts = imported_name.split(".")
+            if parts[:2] == ["sgl_aspects", "weaving"]:
+                assert parts[2] in WEAVING[:index], f"{name}:{line}: imports {imported_name}"
+
+
 def test_no_room_is_imported_by_its_bare_folder_name() -> None:
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         for line, name in imported(path):

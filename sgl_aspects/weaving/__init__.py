@@ -1,24 +1,30 @@
 """The weaving core: hooks on functions of other people's modules, loaded or not.
 
-targets     what a target text means               places      where it leads in a module
-hooks       hook types and their rules             chain       hooks to one callable
-kinds       descriptors and what is in them        homes       the attribute that is written
-codegen     code with the exact signature          functions   functions made of it, and their steering
-proxies     callables that are no function         joinpoint   one woven place
-classes     one replaced class                     keeping     what a replacement holds of its own
-rebind      every holder of the old object         holders     kinds of them
-references  is there any other holder?             fabric      all woven places
-importing   modules as they load                   interest    which hooks a module may be about
-lazy        attributes that modules make late      missing     targets that are not there
-core        brings hooks to their places           reporting   what every hook did
-faces       decorators, handles, SGLang's names
+Read in this order; each module imports only from those above it:
+
+targets      what a target's text means
+hooks        hook types, their rules, reading an argument
+attributes   where a target leads in a module: attribute references
+chain        an original and its behavioural hooks as one callable
+functions    the function that stands for a target, and its hooks
+proxies      what stands for callables of other types
+rebinding    every holder of an old object gets the new one
+descriptors  the callable in an attribute, and the slot it stands in
+joinpoints   one woven function, one replaced class
+modules      modules as they load, and what they make later
+table        all join points, and putting them in place
+core         the weaver: hooks to their places, now or later
+api          decorators, handles, SGLang's registry, reports
+
+Nobody outside imports these modules: what is public is here.
 """
 
-from sgl_aspects.weaving.arguments import argument_reader
-from sgl_aspects.weaving.faces import (
+from sgl_aspects.weaving.api import (
     Aspect,
     Handle,
     HookRegistry,
+    HookReport,
+    Report,
     after,
     around,
     before,
@@ -32,9 +38,17 @@ from sgl_aspects.weaving.faces import (
     weaver,
     woven,
 )
-from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, Observer, Result, State, current_source
-from sgl_aspects.weaving.rebind import Stale, in_pieces
-from sgl_aspects.weaving.reporting import HookReport, Report
+from sgl_aspects.weaving.hooks import (
+    Advice,
+    HookSource,
+    HookType,
+    Observer,
+    Result,
+    State,
+    argument_reader,
+    current_source,
+)
+from sgl_aspects.weaving.rebinding import Stale, in_pieces
 from sgl_aspects.weaving.targets import Target
 
 __all__ = [

@@ -12,19 +12,80 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from typing import Any
 
 from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError, Stop
-from sgl_aspects.weaving import missing
-from sgl_aspects.weaving.fabric import Fabric, Outcome, Point
+from sgl_aspects.weaving.attributes import (
+    class_module,
+    current,
+    find,
+    find_once,
+    is_class,
+    is_module,
+    namespace,
+)
 from sgl_aspects.weaving.hooks import Advice, HookType, State
-from sgl_aspects.weaving.importing import ModuleWatcher, is_ready, until_registered, when_ready
-from sgl_aspects.weaving.interest import Interest, bases_of_family, loaded
-from sgl_aspects.weaving.joinpoint import JoinPoint
-from sgl_aspects.weaving.lazy import Families, LazyAttributes
-from sgl_aspects.weaving.places import class_module, find, find_once, is_module, namespace
-from sgl_aspects.weaving.targets import Target
+from sgl_aspects.weaving.joinpoints import JoinPoint
+from sgl_aspects.weaving.modules import (
+    Families,
+    Interest,
+    LazyAttributes,
+    ModuleWatcher,
+    bases_of_family,
+    is_ready,
+    loaded,
+    until_registered,
+    when_ready,
+)
+from sgl_aspects.weaving.table import Fabric, Outcome, Point
+from sgl_aspects.weaving.targets import Alternate, Target
+
+# -- targets that are not there ------------------------------------------------------------------------------
+
+
+def waiting(target: Target) -> str:
+    """What a hook on ``target`` waits for before anything that it names has loaded."""
+    if target.has_module_pattern:
+        return "no loaded module has what the pattern names yet"
+    return "its module is not loaded yet"
+
+
+def is_missing_for_good(alternate: Alternate, name: str, module: Any) -> bool:
+    """Whether nothing that loads later can bring what ``alternate`` does not find in ``module``."""
+    if alternate.has_module_pattern:
+        return False
+    if alternate.module is not None:
+        return True
+    search_path = namespace(module).get("__path__")
+    if search_path is None:
+        return True
+    following = f"{name}.{alternate.path[name.count('.') + 1]}"
+    if following in sys.modules:
+        return False  # a longer reading of the target speaks for itself
+    # importlib.util.find_spec() might import and wake what is on the way.
+    return PathFinder.find_spec(following, search_path) is None
+
+
+def what_is_there(path: tuple[str, ...], name: str, module: Any) -> str:
+    """A sentence on what ``module`` has instead of ``path``, with names that are close."""
+    import difflib  # only here: it is slow to import
+
+    names = [key for key in namespace(module) if not key.startswith("__")]
+    close = difflib.get_close_matches(path[0], names, n=3)
+    within = f"{name}.{path[0]}"
+    if len(path) > 1 and within in sys.modules:
+        return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
+    if path[0] in names:
+        owner = current(module, path[0])
+        names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
+        close = [f"{path[0]}.{key}" for key in difflib.get_close_matches(path[-1], names, n=3)]
+    hint = f"; close names: {', '.join(close)}" if close else ""
+    return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
+
+
+# -- the weaver ----------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -88,7 +149,7 @@ class Weaver:
                 self._advices[advice] = None
                 self._interest.add(advice)
                 advice.state = State.PENDING
-                advice.detail = missing.waiting(advice.target)
+                advice.detail = waiting(advice.target)
             self._watcher.install()
             self._note_compiler()
             try:
@@ -317,8 +378,8 @@ class Weaver:
             if not places:
                 if self._lazy.wait(name, module, path[0]):
                     advice.detail = f"module {name} has not been asked for {path[0]}, and makes it only then"
-                elif missing.for_good(alternate, name, module):
-                    self._note_missing(advice, rank, missing.what_is_there(path, name, module))
+                elif is_missing_for_good(alternate, name, module):
+                    self._note_missing(advice, rank, what_is_there(path, name, module))
                 continue
             if self._chosen.get(advice, rank) > rank:
                 touched += self._fabric.detach(advice)  # a better alternate has turned up

@@ -17,8 +17,8 @@ from typing import Any
 
 import wrapt
 
+from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.functions import FunctionKind, Observers, WovenFunction
-from sgl_aspects.weaving.places import is_class
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)

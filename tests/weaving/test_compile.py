@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import sgl_aspects as aspects  # noqa: E402
+from tests.support.woven_modules import module_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about itself while compiling
 
@@ -210,18 +211,22 @@ def test_a_function_of_a_module_recompiles_its_callers_only(engine: Any, hook_ty
 
 @pytest.mark.parametrize("hook_type", list(HOOKS))
 @pytest.mark.parametrize("target", ["function", "Layer.method"])
-def test_a_hooked_function_may_itself_be_compiled(
-    engine: Any, target: str, hook_type: aspects.HookType
-) -> None:
-    x = torch.arange(3.0)
-    call = engine.function if target == "function" else engine.Layer().method
-    bare = call(x)
-    with aspects.woven(_advice(target, hook_type)):
-        call = engine.function if target == "function" else engine.Layer().method
-        compiled = torch.compile(call, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x), call(x))
-    assert not [name for name in vars(engine) if name.startswith("__sgl")]
-    assert torch.equal(engine.Layer().method(x) if "." in target else engine.function(x), bare)
+def test_a_hooked_function_may_itself_be_compiled(target: str, hook_type: aspects.HookType) -> None:
+    # A name of its own: torch.compile keeps the first module that it has found under a name.
+    name = f"compiled_alone_{target.replace('.', '_')}_{hook_type.value}"
+    with module_of(SOURCE, name) as engine:
+        x = torch.arange(3.0)
+
+        def call() -> Any:
+            return engine.function if target == "function" else engine.Layer().method
+
+        bare = call()(x)
+        advice = aspects.Advice(aspects.Target.parse(f"{name}:{target}"), hook_type, HOOKS[hook_type]())
+        with aspects.woven(advice):
+            compiled = torch.compile(call(), backend="eager", fullgraph=True)
+            assert torch.equal(compiled(x), call()(x))
+        assert not [name for name in vars(engine) if name.startswith("__sgl")]
+        assert torch.equal(call()(x), bare)
 
 
 def test_hooks_woven_before_the_compiler_was_loaded_do_not_break_a_full_graph() -> None:

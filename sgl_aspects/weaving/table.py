@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.classes import ClassPoint
-from sgl_aspects.weaving.homes import Home
-from sgl_aspects.weaving.hooks import Advice, HookType
-from sgl_aspects.weaving.joinpoint import JoinPoint
-from sgl_aspects.weaving.keeping import Kept, give_back, kept_by
-from sgl_aspects.weaving.places import (
+from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     Place,
@@ -28,8 +23,10 @@ from sgl_aspects.weaving.places import (
     is_module,
     namespace,
 )
-from sgl_aspects.weaving.rebind import Pair, Stale, describe, rebind
-from sgl_aspects.weaving.references import extra_references
+from sgl_aspects.weaving.descriptors import Home
+from sgl_aspects.weaving.hooks import Advice, HookType
+from sgl_aspects.weaving.joinpoints import ClassPoint, JoinPoint, Kept, extra_references, give_back, kept_by
+from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
 
 logger = logging.getLogger("sgl_aspects")
 

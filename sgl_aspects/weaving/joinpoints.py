@@ -1,0 +1,463 @@
+"""Join points: one woven place each, the hooks that are active there, and the way back.
+
+:class:`JoinPoint` is a function, :class:`ClassPoint` a class that is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import gc
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.attributes import Place, current, is_class, namespace
+from sgl_aspects.weaving.chain import build_chain, own_containers
+from sgl_aspects.weaving.descriptors import Home, open_attribute
+from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
+from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
+from sgl_aspects.weaving.rebinding import Stale
+
+logger = logging.getLogger("sgl_aspects")
+
+# -- what goes on holding an original that is replaced -------------------------------------------------------
+
+Kept = frozenset[Any]
+"""Ids of containers that are left alone as a whole, and pairs of a namespace's id and one name in it."""
+
+_CONTAINERS = (list, dict, set, types.CellType)
+
+
+def kept_by(advices: Iterable[Advice]) -> Kept:
+    """What the hooks of ``advices`` hold of their own: for REPLACE hooks, their modules too."""
+    kept: set[Any] = set()
+    for advice in advices:
+        kept.update(id(holder) for holder in _holders_in(advice.hook))
+        if advice.hook_type is HookType.REPLACE:
+            home = _home_of(advice.hook)
+            if home is not None:
+                kept.add(id(home))
+    return frozenset(kept)
+
+
+def give_back(hook: Any, standing: Any, original: Any) -> None:
+    """Let a hook that is about to replace ``original`` hold it, where it was given what stands there now.
+
+    A class that derives from the one that stands there means that one, and keeps it.
+    """
+    if is_class(hook) and is_class(standing) and issubclass(hook, standing):
+        return
+    home = _home_of(hook)
+    # Where it was defined, it is no copy.
+    if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
+        for name in [name for name, value in list(home.items()) if value is standing]:
+            home[name] = original
+    for holder in _holders_in(hook):
+        if isinstance(holder, types.CellType) and holder.cell_contents is standing:
+            holder.cell_contents = original
+
+
+def _home_of(hook: Any) -> dict[str, Any] | None:
+    """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
+    module = sys.modules.get(getattr(hook, "__module__", None) or "")
+    return namespace(module) if module is not None else None
+
+
+def _holders_in(hook: Any) -> Iterator[Any]:
+    """Only what lives as long as the hook does: what is kept is known by its id."""
+    yield hook
+    if isinstance(hook, types.FunctionType):
+        held = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, hook.__dict__)
+        yield from (holder for holder in held if holder is not None)
+        yield from hook.__closure__ or ()
+        if "__wrapped__" in hook.__dict__:
+            yield from _holders_in(hook.__dict__["__wrapped__"])
+    elif isinstance(hook, types.MethodType):
+        yield from _holders_in(hook.__func__)
+        yield hook.__self__
+        if not is_class(hook.__self__):
+            yield namespace(hook.__self__)
+    elif isinstance(hook, functools.partial):
+        yield from _holders_in(hook.func)
+    elif is_class(hook):
+        for member in namespace(hook).values():
+            for function in _functions_of(member):
+                yield from _holders_in(function)
+    else:
+        yield namespace(hook)
+
+
+def _functions_of(member: Any) -> Iterator[types.FunctionType]:
+    if isinstance(member, (classmethod, staticmethod)):
+        member = member.__func__
+    parts = (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,)
+    yield from (part for part in parts if isinstance(part, types.FunctionType))
+
+
+class OwnHolders:
+    """What holds a class before it replaces another one."""
+
+    def __init__(self, cls: type) -> None:
+        namespaces = {id(namespace(module)) for module in list(sys.modules.values())}
+        # Strong references, so that no other container can get the id of one of them.
+        self._containers: list[Any] = []
+        kept: set[Any] = set()
+        for holder in gc.get_referrers(cls):
+            if id(holder) in namespaces:
+                kept.update((id(holder), name) for name, value in list(holder.items()) if value is cls)
+            elif isinstance(holder, _CONTAINERS):
+                self._containers.append(holder)
+                kept.add(id(holder))
+        self.kept: Kept = frozenset(kept)
+
+
+# -- functions -----------------------------------------------------------------------------------------------
+
+
+class JoinPoint:
+    """Holds the original and what stands in its place; the weaver serialises all changes.
+
+    While no hook is active the identical original object is back where it was.
+
+    :param home: shared by the points for the parts of one property.
+    """
+
+    def __init__(self, place: Place, home: Home | None = None) -> None:
+        if home is not None:
+            place = dataclasses.replace(place, raw=home.original)
+        self.place = place
+        self.advices: list[Advice] = []
+        opened = open_attribute(place)
+        self.inner = opened.content
+        self._called = opened.called
+        self.woven = opened.weave(str(place))
+        self.home = home or Home(place, opened.rebuild)
+        self._head: Any = self._called
+        self._observers: dict[Advice, Any] = {}
+        self.home.with_resident(place.part, self.woven.function)  # may fail: now, not when it is registered
+        self.installed = False
+
+    def admit(self, advice: Advice) -> None:
+        """Add a hook; an observer that wants to know its function is asked for the one for this function.
+
+        :raises HookError: the observer cannot do its work on this function.
+        """
+        self._check_async(advice)
+        if advice.hook_type is HookType.OBSERVE and hasattr(type(advice.hook), "bound_to"):
+            self._observers[advice] = advice.hook.bound_to(self.inner)
+        self.advices.append(advice)
+
+    def _check_async(self, advice: Advice) -> None:
+        if (
+            advice.hook_type in (HookType.OBSERVE, HookType.REPLACE)
+            or self.woven.kind is FunctionKind.COROUTINE
+        ):
+            return
+        if FunctionKind.of(advice.hook) is FunctionKind.COROUTINE:
+            raise HookError(
+                f"{advice}: the hook is async, and {self.place} is not: its callers would get a coroutine. "
+                "Write it as a plain def, or hook the async def that awaits this function"
+            )
+
+    def dismiss(self, advice: Advice) -> None:
+        """Take a hook away."""
+        self.advices.remove(advice)
+        self._observers.pop(advice, None)
+
+    @property
+    def original(self) -> Any:
+        """What stood here before; for a place that is inherited, what the base has now."""
+        return self.home.original
+
+    @property
+    def standing(self) -> Any:
+        """What stands at the place as far as we know: the original, or ours."""
+        return self.home.standing
+
+    @property
+    def replacement(self) -> Any:
+        """Ours, whether it stands there or not."""
+        return self.home.with_resident(self.place.part, self.woven.function)
+
+    def own_containers(self) -> set[int]:
+        """Ids of everything of ours that holds the original on purpose."""
+        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
+        held += [*own_containers(self._head), *self.home.own_containers()]
+        held += [self.woven, *self.woven.own_containers()]
+        if self._called is not self.inner and type(self._called) is types.FunctionType:
+            held += [self._called.__dict__, *(self._called.__closure__ or ())]
+        # A function holds nothing itself: its dictionary, closure and defaults do, and those are users'.
+        return {id(holder) for holder in held if type(holder) is not types.FunctionType}
+
+    def follow(self, below: Any) -> None:
+        """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""
+        opened = open_attribute(dataclasses.replace(self.place, raw=below))
+        self.inner, self._called = opened.content, opened.called
+        self.home.follow(below, opened.rebuild)
+
+    @property
+    def calls(self) -> int:
+        return self.woven.calls
+
+    def refresh(self, compiling: Any = None) -> None:
+        """Make the woven callable run the hooks that are active now."""
+        active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
+        replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
+        behavioural = [
+            advice for advice in active if advice.hook_type not in (HookType.REPLACE, HookType.OBSERVE)
+        ]
+        # The last REPLACE wins; the earlier ones stay registered and come back when it goes.
+        behavioural = replaces[-1:] + behavioural
+        observers = [advice for advice in reversed(active) if advice.hook_type is HookType.OBSERVE]
+        self._head = build_chain(self._called, behavioural, awaits=self.woven.kind is FunctionKind.COROUTINE)
+        self.woven.set_hooks(self._head, tuple(map(self._observing, observers)), compiling)
+
+    def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
+        observer = self._observers.get(advice, advice.hook)
+        return getattr(observer, "enter", None), getattr(observer, "exit", None), _Failed(advice)
+
+    @property
+    def active(self) -> bool:
+        return any(advice.enabled for advice in self.advices)
+
+    def release(self) -> None:
+        """No hook will come here any more."""
+        self.woven.release(self._called)
+
+    def settle(self, compiling: Any = None) -> None:
+        """Put ours in place while a hook is active, the identical original while none is.
+
+        :raises Exception: the place cannot be written, or its owner does not want it to be.
+        """
+        self.refresh(compiling)
+        if self.active and not self.installed:
+            self._exchange_attributes()
+            self.home.move_in(self.place.part, self.woven.function)
+            self.installed = True
+        elif not self.active and self.installed and not (self.advices and self.displaced):
+            # Under somebody's patch, ours stays where that patch calls it, until its last hook has gone.
+            self.installed = False
+            self._exchange_attributes()
+            self.home.move_out(self.place.part)
+
+    def _exchange_attributes(self) -> None:
+        if isinstance(self.woven, WovenFunction) and isinstance(self.inner, types.FunctionType):
+            if self.active:
+                self.woven.take_attributes(self.inner)
+            else:
+                self.woven.give_attributes(self.inner)
+
+    @property
+    def displaced(self) -> bool:
+        """Somebody else's object stands where ours was put."""
+        return self.installed and not self.home.is_ours
+
+
+def _once(advices: list[Advice]) -> list[Advice]:
+    """Leave out a hook that came here under two names of the same function: it runs once."""
+    first: dict[tuple[int, HookType], Advice] = {}
+    for advice in advices:
+        first.setdefault((id(advice.hook), advice.hook_type), advice)
+    return [
+        advice
+        for advice in advices
+        if (one := first[id(advice.hook), advice.hook_type]) is advice or one.target == advice.target
+    ]
+
+
+class _Failed:
+    """Handles an observer's exception; answers itself, which marks that observer as not entered."""
+
+    __slots__ = ("advice",)
+
+    def __init__(self, advice: Advice) -> None:
+        self.advice = advice
+
+    def __call__(self, error: Exception) -> _Failed:
+        self.advice.record_error(error)
+        return self
+
+
+# -- counting references -------------------------------------------------------------------------------------
+
+_baselines: dict[tuple[bool, bool], int] = {}
+
+
+def extra_references(point: Any) -> int:
+    """How many references to what stands at ``point`` now have no known holder; -1 where nobody can tell."""
+    if not isinstance(point, JoinPoint) or type(point.original) is not types.FunctionType:
+        return -1
+    if point.place.inherited or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return -1
+    if current(point.place.owner, point.place.name) is not point.standing:
+        return -1  # it does not stand at home, so that the home does not count
+    return max(_count(point) - _baseline(point), 0)
+
+
+def _count(point: JoinPoint) -> int:
+    return sys.getrefcount(point.replacement if point.installed else point.original)
+
+
+def _baseline(point: JoinPoint) -> int:
+    applied = point.woven.applied
+    key = (point.installed, applied)
+    if key not in _baselines:
+        _baselines[key] = _measure(*key)
+    return _baselines[key]
+
+
+def _measure(installed: bool, applied: bool) -> int:
+    home = types.ModuleType("stand_in")
+    exec("def f(): pass", home.__dict__)
+    point = JoinPoint(Place(home, "f", home.__dict__["f"]))
+    if applied:
+        point.refresh()
+    if installed:
+        point.home.move_in("", point.woven.function)
+        point.installed = True
+    return _count(point)
+
+
+# -- classes -------------------------------------------------------------------------------------------------
+
+
+_hooks: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that were ever meant to replace another one: they keep their bases, whatever stands there."""
+
+
+class ClassPoint:
+    """A class that is replaced as a whole: the face of a join point, for REPLACE by classes only."""
+
+    calls = 0
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.advices: list[Advice] = []
+        self.original: type = place.raw
+        self.inner = self.original
+        self.replacement: type = self.original
+        self.installed = False
+        self.superseded = False
+        """The code of the module ran again: another point has the place now."""
+        self.stale: list[Stale] = []
+        self._kept: Kept = frozenset()
+        self._own: dict[type, OwnHolders] = {}
+        self._subclasses: set[type] = set()  # of the replacement, before it stood here
+        self._moved: set[type] = set()
+
+    def own_containers(self) -> set[int]:
+        """Ids of everything of ours that holds the original on purpose."""
+        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
+        held += [self._own, self._subclasses, self._moved]
+        return {id(holder) for holder in held}
+
+    @property
+    def active(self) -> bool:
+        return any(advice.enabled for advice in self.advices)
+
+    def admit(self, advice: Advice) -> None:
+        """Add a hook that replaces the class by a class, which is then no class of the engine.
+
+        :raises HookError: it is a hook for functions.
+        """
+        if not advice.is_class_replacement:
+            raise HookError(
+                f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
+                f"does, name one of its methods: '{self.place}.__init__'"
+            )
+        _hooks.add(advice.hook)
+        if advice.hook in self._moved:
+            self._move(advice.hook, self.replacement, self.original)
+        self.advices.append(advice)
+
+    def dismiss(self, advice: Advice) -> None:
+        """Take a hook away."""
+        self.advices.remove(advice)
+
+    @property
+    def keeps(self) -> Kept:
+        """What rebinding leaves alone: what holds a replacement, or what a replacement holds, by itself."""
+        self._kept |= kept_by(self.advices)
+        return self._kept.union(*(own.kept for own in self._own.values()))
+
+    @property
+    def standing(self) -> type:
+        """What stands at the place as far as we know."""
+        return self.replacement if self.installed else self.original
+
+    def refresh(self, compiling: Any = None) -> None:
+        """Nothing to do: a class has no chain."""
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+    def settle(self, compiling: Any = None) -> None:
+        """Put the last enabled class in place, or the original back where none is enabled.
+
+        :raises TypeError, AttributeError: the place cannot be written.
+        """
+        del compiling
+        active = [advice for advice in innermost_first(self.advices) if advice.enabled]
+        wanted = active[-1].hook if active else self.original
+        if wanted is self.standing:
+            return
+        if self.installed:
+            self._restore()
+        if active:
+            self._install(wanted)
+        _forget_checks(self.original, self.replacement)
+
+    def _install(self, replacement: type) -> None:
+        if replacement not in self._own:
+            self._own[replacement] = OwnHolders(replacement)
+        self._subclasses = set(type.__subclasses__(replacement))
+        setattr(self.place.owner, self.place.name, replacement)
+        self.replacement = replacement
+        self.installed = True
+        subclasses: list[type] = type.__subclasses__(self.original)
+        for subclass in subclasses:
+            if subclass not in _hooks and not issubclass(replacement, subclass):
+                self._move(subclass, self.original, replacement)
+
+    def _move(self, subclass: type, old: type, new: type) -> None:
+        """Let a subclass of ``old`` inherit from ``new``, where Python allows it."""
+        bases = tuple(new if base is old else base for base in subclass.__bases__)
+        try:
+            subclass.__bases__ = bases
+        except TypeError as error:
+            fault = f"the bases of {subclass.__module__}:{subclass.__qualname__}: {error}"
+            self.stale.append(Stale(str(self.place), fault))
+            logger.warning("%s: %s", self.place, fault)
+        else:
+            (self._moved.discard if new is self.original else self._moved.add)(subclass)
+
+    def _restore(self) -> None:
+        self.installed = False
+        self.stale.clear()
+        subclasses: list[type] = type.__subclasses__(self.replacement)
+        for subclass in subclasses:
+            # Those it has had before are its own; all others were made, or moved, while it stood here.
+            if subclass not in self._subclasses and subclass not in _hooks:
+                self._move(subclass, self.replacement, self.original)
+        if self.superseded or current(self.place.owner, self.place.name) is not self.replacement:
+            logger.info("%s: somebody else's class stands there; it is left in place", self.place)
+        elif self.place.inherited:
+            delattr(self.place.owner, self.place.name)
+        else:
+            setattr(self.place.owner, self.place.name, self.original)
+
+    @property
+    def displaced(self) -> bool:
+        return self.installed and current(self.place.owner, self.place.name) is not self.replacement
+
+
+def _forget_checks(*classes: type) -> None:
+    """Abstract base classes remember who was a subclass of theirs; now others are."""
+    for base in {base for cls in classes for base in cls.__mro__ if isinstance(base, abc.ABCMeta)}:
+        base._abc_caches_clear()  # type: ignore[attr-defined]

@@ -1,0 +1,445 @@
+"""Modules as they load: who is told, which hooks each may be about, and what they make only later."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from sgl_aspects import compat
+from sgl_aspects.weaving.attributes import (
+    MISSING,
+    bases,
+    class_module,
+    current,
+    find,
+    is_a,
+    is_class,
+    namespace,
+)
+from sgl_aspects.weaving.hooks import Advice
+from sgl_aspects.weaving.targets import Alternate, Target
+
+# -- as they load --------------------------------------------------------------------------------------------
+
+Wanted = Callable[[str], bool]
+Loaded = Callable[[str, Any], None]
+
+
+class ModuleWatcher:
+    """A finder for `sys.meta_path` that finds nothing itself: it has wrapt find, and adds a callback.
+
+    :param wanted: asked for every module that is imported, without any lock of ours.
+    :param loaded: called with the name and with what stands in `sys.modules`, in the importing thread,
+        while that module's import lock is held.
+    """
+
+    def __init__(self, wanted: Wanted, loaded: Loaded) -> None:
+        self._wanted = wanted
+        self._loaded = loaded
+        self._finding = threading.local()
+        self._registered: dict[str, Any] = {}  # with wrapt
+        self._brought_wrapt = False
+        self._leave_searches: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        """Watch from now on; does nothing where it is installed."""
+        self._stand_first()
+        if self._leave_searches is None:
+            self._leave_searches = compat.before_each_search(self._stay_first)
+
+    def uninstall(self) -> None:
+        """Leave `sys.meta_path` as it was."""
+        if self._leave_searches is not None:
+            self._leave_searches()
+            self._leave_searches = None
+        while self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for name, hook in self._registered.items():
+            compat.unregister_post_import_hook(hook, name)
+        self._registered.clear()
+        if self._brought_wrapt:
+            self._brought_wrapt = not compat.remove_wrapt_finder()
+
+    def _stay_first(self) -> None:
+        """Before finders that somebody has put in front since, which may find modules without asking us."""
+        if self._leave_searches is not None:
+            self._stand_first()
+
+    def _stand_first(self) -> None:
+        finders = sys.meta_path
+        if not finders or finders[0] is not self:
+            finders.insert(0, self)
+            for index in [index for index, finder in enumerate(finders) if finder is self][:0:-1]:
+                del finders[index]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not self._wanted(fullname):
+            return None
+        finding: set[str] = self._finding.__dict__.setdefault("names", set())
+        if fullname in finding:
+            return None  # another watcher is asking everybody on our behalf
+        finding.add(fullname)
+        try:
+            is_new = target is None and fullname not in sys.modules
+            spec = self._find_by_wrapt(fullname) if is_new else None
+            if spec is None:
+                spec = self._find_elsewhere(fullname, path, target)
+        finally:
+            finding.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            self._attach(spec)
+        return spec
+
+    def _find_by_wrapt(self, fullname: str) -> ModuleSpec | None:
+        """What wrapt's finder finds: its loader will call us."""
+        if fullname not in self._registered:
+            self._brought_wrapt |= compat.wrapt_finder() is None
+
+            def hook(module: Any) -> None:
+                self._registered.pop(fullname, None)
+                self._loaded(fullname, sys.modules.get(fullname, module))
+
+            self._registered[fullname] = hook
+            wrapt.register_post_import_hook(hook, fullname)
+        finder = compat.wrapt_finder()
+        return None if finder is None else finder.find_spec(fullname)
+
+    def _find_elsewhere(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            if finder is self:
+                continue
+            spec: ModuleSpec | None = None
+            if hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+            elif hasattr(finder, "find_module") and sys.version_info < (3, 12):
+                loader = finder.find_module(fullname, path)
+                spec = None if loader is None else importlib.util.spec_from_loader(fullname, loader)
+            if spec is not None:
+                return spec
+        return None
+
+    def _attach(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        if isinstance(loader, importlib.util.LazyLoader):
+            # wrapt would wake it.
+            loader = spec.loader = compat.unchained(loader)
+            # Its module wakes at the first attribute; the callback belongs there, and must not wake it.
+            inner: Any = loader
+            if not isinstance(inner.loader, _NotifyingLoader):
+                inner.loader = _NotifyingLoader(inner.loader, self._loaded)
+        elif not isinstance(loader, _NotifyingLoader) and compat.unchained(loader) is loader:
+            spec.loader = _NotifyingLoader(loader, self._loaded)  # type: ignore[assignment]
+
+
+class _NotifyingLoader:
+    """Stands for a loader until it runs the module; the module itself sees only its own loader."""
+
+    def __init__(self, loader: Any, loaded: Loaded) -> None:
+        self._loader = loader
+        self._notify = loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        module: ModuleType | None = create(spec) if create is not None else None
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        name = spec.name if spec is not None else module.__name__
+        self._step_aside(module)
+        if hasattr(self._loader, "exec_module"):
+            self._loader.exec_module(module)
+        else:  # a loader from before PEP 451: it makes and registers the module itself
+            sys.modules.pop(name, None)
+            self._loader.load_module(name)
+        self._notify(name, sys.modules.get(name, module))
+
+    def _step_aside(self, module: ModuleType) -> None:
+        spec: Any = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+
+
+def until_registered(names: Iterable[str]) -> bool:
+    """Let other threads go on that have looked for one of these modules, and have not made it yet.
+
+    Such a thread asked us whether anybody wants the module before somebody did, so that nobody would notice
+    it load; once it stands in `sys.modules`, :func:`when_ready` does. True where one is there now. Bounded:
+    what an import waits for may be us.
+    """
+    found = False
+    deadline = time.monotonic() + _LONGEST_WAIT
+    for name in names:
+        waited = False
+        while name not in sys.modules and compat.is_imported_elsewhere(name) and time.monotonic() < deadline:
+            waited = True
+            time.sleep(0.0002)
+        found |= waited and name in sys.modules
+    return found
+
+
+_LONGEST_WAIT = 0.1
+
+
+def is_ready(module: Any) -> bool:
+    """Whether the module's own code has run.
+
+    Not so in a circular import, while another thread imports it, and for a module of
+    `importlib.util.LazyLoader` that nobody has used yet.
+    """
+    return not _is_lazy(module) and not _is_initialising(module)
+
+
+def when_ready(module: Any, loaded: Loaded) -> None:
+    """Call ``loaded`` once the code of ``module``, for which :func:`is_ready` is False, has run.
+
+    Nothing is woken and nothing is waited for.
+    """
+    spec = object.__getattribute__(module, "__spec__")
+    if _is_lazy(module):
+        if not isinstance(spec.loader, _NotifyingLoader):
+            spec.loader = _NotifyingLoader(spec.loader, loaded)
+        return
+    compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules[spec.name]))
+
+
+def _is_lazy(module: Any) -> bool:
+    # By its type: isinstance() would ask the module for its __class__, and so wake it.
+    return type(module).__module__ == "importlib.util"
+
+
+def _is_initialising(module: Any) -> bool:
+    spec = namespace(module).get("__spec__")
+    return compat.is_initializing(spec)
+
+
+# -- which hooks a module may be about -----------------------------------------------------------------------
+
+
+class Interest:
+    """Hooks by the modules that they wait for."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[Advice, None]] = {}
+        self._patterns: dict[Advice, None] = {}
+        self._families: dict[Advice, None] = {}  # with `Class+`: any module may define a subclass
+
+    def add(self, advice: Advice) -> None:
+        """Wait for the modules of ``advice``."""
+        for name in advice.target.module_names():
+            self._by_name.setdefault(name, {})[advice] = None
+        if advice.target.has_module_pattern:
+            self._patterns[advice] = None
+        if any(alternate.has_family for alternate in advice.target.alternates):
+            self._families[advice] = None
+
+    def discard(self, advice: Advice) -> None:
+        """Wait no longer."""
+        for name in advice.target.module_names():
+            waiting = self._by_name.get(name, {})
+            waiting.pop(advice, None)
+            if not waiting:
+                self._by_name.pop(name, None)
+        self._patterns.pop(advice, None)
+        self._families.pop(advice, None)
+
+    def wants(self, name: str) -> bool:
+        """Whether anybody may wait for the module ``name``; safe to ask without a lock."""
+        return name in self._by_name or bool(self._patterns) or bool(self._families)
+
+    def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
+        """Each hook that ``module``, just loaded, may be about, and where its target is to be looked up."""
+        for advice in {**self._by_name.get(name, {}), **self._patterns}:
+            if advice.target.attribute_paths(name):
+                yield advice, name, module
+        defined = _classes_of(module, name) if self._families else []
+        for advice in list(self._families):
+            for home, base in _bases(advice):
+                if home != name and any(base in bases(cls) for cls in defined):
+                    yield advice, home, sys.modules[home]
+
+
+def loaded(target: Target) -> Iterator[tuple[str, Any]]:
+    """The loaded modules that ``target`` may be about."""
+    modules = list(sys.modules) if target.has_module_pattern else []
+    for name in dict.fromkeys(name for one in target.alternates for name in one.names_among(modules)):
+        module = sys.modules.get(name)
+        if module is not None and target.attribute_paths(name):
+            yield name, module
+
+
+def _bases(advice: Advice) -> Iterator[tuple[str, type]]:
+    """The loaded classes that ``advice`` names as `Class+`, each with its module's name."""
+    for alternate in advice.target.alternates:
+        if alternate.has_family:
+            for home, module in loaded(Target((alternate,))):
+                yield from ((home, base) for base in bases_of_family(alternate, module))
+
+
+def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
+    """The classes in ``module`` that ``alternate`` names as `Class+`."""
+    if not alternate.has_family:
+        return []
+    end = next(index for index, part in enumerate(alternate.path) if part.endswith("+")) + 1
+    path = tuple(part.removesuffix("+") for part in alternate.path[:end])
+    return [place.raw for place in find(module, path) if is_class(place.raw)]
+
+
+def _classes_of(module: Any, name: str) -> list[type]:
+    """The classes that ``module`` defines, nested ones too."""
+    found = [
+        value for value in list(namespace(module).values()) if is_class(value) and class_module(value) == name
+    ]
+    for cls in found:
+        found += [value for value in namespace(cls).values() if is_class(value) and value not in found]
+    return found
+
+
+# -- what is made later --------------------------------------------------------------------------------------
+
+_GETATTR = "__getattr__"
+_INIT_SUBCLASS = "__init_subclass__"
+
+
+class LazyAttributes:
+    """The modules that are waited for.
+
+    :param made: called with a module's name and the module, when it has made what a hook waits for.
+    """
+
+    def __init__(self, made: Callable[[str, Any], None]) -> None:
+        self._made = made
+        self._wrapped: dict[int, _Wrapped] = {}  # by the id of what has the function: a module or a class
+        self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
+        self._kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def wait(self, name: str, module: Any, attribute: str) -> bool:
+        """Wait for ``attribute``; False where ``module`` has it already, or makes none by itself."""
+        owner = next((one for one in (module, *bases(type(module))) if self._makes(one)), None)
+        if current(module, attribute) is not MISSING or owner is None:
+            return False
+        if id(owner) not in self._wrapped:
+            self._wrapped[id(owner)] = _Wrapped(owner, _GETATTR, self._asking(owner))
+        self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
+        return True
+
+    def restore(self) -> None:
+        """Leave all modules as they were."""
+        for wrapped in self._wrapped.values():
+            wrapped.restore()
+        for names, attribute, value in self._kept:
+            if names.get(attribute, MISSING) is value:
+                del names[attribute]
+        self.__init__(self._made)  # type: ignore[misc]
+
+    def _makes(self, owner: Any) -> bool:
+        return id(owner) in self._wrapped or is_a(current(owner, _GETATTR), types.FunctionType)
+
+    def _asking(self, owner: Any) -> Callable[..., Any]:
+        function = current(owner, _GETATTR)
+
+        @functools.wraps(function)
+        def ask(*arguments: Any) -> Any:
+            value = function(*arguments)
+            module, attribute = arguments if is_class(owner) else (owner, *arguments)
+            name, _, wanted = self._wanted.get(id(module), ("", None, ()))
+            if attribute not in wanted:
+                return value
+            self._wanted[id(module)][2].discard(attribute)
+            names = namespace(module)
+            if attribute not in names:
+                names[attribute] = value
+                self._kept.append((names, attribute, value))
+            self._made(name, module)
+            return names[attribute]
+
+        return ask
+
+
+class Families:
+    """The classes whose new subclasses hooks on ``Class+`` wait for.
+
+    :param made: called with each new subclass, which is ready but for its decorators.
+    """
+
+    def __init__(self, made: Callable[[type], None]) -> None:
+        self._made = made
+        self._waiting: dict[type, dict[Advice, None]] = {}
+        self._wrapped: dict[type, _Wrapped] = {}
+
+    def wait(self, advice: Advice, base: type) -> None:
+        """Wait for subclasses of ``base``."""
+        self._waiting.setdefault(base, {})[advice] = None
+        if base not in self._wrapped:
+            try:
+                self._wrapped[base] = _Wrapped(base, _INIT_SUBCLASS, classmethod(self._deriving(base)))
+            except (TypeError, AttributeError):
+                return  # a type made in C: its subclasses are found when their modules have loaded
+
+    def forget(self, advice: Advice) -> None:
+        """Wait no longer."""
+        for base in [base for base, waiting in self._waiting.items() if waiting.pop(advice, True) is None]:
+            if not self._waiting[base]:
+                del self._waiting[base]
+                if base in self._wrapped:
+                    self._wrapped.pop(base).restore()
+
+    def concerned(self, cls: type) -> list[Advice]:
+        """The hooks that ``cls`` is about."""
+        waiting = [self._waiting.get(base, {}) for base in bases(cls)]
+        return list(dict.fromkeys(advice for advices in waiting for advice in advices))
+
+    def _deriving(self, base: type) -> Callable[..., None]:
+        own = current(base, _INIT_SUBCLASS)
+
+        def init_subclass(cls: type, **options: Any) -> None:
+            if own is MISSING:
+                super(base, cls).__init_subclass__(**options)  # type: ignore[arg-type]
+            else:
+                own.__get__(None, cls)(**options)
+            self._made(cls)
+
+        return functools.wraps(own.__func__)(init_subclass) if is_a(own, classmethod) else init_subclass
+
+
+class _Wrapped:
+    """A function that ours stands in the place of."""
+
+    def __init__(self, owner: Any, name: str, ours: Any) -> None:
+        self._owner, self._name, self._ours = owner, name, ours
+        self._before = current(owner, name)
+        self._set(ours)
+
+    def restore(self) -> None:
+        if current(self._owner, self._name) is not self._ours:
+            return  # somebody else has wrapped it since
+        if self._before is MISSING:
+            type.__delattr__(self._owner, self._name)
+        else:
+            self._set(self._before)
+
+    def _set(self, value: Any) -> None:
+        if is_class(self._owner):
+            type.__setattr__(self._owner, self._name, value)
+        else:
+            namespace(self._owner)[self._name] = value
