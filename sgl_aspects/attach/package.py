@@ -18,7 +18,7 @@ from pathlib import Path
 import sgl_aspects
 from sgl_aspects.errors import AttachError
 
-_LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "collector", "__pycache__")
+_LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__")
 _MODULES = ("sgl_aspects.attach.agent",)
 _TOLD = "interpreter.json"
 _COMPILE_SECONDS = 60
