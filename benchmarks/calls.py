@@ -23,10 +23,15 @@ def none():
 def five(a, b, c, *, d=1, e=2):
     return None
 
+def optional(a=0, b=0, c=0, *, d=0, e=0):
+    return None
+
 class C:
     def none(self):
         return None
     def five(self, a, b, c, *, d=1, e=2):
+        return None
+    def optional(self, a=0, b=0, c=0, *, d=0, e=0):
         return None
     @classmethod
     def made(cls):
@@ -41,8 +46,12 @@ c = C()
 CALLS = {
     "no argument": ("none", "m.none()"),
     "3 positional + 2 keyword": ("five", "m.five(1, 2, 3, d=4, e=5)"),
+    "optional, none of 3 + 2": ("optional", "m.optional()"),
+    "optional, 3 + 2": ("optional", "m.optional(1, 2, 3, d=4, e=5)"),
     "method, no argument": ("C.none", "m.c.none()"),
     "method, 3 + 2": ("C.five", "m.c.five(1, 2, 3, d=4, e=5)"),
+    "method, optional, none of 3 + 2": ("C.optional", "m.c.optional()"),
+    "method, optional, 3 + 2": ("C.optional", "m.c.optional(1, 2, 3, d=4, e=5)"),
     "classmethod": ("C.made", "m.C.made()"),
     "staticmethod": ("C.static", "m.C.static()"),
 }
@@ -50,11 +59,15 @@ DEPTHS = (1, 2, 4)
 ROUNDS, NUMBER = 15, 20_000
 
 
-class Nothing:
-    """The observer that does nothing."""
+class EnterOnly:
+    """An observer that has only enter()."""
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return None
+
+
+class Nothing(EnterOnly):
+    """The observer that does nothing."""
 
     def exit(self, token: None, result: Any, error: BaseException | None) -> None:
         return None
@@ -82,6 +95,7 @@ SUBJECTS: dict[str, Callable[[str, str, int], None] | None] = {
     "ours, AROUND": _ours(aspects.HookType.AROUND, _around),
     "ours, native": _ours(aspects.HookType.NATIVE, _native),
     "ours, observer": _ours(aspects.HookType.OBSERVE, Nothing),
+    "ours, enter() only": _ours(aspects.HookType.OBSERVE, EnterOnly),
     "closure by hand": peers.closure_hook,
     "wrapt": peers.wrapt_hook,
     "aspectlib": peers.aspectlib_hook,
