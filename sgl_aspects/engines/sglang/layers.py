@@ -6,6 +6,7 @@ for something that the operator does not do, and whoever bridges runs the layer'
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,29 @@ def fused_moe(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -
         return NotImplemented
     weights, ids, *_ = topk_output
     return operators.fused_moe(x, layer.w13_weight, layer.w2_weight, weights, ids.long(), config.activation)
+
+
+def fused_moe_method(method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """As SGLang's ``UnquantizedFusedMoEMethod.forward_cuda``, where its Triton kernels would run: for all
+    others the weights are repacked, or swapped."""
+    x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+    others = (
+        "use_flashinfer_cutlass",
+        "use_flashinfer_trtllm_moe",
+        "_aiter_runner",
+        "w13_swiglu_interleaved",
+    )
+    if not method.runner.runner_backend.is_triton() or any(getattr(method, name, None) for name in others):
+        return NotImplemented
+    if getattr(method.moe_runner_config, "no_combine", False):
+        return NotImplemented
+    if not hasattr(chosen, "topk_ids") or layer.w13_weight.shape[-1] != x.shape[-1]:
+        return NotImplemented
+    output = fused_moe(layer, x, chosen, method.moe_runner_config)
+    if output is NotImplemented:
+        return NotImplemented
+    module: Any = importlib.import_module("sglang.srt.layers.moe.token_dispatcher")
+    return module.StandardCombineInput(hidden_states=output)
 
 
 def _turned(

@@ -27,6 +27,14 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "fused_moe": ("sglang.srt.layers.moe.fused_moe_native:moe_forward_native",),
 }
 
+#: Function of our layers.py → the method of SGLang that it stands in for. On GPUs a method runs the experts,
+#: and what that calls depends on how their weights were repacked.
+METHODS: dict[str, tuple[str, ...]] = {
+    "fused_moe_method": ("sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cuda",),
+}
+#: And the operator that it calls.
+METHOD_OPERATORS = {"fused_moe_method": "fused_moe"}
+
 #: Classes with ``register_oot_forward(op_cls, fn, platform_key)``: for platforms that are out of SGLang's
 #: tree.
 REGISTRATIONS = (

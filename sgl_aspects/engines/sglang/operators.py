@@ -12,7 +12,14 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from sgl_aspects.engines.sglang.operator_targets import FUNCTIONS, LAYERS, REGISTRATIONS, RESOLVERS
+from sgl_aspects.engines.sglang.operator_targets import (
+    FUNCTIONS,
+    LAYERS,
+    METHOD_OPERATORS,
+    METHODS,
+    REGISTRATIONS,
+    RESOLVERS,
+)
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.errors import AspectsError, Stop
 from sgl_aspects.weaving import HookRegistry, HookType, weaver
@@ -34,7 +41,11 @@ def attach() -> None:
     HookRegistry.register(RESOLVERS, _resolved, HookType.AFTER)
     for op_name, targets in FUNCTIONS.items():
         for target in targets:
-            HookRegistry.register(target, _function_hook(op_name), HookType.AROUND)
+            HookRegistry.register(target, _function_hook(op_name, op_name), HookType.AROUND)
+    for function, targets in METHODS.items():
+        for target in targets:
+            hook = _function_hook(METHOD_OPERATORS[function], function)
+            HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(SGLANG.roles["graph_replay"].targets, _graph_replayed, HookType.BEFORE)
 
 
@@ -56,11 +67,11 @@ def _layers_loaded(module: Any) -> None:
                 base.register_oot_forward(layer_class, _before(_native, op_name), key)
 
 
-def _before(own: Callable[..., Any], op_name: str) -> Callable[..., Any]:
-    """Ours, and ``own`` for what ours does not."""
+def _before(own: Callable[..., Any], function: str) -> Callable[..., Any]:
+    """That function of layers.py, and ``own`` for what it does not do."""
     from sgl_aspects.engines.sglang import layers
 
-    ours: Callable[..., Any] = getattr(layers, op_name)
+    ours: Callable[..., Any] = getattr(layers, function)
 
     def forward_dispatched(*args: Any, **kwargs: Any) -> Any:
         outcome = ours(*args, **kwargs)
@@ -83,11 +94,11 @@ def _resolved(result: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     return MethodType(_before(lambda layer, *args, **kwargs: result(*args, **kwargs), op_name), self)
 
 
-def _function_hook(op_name: str) -> Callable[..., Any]:
+def _function_hook(op_name: str, function: str) -> Callable[..., Any]:
     def dispatched(original_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not _manager().policy.is_dispatched(op_name):
             return original_fn(*args, **kwargs)
-        return _before(original_fn, op_name)(*args, **kwargs)
+        return _before(original_fn, function)(*args, **kwargs)
 
     return dispatched
 
