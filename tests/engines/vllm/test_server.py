@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from sgl_aspects.tracing.control import runs
 from tests.support.engine_server import Answer, EngineServer
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.sglang_models import make_mini
@@ -62,10 +65,19 @@ def complete(server: EngineServer, number: int, prompt: Any, *, status: int = 20
     return server.post("/v1/completions", asked, parent(number), status=status)
 
 
-def control(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True, timeout=60, check=False
-    )
+def run_of(server: EngineServer) -> Path:
+    """The run folder of this server: others may be traced on the machine, too."""
+    for run in runs():
+        for ring in run.glob("*.ring"):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(int(ring.name.split("-")[0])) == server.process.pid:
+                    return run
+    raise AssertionError("no process of the server has a ring")
+
+
+def control(server: EngineServer, command: str, *words: str) -> str:
+    whole = [sys.executable, "-m", "sgl_aspects", command, "--run", str(run_of(server)), *words]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -90,7 +102,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             found = Run(server, receiver, folder / "cache")
             found.answers = server.chats(PROMPTS, [parent(number) for number in range(len(PROMPTS))])
             found.alone = [server.chat(f"alone {turn}", headers=parent(200 + turn)) for turn in range(5)]
-            complete(server, 101, "two", n=2, ignore_eos=True)
+            complete(server, 101, "two", n=2, ignore_eos=True, temperature=1)
             complete(server, 102, ["one", "and another"], ignore_eos=True)
             complete(server, 103, "x " * 2000, status=400)
             server.post("/v1/completions", {"model": "nobody", "prompt": "x"}, parent(104), status=404)
@@ -104,10 +116,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 for number in range(LONG)
                 for body in [{**long, "max_tokens": 800, "prompt": f"{number} times"}]
             ]
-            found.top = ""
-            assert all(result["status"] == 200 for result in server.exchange(requests))
-            found.top = control("top", "--once")
-            control("ctl", "--level", "0")
+            with ThreadPoolExecutor() as pool:
+                results = pool.submit(server.exchange, requests)
+                found.top = control(server, "top", "--once")
+            assert all(result["status"] == 200 for result in results.result())
+            control(server, "ctl", "--level", "0")
             found.untraced = server.chats(PROMPTS, [parent(300 + number) for number in range(len(PROMPTS))])
         last = trace_id(110)
         receiver.wait_for(lambda spans: any(s.trace_id == last and s.parent_id == CALLER for s in spans))
@@ -332,10 +345,4 @@ def test_its_compiled_model_is_saved_as_without_us(run: Run) -> None:
 
 
 def test_no_observer_failed(run: Run) -> None:
-    assert "observer" not in "".join(
-        line for line in run.server.log.read_text().splitlines() if "sgl_aspects" in line
-    )
-
-
-def test_the_answers_are_json(run: Run) -> None:
-    assert json.dumps(run.stopped)
+    assert "the call went on without it" not in run.server.log.read_text()
