@@ -92,6 +92,15 @@ class SpanEnd(NamedTuple):
     links: Sequence[int] = ()
 
 
+class RequestElsewhere(NamedTuple):
+    """In the place of ``RequestSeen``, for a request that another host received: its span came along."""
+
+    key: int
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+
 class ProcessDescribed(NamedTuple):
     """What the writing process is: attributes of its resource, such as its rank and its server's model."""
 
@@ -99,5 +108,5 @@ class ProcessDescribed(NamedTuple):
 
 
 #: The rarer records; spans have a way of their own (:mod:`.recorder`).
-Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | ProcessDescribed"
+Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | RequestElsewhere | ProcessDescribed"
 Record: TypeAlias = "Event | SpanBegin | SpanEnd"

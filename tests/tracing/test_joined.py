@@ -21,7 +21,17 @@ from sgl_aspects.tracing.collector import join
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.records import (
+    ProcessDescribed,
+    RequestBegin,
+    RequestElsewhere,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+from sgl_aspects.tracing.schema import STEP
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
 from tests.tracing.test_collector import REQUEST, begin, read_file, run_scheduler, wait_until
@@ -273,3 +283,29 @@ def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
     assert [(link.trace_id, link.span_id, link.trace_flags.sampled) for link in links["second"]] == [
         (0xABC, 7, True)
     ]
+
+
+def test_steps_are_linked_to_requests_of_another_host(receiver: Receiver) -> None:
+    """And what a process says of itself is on its spans from then on, and names the service."""
+    with attach(endpoint=receiver.endpoint) as session:
+        recorder = session.recorder
+        key, left_out, step = recorder.new_id(), recorder.new_id(), recorder.new_id()
+        recorder.write(ProcessDescribed({"service.name": "mini", "sgl_aspects.rank": "tp1"}))
+        recorder.write(RequestElsewhere(key, 7, 9, True))
+        recorder.write(RequestElsewhere(left_out, 8, 10, False))
+        recorder.spans(STEP)(step, step, 0, 1, 2, [1, "decode", 1, 1, 0, 1, 0.5], "", [key, left_out])
+    (span,) = receiver.named("scheduler.step")
+    assert span.links == [(f"{7:032x}", f"{9:016x}")]
+    assert (span.resource["service.name"], span.resource["sgl_aspects.rank"]) == ("mini", "tp1")
+    assert span.resource["host.name"]
+
+
+def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "host.name=elsewhere")
+    with attach(endpoint=receiver.endpoint) as session:
+        session.recorder.write(ProcessDescribed({"service.name": "mini", "sgl_aspects.rank": "tp0"}))
+        begin(session, "r")()
+    (span,) = receiver.spans
+    names = [span.resource[name] for name in ("service.name", "host.name", "sgl_aspects.rank")]
+    assert names == ["ours", "elsewhere", "tp0"]

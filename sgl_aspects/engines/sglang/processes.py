@@ -1,13 +1,20 @@
-"""What each of a server's processes is: the model that it serves, its role among servers, its rank."""
+"""What each of a server's processes is: the model that it serves, its role among servers, its rank.
+
+The nodes of an engine get its requests as messages. What a request takes along in pickled form anyway, its
+time statistics, carries its trace to the other nodes: their steps are linked to it.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from sgl_aspects.engines.base import Role
 
 _CONTEXT = "sglang.srt.runtime_context"
+# What the time statistics carry; SGLang makes attributes of them of all that comes.
+_CARRIED = "sgl_aspects_trace"
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> dict[str, Any] | None:
@@ -52,7 +59,51 @@ ROLES = {
         ("sglang.srt.managers.detokenizer_manager:DetokenizerManager.__init__",),
         reads={"description": _describe},
     ),
+    "pack_request": Role(
+        ("sglang.srt.observability.req_time_stats:APIServerReqTimeStats.__getstate__",), ("stats:self",)
+    ),
     "describe_scheduler": Role(
         ("sglang.srt.managers.scheduler:Scheduler.__init__",), reads={"description": _describe_scheduler}
     ),
 }
+
+
+def carried(message: Any) -> tuple[int, int, bool] | None:
+    """The trace and the span of a request that came from another node, and whether it is wanted."""
+    return getattr(getattr(message, "time_stats", None), _CARRIED, None)
+
+
+def observers(trackers: Any) -> Iterable[Any]:
+    """What has requests carry their trace, where an engine has several nodes."""
+    from sgl_aspects.tracing.observers.observation import Observation
+
+    carrier = _Carrier()
+    return [
+        Observation("describe_server", carrier.meet_server),
+        Observation("pack_request", carrier.find, carrier.pack),
+    ]
+
+
+class _Carrier:
+    def __init__(self) -> None:
+        self._has_nodes = False
+
+    def meet_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        server_args = args[1] if len(args) > 1 else kwargs.get("server_args")
+        self._has_nodes = (getattr(server_args, "nnodes", None) or 1) > 1
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A scheduler hands on what it got; where the request is received, its span is the current one."""
+        known = getattr(args[0], _CARRIED, None)
+        if known is not None or not self._has_nodes:
+            return known
+        from sgl_aspects.tracing.context import innermost
+
+        span = innermost()
+        if span is None or span.trace is None:
+            return None
+        return span.trace_id, span.root_id, span.trace.sampled
+
+    def pack(self, known: Any, result: Any, error: BaseException | None) -> None:
+        if known is not None and isinstance(result, dict):
+            result[_CARRIED] = known

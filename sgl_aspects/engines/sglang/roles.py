@@ -305,7 +305,7 @@ SGLANG = Engine(
         **disaggregation.ROLES,
         **processes.ROLES,
     },
-    observers=disaggregation.observers,
+    observers=lambda trackers: [*disaggregation.observers(trackers), *processes.observers(trackers)],
     attributes={
         "request.rids": _rids,
         "request.is_probe": _is_probe,
@@ -340,6 +340,7 @@ SGLANG = Engine(
         "reason.text": _reason_text,
         "message.rid": "rid",
         "message.abort_all": "abort_all",
+        "message.elsewhere": processes.carried,
         "message.is_probe": lambda message: str(message.rid).startswith(_PROBE),
         "rid.is_probe": lambda rid: str(rid).startswith(_PROBE),
         "req.rid": "rid",

@@ -28,6 +28,7 @@ from sgl_aspects.tracing.records import (
     ProcessDescribed,
     Record,
     RequestBegin,
+    RequestElsewhere,
     RequestSeen,
     RequestSent,
     SpanBegin,
@@ -235,6 +236,11 @@ class Joiner:
                 self._has_news = True
         elif isinstance(record, RequestSeen):
             return self._see_request(writer, record, is_last_chance)
+        elif isinstance(record, RequestElsewhere):
+            flags = _SAMPLED if record.sampled else _NOT_SAMPLED
+            root = _Root(SpanContext(record.trace_id, record.span_id, True, flags))
+            self._register(record.key, root)
+            self._finish_root(root)  # as far as this host is concerned: steps link to it, nothing is below
         elif isinstance(record, ProcessDescribed):
             self._builder.describe(writer, record.attributes)
         return True

@@ -12,7 +12,7 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, RequestSeen, SpanType
+from sgl_aspects.tracing.records import AttributeValue, RequestElsewhere, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
 
 
@@ -77,12 +77,22 @@ class RequestTracker:
         self._writers = dict.fromkeys(self._writers, _untold)
 
     def queued(
-        self, rid: str, phase: str = QUEUE.name, values: tuple[AttributeValue, ...] = ()
+        self,
+        rid: str,
+        phase: str = QUEUE.name,
+        values: tuple[AttributeValue, ...] = (),
+        elsewhere: tuple[int, int, bool] | None = None,
     ) -> ScheduledRequest:
-        """The scheduler got a request, which is in ``phase`` from now on."""
+        """The scheduler got a request, which is in ``phase`` from now on.
+
+        ``elsewhere``: the trace and the span of one that another host received, and whether it is wanted.
+        """
         recorder, now = self._recorder, time_ns()
         request = ScheduledRequest(recorder.new_id(), rid)
-        recorder.write(RequestSeen(request.key, rid, now))
+        if elsewhere is None:
+            recorder.write(RequestSeen(request.key, rid, now))
+        else:
+            recorder.write(RequestElsewhere(request.key, *elsewhere))
         self.requests[rid] = request
         self._open(request, phase, now, values)
         return request

@@ -27,6 +27,7 @@ class QueueObserver:
         self._end_reason = call("end_scheduled_request", "finish_reason")
         self._message_rid = reader("message.rid")
         self._is_probe = reader("message.is_probe")
+        self._elsewhere = reader("message.elsewhere")
         self._abort_all = reader("message.abort_all")
         self._waiting_rids = reader("scheduler.waiting_rids")
         self._rid = reader("req.rid")
@@ -49,10 +50,12 @@ class QueueObserver:
         if self._is_probe(message):
             return None
         rid = self._message_rid(message)
+        elsewhere = None
         if self._is_follower(self._adding(args, kwargs)):
             self._requests.follow()
+            elsewhere = self._elsewhere(message)
         # Before the call, so that an end inside it (a request that is refused) finds the request.
-        self._requests.queued(rid)
+        self._requests.queued(rid, elsewhere=elsewhere)
         return rid
 
     def _add_exit(self, rid: Any, result: Any, error: BaseException | None) -> None:

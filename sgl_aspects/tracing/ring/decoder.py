@@ -11,6 +11,7 @@ from sgl_aspects.tracing.records import (
     ProcessDescribed,
     Record,
     RequestBegin,
+    RequestElsewhere,
     RequestSeen,
     RequestSent,
     SpanBegin,
@@ -263,6 +264,10 @@ def _checked_times(record: Record) -> tuple[int, ...]:
         ids, times = (record.span_id, record.parent_id), (record.start_ns,)
         if record.trace_id not in _TRACE_IDS:
             raise DamagedError(f"trace id {record.trace_id}")
+    elif isinstance(record, RequestElsewhere):
+        ids = record.key, record.span_id
+        if record.trace_id not in _TRACE_IDS:
+            raise DamagedError(f"trace id {record.trace_id}")
     elif isinstance(record, RequestSeen):
         ids, times = (record.key,), (record.time_ns,)
     if not all(isinstance(number, int) and number in _IDS for number in ids):
@@ -299,6 +304,7 @@ _TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type, ...]]] = {
         (int, str, int, int, int, bool, str, bool, str, dict),
     ),
     "P": (_description, (dict,)),
+    "E": (lambda _, *fields: RequestElsewhere(*fields), (int, int, int, bool)),
     "A": (lambda _, *fields: RequestSeen(*fields), (int, str, int)),
     "S": (Decoder._span_from_text, (str, list, int, int, int, int, int, list, str, list)),
 }

@@ -22,7 +22,15 @@ from typing import Any
 from sgl_aspects.tracing.context import begin_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
-from sgl_aspects.tracing.records import Event, ProcessDescribed, RequestBegin, RequestSeen, SpanEnd, SpanType
+from sgl_aspects.tracing.records import (
+    Event,
+    ProcessDescribed,
+    RequestBegin,
+    RequestElsewhere,
+    RequestSeen,
+    SpanEnd,
+    SpanType,
+)
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
 from sgl_aspects.tracing.ring.slots import Slots
@@ -143,6 +151,8 @@ class RingRecorder:
             self._write_text(["R", *event])
         elif isinstance(event, RequestSeen):
             self._write_text(["A", *event])
+        elif isinstance(event, RequestElsewhere):
+            self._write_text(["E", *event])
         elif isinstance(event, ProcessDescribed):
             self._write_text(["P", *event])
         else:

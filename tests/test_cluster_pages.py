@@ -1,0 +1,51 @@
+"""The configurations of docs/cluster.md: what their parts name is there. Nothing here starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.cli.main import _parse
+
+yaml = pytest.importorskip("yaml")
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "cluster"
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["node-collector.yaml", "gateway.yaml"])
+def test_pipelines_name_what_is_configured(name: str) -> None:
+    configured = read(name)
+    used: dict[str, set[str]] = {"receivers": set(), "processors": set(), "exporters": set()}
+    for pipeline in configured["service"]["pipelines"].values():
+        for kind, names in pipeline.items():
+            assert set(names) <= set(configured[kind])
+            used[kind] |= set(names)
+        assert pipeline["processors"][0] == "memory_limiter"
+        assert pipeline["processors"][-1] == "batch"
+    assert {kind: set(configured[kind]) for kind in used} == used
+
+
+def test_whole_traces_reach_one_gateway() -> None:
+    exporter = read("node-collector.yaml")["exporters"]["loadbalancing"]
+    assert exporter["routing_key"] == "traceID"
+    port = exporter["resolver"]["dns"]["port"]
+    assert read("gateway.yaml")["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(f":{port}")
+
+
+def test_the_manifest_fits_together() -> None:
+    pod = read("kubernetes.yaml")["spec"]["template"]["spec"]
+    (engine,) = pod["containers"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for container in (*pod["initContainers"], engine):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    variables = {variable["name"]: variable.get("value") for variable in engine["env"]}
+    (brought,) = pod["initContainers"]
+    assert variables["PYTHONPATH"] == brought["command"][brought["command"].index("--target") + 1]
+    module = engine["command"].index("sgl_aspects")
+    arguments = _parse(engine["command"][module + 1 :])
+    assert arguments.command[:4] == ["--", "python3", "-m", "sglang.launch_server"]
