@@ -1,6 +1,6 @@
 """Microseconds of each observer in the scheduler of a live, real SGLang, by level (in .sglang-venv):
 
-    python -m benchmarks.observer_times [--requests 16] [--tokens 300] [--levels 2 3] [--model FOLDER]
+    python -m benchmarks.observer_times [--requests 16] [--levels 2 3] [--device cuda --model FOLDER]
 
 A plugin of the server times around each ``enter`` and ``exit`` that tracing has woven, and around an empty
 function for what the timing itself takes. Between two steps the model runs, on the CPU in the same caches.
@@ -16,7 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.sglang_overhead import make_device
 from benchmarks.switch import Switch, add_plugin
+from tests.support import sglang_server
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import Server, serve
 
@@ -82,7 +84,9 @@ def _generate(server: Server, requests: int, tokens: int) -> None:
     connection.close()
 
 
-def measure(model: Path, level: int, requests: int, tokens: int) -> dict[str, tuple[int, float, float]]:
+def measure(
+    model: Path, level: int, requests: int, tokens: int, more: dict[str, str]
+) -> dict[str, tuple[int, float, float]]:
     """By enter and exit: calls, median nanoseconds of a call, nanoseconds in all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,6 +95,7 @@ def measure(model: Path, level: int, requests: int, tokens: int) -> dict[str, tu
         times = folder / "times"
         environment = {
             **switch.environment,
+            **more,
             "OBSERVER_TIMES": str(times),
             "SGL_ASPECTS_TRACE": str(level),
             "SGL_ASPECTS_TRACE_FILE": str(folder / "traces.jsonl"),
@@ -108,11 +113,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--levels", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--model", type=Path)
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, or one that SGLang's own platform drives (cuda)"
+    )
     given = parser.parse_args()
+    environment: dict[str, str] = {}
+    if given.device != "cpu":
+        device = make_device(given.device, eager=False, largest_batch=max(16, given.requests))
+        sglang_server.ARGUMENTS.update(device.arguments)
+        sglang_server.SWITCHES = device.switches
+        environment = device.environment
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or make_mini(Path(folder) / "mini")
         for level in given.levels:
-            found = measure(model, level, given.requests, given.tokens)
+            found = measure(model, level, given.requests, given.tokens, environment)
             empty = found.pop("(timing an empty function)")[1]
             steps = found["run_batch enter"][0]
             print(f"\nlevel {level}, {steps} steps of {given.requests} requests (empty: {empty:.0f} ns)")

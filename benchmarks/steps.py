@@ -36,7 +36,7 @@ EVICTED_BYTES = 64 << 20
 class _Event:
     """What a platform gives: here, of a device that is always done."""
 
-    def record(self) -> None:
+    def record(self, stream: Any) -> None:
         """Now."""
 
     def query(self) -> bool:
@@ -60,7 +60,7 @@ class Stage:
             trackers.requests.resume(trackers.requests.queued(req.rid), 1)
         cache = SimpleNamespace(total_size=1000, available_size=lambda: 500)
         scheduler = SimpleNamespace(waiting=[], running=reqs, kv_cache=cache)
-        platform = SimpleNamespace(device_name="cpu", create_event=_Event)
+        platform = SimpleNamespace(device_name="cpu", create_event=_Event, current_stream=lambda: None)
         runner = SimpleNamespace(platform=platform)
         batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs, step_id=1, num_tokens=size)
         result = object()

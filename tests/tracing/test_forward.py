@@ -32,10 +32,12 @@ class Clock:
     def is_capturing(self) -> bool:
         return False
 
+    def current_stream(self) -> None: ...
+
     def create_event(self) -> Any:
         event = SimpleNamespace(at=-1.0)
 
-        def record() -> None:
+        def record(stream: Any) -> None:
             event.at = self.now
             self.recorded += 1
 
@@ -116,11 +118,19 @@ class Module:
     def Event(self, enable_timing: bool) -> Any:  # noqa: N802
         assert enable_timing
         event = SimpleNamespace(at=-1.0)
-        event.record = lambda: setattr(event, "at", self.now)
+        event.record = lambda stream=None: setattr(event, "at", self.now)
         event.query = lambda: self.done >= event.at
         event.synchronize = lambda: setattr(self, "waited", self.waited + 1)
-        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+
+        def elapsed_time(end: Any) -> float:
+            if self.done < end.at:
+                raise RuntimeError("device not ready")
+            return float(end.at - event.at) * 1e3
+
+        event.elapsed_time = elapsed_time
         return event
+
+    def current_stream(self) -> None: ...
 
 
 def test_sglangs_forward_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

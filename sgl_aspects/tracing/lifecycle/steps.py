@@ -277,9 +277,10 @@ class StepTracker:
 
     def _read_events(self, step: Step, events: Any) -> bool:
         begin, end = events
-        if not end.query():
+        try:
+            milliseconds = begin.elapsed_ms(end)  # to ask first whether it is there takes as long again
+        except RuntimeError:  # the device has not come so far
             return False
-        milliseconds = begin.elapsed_ms(end)
         step.words[step.block + layout.STEP_DEVICE_TIME] = max(0, int(milliseconds * 1e6)) + 1
         step.events = None
         self._spare_events.append(events)

@@ -26,6 +26,8 @@ from sgl_aspects.tracing.ring.format import (
 )
 
 _FAILED = 1 << CHILD_FORWARD
+# An engine runs all its passes in one stream; whether it still does is asked this often, a mask of a count.
+_PASSES_PER_STREAM = 63
 
 
 class ForwardObserver:
@@ -57,6 +59,9 @@ class ForwardObserver:
         #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self._expects: dict[int, bool] = {}
         self._mode = 0
+        #: The stream of the passes: to ask for it takes longer than to mark a moment in it.
+        self._stream: Any = None
+        self._passes = 0
 
     def observations(self) -> list[Observation]:
         found = [
@@ -87,6 +92,9 @@ class ForwardObserver:
         self._has_begun = self._has_ended = False
         if self._platform is not None:
             self._events = self._tracker.take_events(self._platform)
+            self._passes += 1
+            if not self._passes & _PASSES_PER_STREAM:
+                self._stream = self._platform.current_stream()
             self._mode = words[block + STEP_MODE]
             if not self._expects.get(self._mode):
                 self._begin_on_device()
@@ -99,7 +107,7 @@ class ForwardObserver:
         if events is not None:
             if self._has_begun:
                 if not self._has_ended:
-                    events[1].record()
+                    events[1].record(self._stream)
                 step.events = events
             else:  # no graph was replayed, unlike the last time
                 self._tracker.give_back_events(events)
@@ -138,11 +146,11 @@ class ForwardObserver:
 
     def _launch_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if self._events is not None:
-            self._events[1].record()
+            self._events[1].record(self._stream)
             self._has_ended = True
 
     def _begin_on_device(self) -> None:
-        self._events[0].record()
+        self._events[0].record(self._stream)
         self._has_begun = True
 
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
@@ -178,6 +186,7 @@ class ForwardObserver:
         if platform is not None:
             try:
                 platform.create_event()
+                self._stream = platform.current_stream()
             except NotImplementedError:
                 self._platform = None
         name = getattr(platform, "device_name", None)
