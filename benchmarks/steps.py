@@ -66,7 +66,7 @@ class Stage:
         result = object()
         run = ("run_batch", (scheduler, batch), result)
         process = ("process_batch_result", (scheduler, batch, result), None)
-        self._nested = [("forward", (runner, batch), None), ("sample", (runner, None, batch), None)]
+        self._nested = [("forward", (runner, batch), None)]
         self._around = [("schedule", (scheduler,), batch), run, process]
 
     def calls(self, level: int) -> list[tuple[str, Callable[[Any], Any]]]:

@@ -74,7 +74,7 @@ def test_a_live_engine_is_turned_up_down_off_and_on(tmp_path: Path) -> None:
     two = {"scheduler.step", "schedule", "run_batch", "process_result"}
     assert during("requests") == set()
     assert during("steps") == two
-    assert during("forwards") == during("again") == {*two, "forward", "sample"}
+    assert during("forwards") == during("again") == {*two, "forward"}
 
 
 def test_one_process_alone(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def test_tracing_by_environment_alone(model: Path, tmp_path: Path) -> None:
 
 
 # Of levels that are off nothing is woven; a replay is seen at the launch of its graph.
-AT_LEVEL_3 = sorted(EMBEDDED.roles.keys() - DETAILS.keys() - {"graph_replay"})
+AT_LEVEL_3 = sorted(EMBEDDED.roles.keys() - DETAILS.keys() - {"graph_replay", "sample"})
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("off", []), ("3", AT_LEVEL_3)])

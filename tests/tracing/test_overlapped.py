@@ -45,6 +45,7 @@ RUNNER = """
 def recorder(engine: Engine) -> Iterator[Memory]:
     engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
     recorder = Memory()
+    recorder.level = 4
     undo = weave_observers(recorder)
     yield recorder
     for step in reversed(undo):

@@ -1,4 +1,4 @@
-"""Level 3: the model's forward pass, with the time that the device itself took for it, and sampling.
+"""Level 3: the model's forward pass, with the time that the device itself took for it; level 4: sampling.
 
 The device's events sit right around its work: around the launch of a graph where one is replayed, else
 around the whole pass. They are read when the batch's result has been processed, never waited for.
@@ -20,12 +20,13 @@ from sgl_aspects.tracing.ring.format import (
     RUN_END,
     SAMPLE_END,
     SAMPLE_START,
-    STEP_DEVICE_NAME,
     STEP_GRAPH,
+    STEP_LABEL,
     STEP_MODE,
 )
 
 _FAILED = 1 << CHILD_FORWARD
+pack_label, LABEL = STEP_LABEL.pack_into, 8 * STEP_GRAPH
 # An engine runs all its passes in one stream; whether it still does is asked this often, a mask of a count.
 _PASSES_PER_STREAM = 63
 
@@ -34,8 +35,33 @@ class ForwardObserver:
     """Stores the moments of ``forward`` and ``sample`` in the step that runs, and takes the device's time.
 
     A pass inside a pass (a draft model's) belongs to it. Outside of a step (a warm-up, the capture of a
-    graph) nothing is stored.
+    graph) nothing is stored. Written for a decode step of a fast engine, whose caches are cold when it comes
+    here: few instructions, few objects.
     """
+
+    __slots__ = (
+        "_device_text",
+        "_eager_text",
+        "_events",
+        "_expects",
+        "_graph_mode",
+        "_has_begun",
+        "_has_graphs",
+        "_launches",
+        "_met_runner",
+        "_met_steps",
+        "_mode",
+        "_passes",
+        "_platform",
+        "_platform_of",
+        "_recorder",
+        "_replayed_text",
+        "_runner",
+        "_runner_at",
+        "_step",
+        "_stream",
+        "_tracker",
+    )
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -50,12 +76,11 @@ class ForwardObserver:
         self._met_steps: Any = None
         self._met_runner: Any = None
         self._platform: Any = None
-        #: The step whose pass runs, and its events; what they have marked so far.
+        #: The step whose pass runs, and its events; whether the first of them has been recorded.
         self._step: Step | None = None
         self._events: Any = None
         self._has_begun = False
-        self._has_ended = False
-        #: Whether the last pass of this mode replayed a graph, or was to decide about one. An event costs the
+        #: By mode, whether the last pass replayed a graph, or was to decide about one. An event costs the
         #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self._expects: dict[int, bool] = {}
         self._mode = 0
@@ -68,8 +93,8 @@ class ForwardObserver:
             Observation("forward", self._enter, self._exit, 3),
             Observation("graph_decision", None, self._decision_exit, 3),
             Observation("graph_mode", None, self._graph_mode_exit, 3),
-            Observation("graph_launch", self._launch_enter, self._launch_exit, 3),
-            Observation("sample", self._sample_enter, self._sample_exit, 3),
+            Observation("graph_launch", self._launch_enter, None, 3),
+            Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
         if not self._launches:
             found.append(Observation("graph_replay", self._replay_enter, None, 3))
@@ -79,41 +104,38 @@ class ForwardObserver:
         step = self._tracker.running
         if step is None or not step.id or self._step is not None:
             return None
-        words, block = step.words, step.block
         at = self._runner_at
         runner = args[at] if at < len(args) else self._runner(args, kwargs)
         if runner is not self._met_runner or step.steps is not self._met_steps:
             self._meet(runner, step)
         self._step = step
         step.child = CHILD_FORWARD
-        words[block + FORWARD_START] = time_ns()
-        words[block + STEP_DEVICE_NAME] = self._device_text
-        words[block + STEP_GRAPH] = self._eager_text
-        self._has_begun = self._has_ended = False
+        block = step.block
+        pack_label(step.steps.memory, step.offset + LABEL, self._eager_text, self._device_text)
         if self._platform is not None:
             self._events = self._tracker.take_events(self._platform)
-            self._passes += 1
-            if not self._passes & _PASSES_PER_STREAM:
-                self._stream = self._platform.current_stream()
-            self._mode = words[block + STEP_MODE]
+            self._has_begun = False
+            self._mode = step.words[block + STEP_MODE]
             if not self._expects.get(self._mode):
                 self._begin_on_device()
+        step.words[block + FORWARD_START] = time_ns()
         return step
 
     def _exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        events, self._events, self._step = self._events, None, None
+        step.words[step.block + FORWARD_END] = time_ns()
+        step.child = CHILD_RUN_BATCH
+        self._step = None
+        events = self._events
         if events is not None:
+            self._events = None
             if self._has_begun:
-                if not self._has_ended:
-                    events[1].record(self._stream)
+                events[1].record(self._stream)
                 step.events = events
             else:  # no graph was replayed, unlike the last time
                 self._tracker.give_back_events(events)
                 self._expects[self._mode] = False
-        step.words[step.block + FORWARD_END] = time_ns()
-        step.child = CHILD_RUN_BATCH
         if error is not None:
             self._tracker.fail(step, _FAILED, error_type(error))
 
@@ -137,19 +159,19 @@ class ForwardObserver:
         step = self._step
         if step is None:
             return
-        words, block = step.words, step.block
-        words[block + STEP_GRAPH] = self._replayed_text
+        words, at = step.words, step.block + STEP_GRAPH
+        if words[at] == self._replayed_text:
+            return  # a further part of the same pass
+        words[at] = self._replayed_text
         # While the host prepared the replay the device had nothing to do.
-        if self._events is not None and not self._has_ended:  # else a further part of the same pass
+        if self._events is not None:
             self._expects[self._mode] = True
             self._begin_on_device()
 
-    def _launch_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if self._events is not None:
-            self._events[1].record(self._stream)
-            self._has_ended = True
-
     def _begin_on_device(self) -> None:
+        self._passes += 1
+        if not self._passes & _PASSES_PER_STREAM:
+            self._stream = self._platform.current_stream()
         self._events[0].record(self._stream)
         self._has_begun = True
 

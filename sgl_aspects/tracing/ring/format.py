@@ -115,6 +115,8 @@ KV_USAGE_UNIT = 1_000_000
 STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
 #: What is known at its end, from ``STEP_NUMBER`` on: number, waiting, running, usage.
 STEP_QUEUES = struct.Struct("<4Q")
+#: Of its forward pass, from ``STEP_GRAPH`` on: how the graph is run, the device's name.
+STEP_LABEL = struct.Struct("<2Q")
 
 #: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
 CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)
