@@ -35,7 +35,7 @@ TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REQUEST = "chat tiny"
 COMPLETION = "text_completion tiny"
 CHILDREN = {"tokenize", "queue", "prefill", "decode", "detokenize"}
-STEPS = {"scheduler.step", "schedule", "run_batch", "sample", "process_result"}
+STEPS = {"scheduler.step", "schedule", "run_batch", "process_result"}
 SECRET = "xylophone-quartz"
 CHAT = f"{SECRET} and twenty more"
 
@@ -257,7 +257,6 @@ def test_steps_say_what_they_did_and_link_to_their_requests(run: Run) -> None:
         "run_batch": "scheduler.step",
         "process_result": "scheduler.step",
         "forward": "run_batch",
-        "sample": "run_batch",
     }.items():
         found = run.receiver.named(name)
         assert len(found) == len(steps)
@@ -439,7 +438,7 @@ def test_tracing_by_environment_alone(model: Path, tmp_path: Path) -> None:
     )
     assert ran.stderr == ""
     names = [span.name for message in read_file(file) for span in spans_of(message)]
-    assert set(names) == {COMPLETION, "load_model"} | CHILDREN | (STEPS - {"sample"})
+    assert set(names) == {COMPLETION, "load_model"} | CHILDREN | STEPS
 
 
 # Of levels that are off nothing is woven; a replay is seen at the launch of its graph.

@@ -111,6 +111,7 @@ class ForwardObserver:
         self._step = step
         step.child = CHILD_FORWARD
         block = step.block
+        step.words[block + FORWARD_START] = time_ns()
         pack_label(step.steps.memory, step.offset + LABEL, self._eager_text, self._device_text)
         if self._platform is not None:
             self._events = self._tracker.take_events(self._platform)
@@ -118,13 +119,11 @@ class ForwardObserver:
             self._mode = step.words[block + STEP_MODE]
             if not self._expects.get(self._mode):
                 self._begin_on_device()
-        step.words[block + FORWARD_START] = time_ns()
         return step
 
     def _exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        step.words[step.block + FORWARD_END] = time_ns()
         step.child = CHILD_RUN_BATCH
         self._step = None
         events = self._events
@@ -136,6 +135,7 @@ class ForwardObserver:
             else:  # no graph was replayed, unlike the last time
                 self._tracker.give_back_events(events)
                 self._expects[self._mode] = False
+        step.words[step.block + FORWARD_END] = time_ns()
         if error is not None:
             self._tracker.fail(step, _FAILED, error_type(error))
 
