@@ -24,7 +24,7 @@ from torch import Tensor
 from sgl_aspects.runtime.attention.base import IndexerInputs
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
 from sgl_aspects.runtime.attention.triton_decode import decode_splits, index_scores, join_splits
-from sgl_aspects.runtime.ops.triton_kernels import overlapping
+from sgl_aspects.runtime.dispatch.triton import overlapping
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.forward_batch import ForwardBatch

@@ -6,20 +6,24 @@ dispatch.rms_norm(x, weight, 1e-6)                     # what the policy chooses
 with dispatch.with_preference("reference"): ...        # another policy, for a while
 print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
 
+A new operator is two files: a module in ``operators/`` with its reference, and an implementation of it, in
+``triton/<operator>.py`` or in a vendor's ``register(registry)``. Layers call operators as functions.
+
 The modules, in the order to read them:
 
-    types                         what an operator is, an implementation of one, a token in an order
-    operators, reference/         the twelve, as functions; what each of them means, in PyTorch
-    registry                      all of them, with all implementations that are known
-    policy, selection             what a person wants; which implementation that is for such tensors
-    call_site, manager            a place that calls, down to a plain call; all places, kept up to date
-    process                       the one manager of this process
-    backends, flaggems, vendors/  where implementations come from
-    configuration, live           what variables and files say; what `sgl-aspects ops` says to live processes
-    shadow/                       two implementations compared, call by call, layer by layer, in graphs too
+    types                    what an operator is, an implementation of one, a token in an order
+    operator, operators/     what makes a function an operator; the operators, with their references
+    registry                 operators and implementations that are known
+    policy, selection        what a person wants; which implementation that is for such tensors
+    call_site, manager       where an operator's calls go; all call sites, kept up to date
+    process                  the one manager of this process
+    backends                 where implementations come from: flaggems, triton/, vendors/
+    configuration, live      variables and files; what `sgl-aspects ops` says to live processes
+    shadow/                  two implementations compared, call by call, layer by layer, in graphs too
 """
 
 from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.operator import operator
 from sgl_aspects.runtime.dispatch.operators import (
     chunk_gated_delta_rule,
     embedding,
@@ -27,17 +31,18 @@ from sgl_aspects.runtime.dispatch.operators import (
     fused_recurrent_gated_delta_rule,
     gelu_and_mul,
     gemma_rms_norm,
+    grouped_topk,
     linear,
     mrotary_embedding,
     rms_norm,
     rotary_embedding,
+    scaled_linear,
     silu_and_mul,
     topk,
 )
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.process import (
     call_op,
-    follow_requests,
     get_manager,
     policy_context,
     reset_manager,
@@ -60,18 +65,20 @@ __all__ = [
     "call_op",
     "chunk_gated_delta_rule",
     "embedding",
-    "follow_requests",
     "fused_moe",
     "fused_recurrent_gated_delta_rule",
     "gelu_and_mul",
     "gemma_rms_norm",
     "get_manager",
+    "grouped_topk",
     "linear",
     "mrotary_embedding",
+    "operator",
     "policy_context",
     "reset_manager",
     "rms_norm",
     "rotary_embedding",
+    "scaled_linear",
     "silu_and_mul",
     "topk",
     "with_allowed_vendors",

@@ -1,4 +1,4 @@
-"""The backends: FlagGems as the default, vendors from folders and entry points.
+"""The backends: FlagGems as the default, the Triton kernels, vendors from folders and entry points.
 
 A vendor is a package, or a folder, with a function ``register(registry)`` that registers its implementations:
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError, OperatorError
-from sgl_aspects.runtime.dispatch import flaggems
+from sgl_aspects.runtime.dispatch import flaggems, triton
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 
 ENTRY_POINT_GROUP = "sgl_aspects.operators"
@@ -49,13 +49,14 @@ def register_backends(registry: OpRegistry) -> None:
 def _backends() -> Iterator[tuple[str, Callable[[], Callable[[OpRegistry], None]]]]:
     """What each is called, and what imports it and gives its ``register``."""
     yield "the default backend, FlagGems", lambda: flaggems.register
+    yield "the Triton kernels", lambda: triton.register
     for folder in _folders(_VENDORS):
         name = f"sgl_aspects.runtime.dispatch.vendors.{folder.name}"
         yield f"vendor {folder.name!r}", partial(_load_package, name)
     for parent in filter(None, (env.text(PATH_VARIABLE) or "").split(os.pathsep)):
         if not Path(parent).is_dir():
             raise ConfigError(
-                f"{PATH_VARIABLE}: {parent!r} is no folder: name folders that hold vendors' folders"
+                f"{PATH_VARIABLE}: {parent!r} is not a folder: name folders that hold vendors' folders"
             )
         for folder in _folders(Path(parent)):
             yield f"vendor folder {folder}", partial(_load_folder, folder)

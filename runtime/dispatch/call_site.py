@@ -1,19 +1,19 @@
-"""CallSite: one place where an operator is called, a layer or the operator's own function.
+"""CallSite: where the calls of one operator go.
 
-``run`` is what calls go to. It is the chosen implementation itself, so that a resolved call is a plain call;
-a change of policy points every site's ``run`` back at :meth:`CallSite.resolve_and_call`, and the next call
-chooses anew.
+``run`` is the chosen implementation itself, so that a resolved call is a plain call. A change of policy
+points it back at :meth:`CallSite.resolve_and_call`, and the next call chooses anew.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_aspects import generated
 from sgl_aspects.errors import OperatorError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.selection import Selection
@@ -38,8 +38,7 @@ def _guard_maker(spec: OperatorSpec) -> Callable[..., Callable[..., Any]]:
     """A guard with the operator's own signature packs no arguments."""
     signature, names = spec.written_signature()
     source = _GUARD.format(signature=signature, key=spec.keyed_by, names=names)
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<guard of {spec.name}>", "exec"), namespace)
+    namespace = generated.execute(source, f"guard of {spec.name}", {})
     maker: Callable[..., Callable[..., Any]] = namespace["make"]
     return maker
 
@@ -51,12 +50,12 @@ _USUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CallSite:
-    """Made by :meth:`OpManager.site`. A layer's site calls functions through ``layer.call_function``."""
+    """Made by :meth:`OpManager.site`, one for each operator."""
 
-    def __init__(self, manager: OpManager, op_name: str, layer: Any = None) -> None:
+    def __init__(self, manager: OpManager, op_name: str) -> None:
         self.manager = manager
         self.op_name = op_name
-        self.layer = layer
+        self.spec = manager.registry.spec(op_name)
         self.run: Callable[..., Any] = self.resolve_and_call
         #: Policy → (dtype, number of the device) → what serves: a guard looks its calls up in here.
         self._calls: dict[SelectionPolicy, dict[Key, Callable[..., Any]]] = {}
@@ -80,25 +79,13 @@ class CallSite:
             return
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-        tensor = self._key_tensor(args, kwargs)
+        """The dtype and device of the argument that the operator is keyed by."""
+        index = self.spec.key_index
+        tensor = args[index] if len(args) > index else kwargs.get(self.spec.keyed_by)
         return getattr(tensor, "dtype", None), getattr(tensor, "device", None)
 
-    def _key_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The tensor that decides who serves; None where the call has none."""
-        if self.layer is not None:
-            return self.layer.key_tensor(args or tuple(kwargs.values()))
-        spec = self.manager.registry.spec(self.op_name)
-        return args[spec.key_index] if len(args) > spec.key_index else kwargs.get(spec.keyed_by)
-
     def select(self, key: Key) -> Selection:
-        return self.manager.select(self.op_name, *key, layer=self.layer)
-
-    def bound(self, impl: OpImpl) -> Callable[..., Any]:
-        """The implementation as this place calls it."""
-        if impl.takes_layer:
-            return impl.fn.__get__(self.layer)  # type: ignore[no-any-return]
-        function = self.manager.registry.spec(self.op_name).with_defaults(impl.fn)
-        return function if self.layer is None else partial(self.layer.call_function, function)
+        return self.manager.select(self.op_name, *key)
 
     def resolve_and_call(self, *args: Any, **kwargs: Any) -> Any:
         return self._resolve(*self.key(args, kwargs))(*args, **kwargs)
@@ -113,31 +100,18 @@ class CallSite:
             return call
         selection = self.select((dtype, device))
         manager.log_selection(self, (dtype, device), selection.impl)
-        call = self.bound(selection.impl)
+        call = self.spec.callable_of(selection.impl)
         if manager.watch is not None:
             call = manager.watch.around(self, selection, call)
         calls.setdefault(policy, {})[key] = call
         # Once tensors have a say here they keep it: another type's choice must not replace the guard.
         self._guarded = self._guarded or selection.depends_on_tensors
-        run = self._guard(calls[policy]) if self._guarded else call
+        run = _guard_maker(self.spec)(calls[policy], self._resolve) if self._guarded else call
         with manager.lock:
             # Unless what it was chosen from is void by now, or depends on the context.
             if calls is self._calls and not manager.is_scoped:
                 self.run = run
         return call
-
-    def _guard(self, calls: dict[Key, Callable[..., Any]]) -> Callable[..., Any]:
-        """What ``run`` is where tensors decide: look the deciding one up, then a plain call."""
-        resolve = self._resolve
-        if self.layer is None:
-            return _guard_maker(self.manager.registry.spec(self.op_name))(calls, resolve)
-
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            tensor = self._key_tensor(args, kwargs)
-            call = calls.get((tensor.dtype, tensor.get_device())) or resolve(tensor.dtype, tensor.device)
-            return call(*args, **kwargs)
-
-        return guarded
 
     # -- when an implementation fails ------------------------------------------------------------------
 
@@ -168,7 +142,7 @@ class CallSite:
                 f"{self.op_name} in per_op_order."
             ) from error
         for other in others:
-            call = self.bound(other)
+            call = self.spec.callable_of(other)
             try:
                 result = call(*args, **kwargs)
             except Exception as next_error:
@@ -182,9 +156,10 @@ class CallSite:
 
 
 def _who_ran(error: Exception, selection: Selection) -> OpImpl:
-    """Whose failure it is: what is chosen may be another than when the call began."""
+    """The implementation whose code is in the traceback: the choice may have changed since the call began."""
     impls = [*(each.impl for each in selection.considered), selection.impl]
-    by_code = {getattr(impl.fn, "__code__", None): impl for impl in impls}
+    imported = [impl for impl in impls if callable(impl.fn) or "function" in vars(impl)]
+    by_code = {getattr(impl.function, "__code__", None): impl for impl in imported}
     ran = (by_code.get(frame.f_code) for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((impl for impl in ran if impl is not None), selection.impl)
 

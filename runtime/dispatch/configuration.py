@@ -40,8 +40,8 @@ class Settings:
     shadow: tuple[tuple[str, Token], ...] = ()
     shadow_rate: float = 0.01
     summaries: frozenset[str] = frozenset()
-    #: The folder through which `sgl-aspects ops` talks to live processes.
-    control: str | None = None
+    #: The folder through which `sgl-aspects ops` talks to live processes; "on": the user's own; "off": none.
+    control: str = "off"
     log: str | None = None
     #: Key → where it is written; those of which nobody said anything are not in it.
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +76,9 @@ def _path(value: Value) -> str:
 
 
 def _control(value: Value) -> str:
-    return "off" if value.value is False else _path(value)  # what YAML makes of a plain off
+    if isinstance(value.value, bool):  # YAML's reading of a plain on or off
+        return "on" if value.value else "off"
+    return _path(value)
 
 
 #: Every key, with what reads its value. Whether the names in it are there, the registry knows.
@@ -124,7 +126,7 @@ def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def from_variables() -> dict[str, Value]:
-    """:raises ConfigError: a variable begins as ours do and is none of them."""
+    """:raises ConfigError: a variable has our prefix and is unknown."""
     # The prefix says OP already: op_whitelist is SGL_ASPECTS_OP_WHITELIST.
     variables = {key: PREFIX + key.removeprefix("op_").upper() for key in KEYS}
     known = [*variables.values(), *(PREFIX + name for name in _VARIABLES_ONLY)]
@@ -148,7 +150,7 @@ def read_file(path: str | Path) -> dict[str, Value]:
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"operator configuration {path} is no YAML: {error}") from error
+        raise ConfigError(f"operator configuration {path} is not YAML: {error}") from error
     if document is None:
         return {}
     if not isinstance(document, dict):

@@ -1,4 +1,6 @@
-"""Talking to running processes: a folder with one request for all, and a state file of each.
+"""Talk to running processes: a folder with one request for all, and a state file of each.
+
+Off unless ``control`` asks for it, since it takes a thread in each process.
 
 ``sgl-aspects ops`` writes ``request.json``; every process that follows the folder looks twice a second, does
 what is asked, and writes ``<pid>.json``: what each operator resolved to, and what the watch found. Files of
@@ -33,7 +35,7 @@ from sgl_aspects.runtime.dispatch.shadow.watching import watch_of
 logger = logging.getLogger("sgl_aspects.dispatch")
 
 CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
-OFF = "off"
+ON, OFF = "on", "off"
 _REQUEST = "request.json"
 _SECONDS = 0.5
 
@@ -42,10 +44,10 @@ _followed: dict[str, OpManager] = {}
 
 
 def folder_of_environment() -> Path:
-    """The folder that SGL_ASPECTS_OP_CONTROL names; else one for each user of this host, in memory where the
-    host has such a place."""
+    """The folder that SGL_ASPECTS_OP_CONTROL names; else the user's own, in memory where the host has such a
+    place."""
     named = env.text(CONTROL_VARIABLE)
-    if named not in (None, OFF):
+    if named not in (None, ON, OFF):
         return Path(str(named))
     runtime = env.text("XDG_RUNTIME_DIR")
     parents = [*([Path(runtime)] if runtime else []), Path("/dev/shm"), Path(tempfile.gettempdir())]
@@ -55,12 +57,14 @@ def folder_of_environment() -> Path:
 
 
 def follow(folder: str, manager: OpManager) -> None:
-    """Do what is asked in ``folder``, in a daemon thread; nothing where it is "off".
+    """Do what is asked in ``folder``, in a daemon thread. "off": nothing; "on": the user's own folder.
 
     :raises ConfigError: the folder cannot be made, or belongs to someone else.
     """
     if folder == OFF:
         return
+    if folder == ON:
+        folder = str(folder_of_environment())
     is_followed = folder in _followed
     if not is_followed:
         prepare_folder(Path(folder))

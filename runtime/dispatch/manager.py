@@ -1,4 +1,4 @@
-"""OpManager: resolves operators under the current policy, and keeps every place that calls one up to date."""
+"""OpManager: resolves operators under the current policy, and keeps their call sites up to date."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,14 @@ from sgl_aspects.runtime.dispatch.call_site import CallSite, Key
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.selection import Availability, Selection, choose
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
+from sgl_aspects.runtime.dispatch.types import OpImpl
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.shadow.watching import Watch
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
-#: After so many failures with one type and device an implementation is not tried again under that policy.
+#: An implementation that failed this often with one type and device is not tried again under that policy.
 FAILURES_BEFORE_SET_ASIDE = 3
 
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
@@ -49,10 +49,10 @@ class OpManager:
         self._entered: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
             "operator scopes", default=()
         )
-        self._sites: weakref.WeakSet[CallSite] = weakref.WeakSet()
-        self._functions: dict[str, CallSite] = {}
-        self._availability = Availability()
-        #: (policy, operator, layer's kind, dtype, device, dispatch key) → who serves, since the last change.
+        self._sites: dict[str, CallSite] = {}
+        #: Dispatch key → what is available on a platform of that key.
+        self._availability: defaultdict[str, Availability] = defaultdict(Availability)
+        #: (policy, operator, dtype, device, dispatch key) → who serves, since the last change.
         self._selections: dict[tuple[Any, ...], Selection] = {}
         #: (policy, operator, implementation, tensors) → how often.
         self._failures: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
@@ -106,43 +106,24 @@ class OpManager:
             self._entered.reset(token)
 
     def choose_anew(self) -> None:
-        """Void everything that was resolved: each place chooses anew at its next call."""
+        """Void everything that was resolved: each call site chooses anew at its next call."""
         with self.lock:
             self._selections = {}
-            for site in list(self._sites):
+            for site in list(self._sites.values()):
                 site.reset()
 
-    # -- places that call ----------------------------------------------------------------------------
+    # -- call sites ----------------------------------------------------------------------------------
 
-    def site(self, op_name: str, layer: Any = None) -> CallSite:
-        """A new place that calls ``op_name``."""
-        if layer is None:
-            self.registry.spec(op_name)
-        site = CallSite(self, op_name, layer)
+    def site(self, op_name: str) -> CallSite:
+        """The call site of the operator; one for the manager.
+
+        :raises OperatorError: no operator has this name.
+        """
         with self.lock:
-            self._sites.add(site)
-            site.reset()
-        return site
-
-    def function_site(self, op_name: str) -> CallSite:
-        """The place of the operator's own function; one for the process."""
-        with self.lock:
-            if op_name not in self._functions:
-                self._functions[op_name] = self.site(op_name)
-            return self._functions[op_name]
-
-    def candidates(self, op_name: str, layer: Any = None) -> tuple[OpImpl, ...]:
-        """Every implementation that could serve here: the registry's, and forms of the layer's class."""
-        if layer is None:
-            return self.registry.impls(op_name)
-        forms: tuple[OpImpl, ...] = layer.forms()
-        if not layer.takes_functions or op_name not in self.registry:
-            return forms
-        functions = self.registry.impls(op_name)
-        if any(form.kind is ImplKind.REFERENCE for form in forms):
-            # The layer's own reference is the same computation, made for the layer.
-            functions = tuple(impl for impl in functions if impl.kind is not ImplKind.REFERENCE)
-        return (*forms, *functions)
+            if op_name not in self._sites:
+                self._sites[op_name] = site = CallSite(self, op_name)
+                site.reset()
+            return self._sites[op_name]
 
     def select(
         self,
@@ -150,26 +131,23 @@ class OpManager:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         *,
-        layer: Any = None,
         policy: SelectionPolicy | None = None,
     ) -> Selection:
         """:raises OperatorError: nothing may serve."""
         policy, known = policy or self.policy, self._selections
-        kind = None  # layers of one kind are served alike
-        if layer is not None:
-            kind = (layer if isinstance(layer, type) else type(layer), layer.takes_functions)
-        question = (policy, op_name, kind, dtype, device, current_platform.get_dispatch_key_name())
+        key = current_platform.get_dispatch_key_name()
+        question = (policy, op_name, dtype, device, key)
         selection = known.get(question)
         if selection is None:
             failed = {
                 impl_id
-                for (of_policy, op, impl_id, key), count in list(self._failures.items())
+                for (of_policy, op, impl_id, tensors), count in list(self._failures.items())
                 if count >= FAILURES_BEFORE_SET_ASIDE
                 and (of_policy, op) == (policy, op_name)
-                and (dtype is None or key == (dtype, device))
+                and (dtype is None or tensors == (dtype, device))
             }
-            candidates = self.candidates(op_name, layer)
-            selection = choose(op_name, candidates, policy, self._availability, dtype, device, failed)
+            candidates, availability = self.registry.impls(op_name), self._availability[key]
+            selection = choose(op_name, candidates, policy, availability, dtype, device, failed)
             known[question] = selection
         return selection
 
@@ -177,11 +155,11 @@ class OpManager:
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Callable[..., Any]:
         """The chosen implementation's function. Held, it stays; :func:`call_op` follows the policy."""
-        return self.select(op_name, dtype, device).impl.fn
+        return self.select(op_name, dtype, device).impl.function
 
     def call_op(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call an operator by its name; its function of :mod:`~sgl_aspects.runtime.dispatch` costs less."""
-        site = self._functions.get(op_name) or self.function_site(op_name)
+        site = self._sites.get(op_name) or self.site(op_name)
         try:
             return site.run(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # raised again, or served by the next implementation
@@ -257,7 +235,7 @@ class OpManager:
     def resolved(self) -> list[tuple[str, str, str]]:
         """(operator, tensors, implementation) of all that was chosen under the process's policy."""
         found = set()
-        for (policy, op, _, dtype, device, _), selection in list(self._selections.items()):
+        for (policy, op, dtype, device, _), selection in list(self._selections.items()):
             if policy != self.process_policy:
                 continue
             if not selection.depends_on_tensors:

@@ -85,9 +85,7 @@ class SelectionPolicy:
 
     def arranged(self, op_name: str, impls: Iterable[OpImpl]) -> list[OpImpl]:
         """The implementations that this policy would use, best first."""
-        by_priority = sorted(
-            impls, key=lambda impl: (-(impl.priority or 0), not impl.takes_layer, impl.impl_id)
-        )
+        by_priority = sorted(impls, key=lambda impl: (-(impl.priority or 0), impl.impl_id))
         if not self.is_dispatched(op_name):
             return [impl for impl in by_priority if impl.kind is ImplKind.REFERENCE]
         orders = dict(self.per_op_order)

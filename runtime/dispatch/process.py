@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from sgl_aspects.runtime.dispatch import live, operators
+from sgl_aspects.runtime.dispatch import live, operators  # noqa: F401  # defines the operators
 from sgl_aspects.runtime.dispatch.backends import register_backends
 from sgl_aspects.runtime.dispatch.configuration import load_settings
 from sgl_aspects.runtime.dispatch.manager import OpManager
+from sgl_aspects.runtime.dispatch.operator import OPERATORS, unbind
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.shadow.watching import watch_of
@@ -22,13 +23,11 @@ Scope = AbstractContextManager[SelectionPolicy]
 
 _lock = threading.RLock()
 _manager: OpManager | None = None
-#: The folder that somebody named for live requests, or "off".
-_control: str | None = None
 
 
 def get_manager() -> OpManager:
     """:raises ConfigError: a setting is wrong; names file or variable, key, value and choices."""
-    global _manager, _control
+    global _manager
     manager = _manager
     if manager is not None:
         return manager
@@ -37,14 +36,12 @@ def get_manager() -> OpManager:
             registry = new_registry()
             settings = load_settings(registry)
             manager = OpManager(registry, settings.policy)
-            _control = settings.control
-            if _control is not None:
-                live.follow(_control, manager)
+            live.follow(settings.control, manager)
             if settings.log is not None:
                 live.log_to(settings.log)
             manager.set_watch(watch_of(settings))
             for op_name in registry.op_names():  # `sgl-aspects ops` shows each, called or not
-                manager.function_site(op_name)
+                manager.site(op_name)
             _manager = manager
         return _manager
 
@@ -52,7 +49,7 @@ def get_manager() -> OpManager:
 def new_registry() -> OpRegistry:
     """Every operator, and every implementation that this installation knows."""
     registry = OpRegistry()
-    for spec in operators.OPERATORS:
+    for spec in OPERATORS.values():
         registry.define(spec)
     register_backends(registry)
     return registry
@@ -70,14 +67,7 @@ def reset_manager() -> None:
         if _manager is not None:
             _manager.set_watch(None)
         _manager = None
-        operators.unbind()
-
-
-def follow_requests() -> None:
-    """Let `sgl-aspects ops` show and change this process, where nobody named another folder."""
-    manager = get_manager()
-    if _control is None:
-        live.follow(str(live.folder_of_environment()), manager)
+        unbind()
 
 
 def call_op(op_name: str, *args: Any, **kwargs: Any) -> Any:

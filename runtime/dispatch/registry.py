@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.errors import ConfigError, OperatorError
-from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token, check_choice
 
@@ -65,7 +64,7 @@ class OpRegistry:
             known = self.impls(op_name)
             kept = tuple(impl for impl in known if impl.impl_id != impl_id)
             if len(kept) == len(known):
-                raise OperatorError(f"{impl_id!r} is no implementation of {op_name}")
+                raise OperatorError(f"{impl_id!r} is not an implementation of {op_name}")
             if not any(impl.kind is ImplKind.REFERENCE for impl in kept):
                 raise OperatorError(f"{impl_id!r} is the reference of {op_name}: it stays")
             self._impls[op_name] = kept
@@ -130,14 +129,11 @@ class OpRegistry:
         check_choice(where, "operator", name, [*self.op_names(), *more])
 
     def _check_vendor(self, name: str, where: str) -> None:
-        """Of registered implementations, and the platform's dispatch key: forms of layers count."""
-        key = current_platform.get_dispatch_key_name()
-        check_choice(where, "vendor", name, sorted(self.vendors() | ({key} - {"native"})))
+        check_choice(where, "vendor", name, sorted(self.vendors()))
 
     def _check_token(self, token: Token, where: str, op_name: str | None) -> None:
         if token.vendor is not None:
             self._check_vendor(token.vendor, where)
-        # Forms of a layer's class are known by their class, which may not be loaded yet.
-        if token.impl_id is not None and ".forward_" not in token.impl_id:
+        if token.impl_id is not None:
             impls = self.all_impls() if op_name is None else self.impls(op_name)
             check_choice(where, "implementation", token.impl_id, sorted(impl.impl_id for impl in impls))

@@ -1,4 +1,4 @@
-"""What an operator is, what an implementation of one is, and the tokens that name implementations."""
+"""Operators, their implementations, and the tokens that name implementations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from sgl_aspects import generated
 from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
+from sgl_aspects.platforms import current_platform, resolve_qualified_name
 
 
 class ImplKind(enum.Enum):
@@ -52,19 +54,29 @@ def needs(package: str, advice: str = "") -> Callable[[], bool | str]:
     return available
 
 
+def on_platform(key: str) -> Callable[[], bool | str]:
+    """For ``is_available``: whether the current platform has this dispatch key."""
+
+    def available() -> bool | str:
+        here = current_platform.get_dispatch_key_name()
+        return here == key or f"the platform's dispatch key is {here!r}, not {key!r}"
+
+    return available
+
+
 @dataclass(frozen=True)
 class OpImpl:
     """One implementation of one operator.
 
-    ``fn`` takes the operator's arguments, as its reference does (operators.py); with ``takes_layer`` a layer
-    of the runtime and what the layer was called with. None of a requirement means that there is none.
+    ``fn`` takes the operator's arguments, as its reference does (operators/). It may be the function's name,
+    "pkg.mod:function", which is imported when it is first chosen. None of a requirement means no requirement.
     """
 
     op_name: str
     #: Unique among all implementations of the operator: "vendor.acme.rms_norm".
     impl_id: str
     kind: ImplKind
-    fn: Callable[..., Any]
+    fn: Callable[..., Any] | str
     #: Who wrote it; needed for, and only for, the kind VENDOR.
     vendor: str | None = None
     #: Higher comes first within its kind; by default what the kind says.
@@ -78,7 +90,8 @@ class OpImpl:
     is_available: Callable[[], bool | str] = _always
     #: Arguments that it writes to, beyond those that the operator itself says it does.
     mutates: tuple[str, ...] = ()
-    takes_layer: bool = False
+    #: Makes of a weight, once it is loaded, what :attr:`fn` is given as ``packed``; None: not of this weight.
+    prepare: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         """:raises OperatorError: a field does not hold what it should."""
@@ -101,7 +114,7 @@ class OpImpl:
             ("op_name", isinstance(self.op_name, str) and self.op_name, ": write a name"),
             ("impl_id", isinstance(self.impl_id, str) and self.impl_id, ": write a name"),
             ("kind", isinstance(self.kind, ImplKind), f": choose one of {kinds}"),
-            ("fn", callable(self.fn), " cannot be called"),
+            ("fn", callable(self.fn) or _is_name(self.fn), ": write a function, or 'pkg.mod:function'"),
             ("vendor", has_vendor, of_vendors),
             ("priority", isinstance(self.priority, int), ": write a whole number"),
             ("supported_dtypes", types, ": write types such as torch.bfloat16"),
@@ -111,10 +124,20 @@ class OpImpl:
             if not is_right:
                 raise OperatorError(f"OpImpl {self.impl_id!r}: {name}={getattr(self, name)!r}{advice}")
 
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """``fn``, imported where it is a name."""
+        return self.fn if callable(self.fn) else cast(Callable[..., Any], resolve_qualified_name(self.fn))
+
     @property
     def depends_on_tensors(self) -> bool:
         """True where it serves some tensors and not others."""
         return not (self.supported_dtypes is None and self.min_arch is None and self.device_types is None)
+
+
+def _is_name(value: Any) -> bool:
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(module and colon and name)
 
 
 def _is_version(value: Any) -> bool:
@@ -155,24 +178,37 @@ class OperatorSpec:
         )
         return signature, ", ".join(self.parameters)
 
-    def with_defaults(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function itself where it has the operator's defaults; else one that has, and calls it."""
+    def callable_of(self, impl: OpImpl) -> Callable[..., Any]:
+        """The implementation's function if it has the operator's defaults, else a wrapper that has them.
+
+        :raises OperatorSignatureError: it was registered by name, and takes other arguments.
+        """
+        function = impl.function
+        if isinstance(impl.fn, str):
+            self._check_parameters(impl, function)
         found = _parameters_of(function)
         if found is None or all(
             name in found and found[name].default == each.default for name, each in self.parameters.items()
         ):
             return function
         signature, names = self.written_signature()
-        made: Callable[..., Any] = eval(f"lambda {signature}: function({names})", {"function": function})
+        source = f"def {self.name}({signature}):\n    return function({names})\n"
+        namespace = generated.execute(source, f"defaults of {self.name}", {"function": function})
+        made: Callable[..., Any] = namespace[self.name]
         return made
 
     def check_signature(self, impl: OpImpl) -> None:
-        """The reference's parameters under their names and in their order; more only with defaults.
+        """The reference's parameters under their names and in their order; more only with defaults. An
+        implementation that is registered by name is checked when it is first chosen.
 
         :raises OperatorSignatureError: says what differs.
         """
         self._check_arguments(impl.mutates, f"{impl.impl_id}: mutates")
-        found = None if impl.takes_layer else _parameters_of(impl.fn)
+        if callable(impl.fn):
+            self._check_parameters(impl, impl.fn)
+
+    def _check_parameters(self, impl: OpImpl, function: Callable[..., Any]) -> None:
+        found = _parameters_of(function)
         if found is None or any(each.kind is each.VAR_POSITIONAL for each in found.values()):
             return
         count = len(self.parameters)
@@ -183,10 +219,10 @@ class OperatorSpec:
             or any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in extra)
         ):
             # A partial, or an object that can be called, has no name of its own.
-            name = getattr(impl.fn, "__qualname__", None)
+            name = getattr(function, "__qualname__", None)
             raise OperatorSignatureError(
-                f"{impl.impl_id} is {f'{impl.fn.__module__}.{name}' if name else repr(impl.fn)}"
-                f"{inspect.signature(impl.fn)}, and operator {self.name} is called with "
+                f"{impl.impl_id} is {f'{function.__module__}.{name}' if name else repr(function)}"
+                f"{inspect.signature(function)}, and operator {self.name} is called with "
                 f"{inspect.signature(self.reference)}: take these arguments in this order, and others only "
                 f"with a default"
             )

@@ -14,7 +14,7 @@ from sgl_aspects.errors import ConfigError, ModelLoadError
 from sgl_aspects.platforms import current_platform, resolve_qualified_name
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
-from sgl_aspects.runtime.dispatch import follow_requests
+from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
@@ -93,7 +93,7 @@ class ModelRunner:
 
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()
-        follow_requests()
+        get_manager()  # a wrong setting of operators is told before weights are read
         method = self.server_args.quantization
         quantization = None if method is None else quantization_config(method, self.platform)
         with self.device, self.platform.inference_mode():

@@ -15,7 +15,7 @@ from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.loader.weights import fill_weights, weight_targets
 from sgl_aspects.runtime.models.mlp import GatedMLP, MoEBlock
-from sgl_aspects.runtime.ops import Angles, ColumnParallelLinear, Embedding, RMSNorm, RotaryEmbedding
+from sgl_aspects.runtime.ops import ColumnParallelLinear, Embedding, RMSNorm, RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
@@ -27,11 +27,16 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, hidden: Tensor, residual: Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        rotary: RotaryEmbedding,
+        positions: Tensor,
+        batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
         """``residual`` is the stream so far; ``hidden`` what the layer before adds to it."""
         normed, residual = self.input_layernorm(hidden, residual)
-        attended = self.self_attn(normed, rotary, angles, batch)
+        attended = self.self_attn(normed, rotary, positions, batch)
         normed, residual = self.post_attention_layernorm(attended, residual)
         return self.mlp(normed), residual
 
@@ -49,9 +54,8 @@ class DecoderModel(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         residual = self.embed_tokens(batch.input_ids)
         hidden = torch.zeros_like(residual)
-        angles = self.rotary.angles(batch.positions)
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, self.rotary, angles, batch)
+            hidden, residual = layer(hidden, residual, self.rotary, batch.positions, batch)
         normed: Tensor
         # Only the last token of each request is asked for its successor.
         normed, _ = self.norm(batch.last_tokens(hidden), batch.last_tokens(residual))

@@ -21,7 +21,6 @@ from sgl_aspects.runtime.loader.model_config import IndexerConfig, MLAConfig, Mo
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.models.decoder import CausalLM
 from sgl_aspects.runtime.ops import (
-    Angles,
     Attention,
     ColumnParallelLinear,
     Linear,
@@ -71,13 +70,13 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(config.hidden_size, indexer.num_heads, dtype)
 
     def forward(
-        self, hidden: Tensor, query: Tensor, rotary: RotaryEmbedding, angles: Angles
+        self, hidden: Tensor, query: Tensor, rotary: RotaryEmbedding, positions: Tensor
     ) -> IndexerInputs:
         """``query`` is the compressed one, [tokens, q_lora_rank]."""
         heads = self.wq_b(query).view(len(hidden), self.indexer.num_heads, self.indexer.head_dim)
         key = self.k_norm(self.wk(hidden)).unsqueeze(1)
         # Its rotary pairs are halves, whatever those of the attention are.
-        turned, turned_key = rotary(heads[..., : self.rope_dim], key[..., : self.rope_dim], angles)
+        turned, turned_key = rotary(heads[..., : self.rope_dim], key[..., : self.rope_dim], positions)
         return IndexerInputs(
             query=torch.cat((turned, heads[..., self.rope_dim :]), dim=-1),
             key=torch.cat((turned_key, key[..., self.rope_dim :]), dim=-1).squeeze(1),
@@ -116,7 +115,9 @@ class LatentAttention(nn.Module):
         self.attention = Attention(layer_id, heads, 1, row, v_head_dim=mla.kv_lora_rank, scale=scale)
         self.indexer = Indexer(config, mla, mla.indexer, dtype) if mla.indexer else None
 
-    def forward(self, hidden: Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotary: RotaryEmbedding, positions: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         mla, tokens = self.mla, len(hidden)
         compressed = hidden
         if mla.q_lora_rank is None:
@@ -132,10 +133,10 @@ class LatentAttention(nn.Module):
         key_rope = key_rope.unsqueeze(1)
         if mla.interleaved:
             query_rope, key_rope = _halves(query_rope), _halves(key_rope)
-        query_rope, key_rope = rotary(query_rope, key_rope, angles)
+        query_rope, key_rope = rotary(query_rope, key_rope, positions)
         query = torch.cat((self.kv_b_proj.queries(plain), query_rope), dim=-1)
         key = torch.cat((latent, key_rope), dim=-1)
-        index = self.indexer(hidden, compressed, rotary, angles) if self.indexer else None
+        index = self.indexer(hidden, compressed, rotary, positions) if self.indexer else None
         attended = self.attention(query, key, latent, batch, index)
         output: Tensor = self.o_proj(self.kv_b_proj.outputs(attended).reshape(tokens, -1))
         return output

@@ -14,7 +14,6 @@ from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.models.decoder import CausalLM
 from sgl_aspects.runtime.ops import (
-    Angles,
     Attention,
     MergedLinear,
     RMSNorm,
@@ -54,14 +53,16 @@ class LlamaAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
 
-    def forward(self, hidden: Tensor, rotary: RotaryEmbedding, angles: Angles, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotary: RotaryEmbedding, positions: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if self.qk_norm:
             query = self.q_norm(query.reshape(-1, self.head_dim)).view_as(query)
             key = self.k_norm(key.reshape(-1, self.head_dim)).view_as(key)
-        query, key = rotary(query, key, angles)
+        query, key = rotary(query, key, positions)
         attended = self.attention(query, key, value, batch)
         output: Tensor = self.o_proj(attended.reshape(len(hidden), self.query_size))
         return output

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops.base import Operator
 
 
-class Angles(NamedTuple):
-    """Positions [tokens] with their cosines and signed sines [tokens, 1, head_dim]: looked up once a step."""
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
 class RotaryEmbedding(Operator):
     """Rotates each pair (i, i + head_dim / 2) of a head by an angle that grows with the position."""
-
-    op_name = "rotary_embedding"
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,33 +21,11 @@ class RotaryEmbedding(Operator):
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
         sharpness = yarn_sharpness(rope)
         cos, sin = (angles.cos() * sharpness).to(dtype), (angles.sin() * sharpness).to(dtype)
-        # (a, b) becomes (a cos - b sin, b cos + a sin). With the halves of x swapped and the sign of the
-        # first half's sine turned, that is x * cos + swapped * sin over the whole head at once.
-        # Side by side, so that one look-up fetches both.
-        self.table = torch.cat((cos, cos, -sin, sin), dim=-1).unsqueeze(1)
-        self.half_dim = head_dim // 2
+        self.cos, self.sin = cos, sin
 
-    def angles(self, positions: Tensor) -> Angles:
-        # By index_select, GPUs look few rows up one after the other.
-        return Angles(positions, *self.table[positions].chunk(2, dim=-1))
-
-    def forward_native(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """query [tokens, heads, head_dim] and key [tokens, kv_heads, head_dim], rotated, in new tensors."""
-        return self._rotate(query, angles), self._rotate(key, angles)
-
-    def forward_cuda(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():  # the compiler writes kernels of its own
-            return self.forward_native(query, key, angles)
-        from sgl_aspects.runtime.ops import triton_kernels
-
-        return triton_kernels.rotate(query, key, angles.cos, angles.sin)
-
-    def call_function(self, function: Any, query: Tensor, key: Tensor, angles: Angles) -> Any:
-        half = self.half_dim
-        return function(query, key, self.table[:, 0, :half], self.table[:, 0, 3 * half :], angles.positions)
-
-    def _rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        return torch.addcmul(x * angles.cos, x.roll(self.half_dim, -1), angles.sin)
+        return dispatch.rotary_embedding(query, key, self.cos, self.sin, positions)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

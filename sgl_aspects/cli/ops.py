@@ -70,7 +70,7 @@ def _check(file: Path) -> int:
     from sgl_aspects.runtime.dispatch.process import new_registry
 
     settings = merged([read_file(file)], new_registry())
-    print(f"{file}: well. {settings.policy.describe()}")
+    print(f"{file}: OK. {settings.policy.describe()}")
     return 0
 
 
@@ -132,11 +132,8 @@ def _policy(settings: Settings) -> dict[str, dict[str, str]]:
 
 
 def _resolved(manager: OpManager, name: str, dtype: Any, device: Any) -> dict[str, Any]:
-    from sgl_aspects.runtime.ops import layer_class
-
-    layer = layer_class(name)
     try:
-        selection = manager.select(name, dtype, device, layer=layer)
+        selection = manager.select(name, dtype, device)
     except OperatorError as error:
         manager.registry.spec(
             name
@@ -174,8 +171,8 @@ def _live(arguments: argparse.Namespace) -> int:
     states = _chosen(live.states(folder), arguments.pid)
     if not states:
         raise ConfigError(
-            f"no live process follows {folder}: start an engine, or set SGL_ASPECTS_OP_SHADOW and "
-            f"SGL_ASPECTS_OP_SHADOW_RATE before one starts (SGL_ASPECTS_OP_CONTROL names another folder)"
+            f"no live process follows {folder}: start an engine with SGL_ASPECTS_OP_CONTROL=on (or FOLDER), "
+            f"or set SGL_ASPECTS_OP_SHADOW and SGL_ASPECTS_OP_SHADOW_RATE before it starts"
         )
     if len(request) > bool(arguments.pid):
         # Which operators and vendors there are, the processes know: they may have others than this one.

@@ -1,8 +1,8 @@
-"""How compiled code tells of its calls: one operator of torch that compilers do not look into.
+"""Calls in compiled code: reported by an operator of torch that compilers do not look into.
 
-Inside a compiled graph nothing of ours runs. While a watch is on, each watched call is followed in the graph
-by ``sgl_aspects::look``, which gets the call's tensors when the graph runs, and the rest of its arguments as
-a text. Compilers keep it because it says that it writes to something, and break no graph for it.
+While a watch is on, each watched call is followed in the graph by ``sgl_aspects::look``. When the graph runs
+it gets the call's tensors, and the rest of its arguments as a text. Compilers keep it since it declares that
+it writes to something, and break no graph for it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sgl_aspects.runtime.dispatch.shadow.comparing import tensors_in
 
 
 class Looks(Protocol):
-    """Who is told of the calls that were compiled under its number."""
+    """What is told of the calls compiled under its number; ``layer`` is the module's number, or 0."""
 
     def look_compiled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
     ) -> None: ...
 
 
@@ -32,37 +32,39 @@ _numbers = itertools.count(1)
 _NAME = "look"
 #: Goes, and the operator with it, when the module is loaded anew.
 _library: Any = torch.library.Library("sgl_aspects", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"{_NAME}(Tensor(a!) number, Tensor[] given, Tensor[] found, str call) -> ()")
+_library.define(f"{_NAME}(Tensor(a!) layer, Tensor[] given, Tensor[] found, str call) -> ()")
 
 
-def numbered(who: Looks) -> torch.Tensor:
-    """Compiled code holds on to the number, and never to ``who``. As a tensor, which compilers take for an
-    input: layers of one kind share their code. The operator says that it writes to it, and does not."""
+def numbered(who: Looks) -> int:
+    """Compiled code holds on to the number, and never to ``who``."""
     number = next(_numbers)
     _looking[number] = who
-    with torch.inference_mode(False):  # whatever mode compiled code runs in may write to it
-        return torch.tensor(number, device="cpu")
+    return number
 
 
 def tell(
-    number: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
+    number: int,
+    layer: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: list[torch.Tensor],
 ) -> None:
-    """In code that is being compiled: whenever it runs, whoever has the number looks at this call."""
+    """In code that is being compiled: whenever it runs, what has the number looks at this call."""
     given = tensors_in((args, kwargs))
     names = list(kwargs)
-    call = repr((names, [_described(value) for value in (*args, *kwargs.values())]))
-    getattr(torch.ops.sgl_aspects, _NAME)(number, given, found, call)
+    call = repr((number, names, [_described(value) for value in (*args, *kwargs.values())]))
+    getattr(torch.ops.sgl_aspects, _NAME)(layer, given, found, call)
 
 
-def _look(number: torch.Tensor, given: list[torch.Tensor], found: list[torch.Tensor], call: str) -> None:
-    who = _looking.get(int(number))
+def _look(layer: torch.Tensor, given: list[torch.Tensor], found: list[torch.Tensor], call: str) -> None:
+    number, names, described = ast.literal_eval(call)
+    who = _looking.get(number)
     if who is None:  # the watch has ended, and compiled code that knew it still runs
         return
     tensors = iter(given)
-    names, described = ast.literal_eval(call)
     values = [_rebuilt(each, tensors) for each in described]
     count = len(values) - len(names)
-    who.look_compiled(tuple(values[:count]), dict(zip(names, values[count:])), found)
+    who.look_compiled(int(layer), tuple(values[:count]), dict(zip(names, values[count:])), found)
 
 
 _library.impl(_NAME, _look, "CompositeExplicitAutograd")

@@ -1,12 +1,16 @@
-"""Which layer of which model is computing: asked only while operators are watched.
+"""Which layer of which model is computing, while operators are watched.
 
-Hooks on all modules keep the path of the innermost one, "model.layers.7.mlp.activation". A module that is
-called while none is running is a model: its parts get their names then.
+Hooks on all modules keep the innermost one that runs. A module that is called while none is running is a
+model: its parts get their names then, such as "model.layers.7.mlp.activation".
+
+In compiled code no hook runs. Compilers trace the hooks, which then say which module's code is being
+compiled, and each module carries a number, which the compiled code hands back when it runs.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -15,6 +19,31 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+_NUMBER = "_sgl_aspects_number"
+_numbers = itertools.count(1)
+_numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def number_tensor(number: int) -> torch.Tensor:
+    """A tensor is an input of compiled code, so that layers of one kind share their code."""
+    with torch.inference_mode(False):  # the operator that gets it declares that it writes to it
+        return torch.tensor(number, device="cpu")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _number_modules() -> bool:
+    """Compilers run this while they compile. Every module of the process gets its number."""
+    for module in _modules():
+        if _NUMBER not in module.__dict__:
+            number = next(_numbers)
+            _numbered[number] = module
+            module.__dict__[_NUMBER] = number_tensor(number)
+    return True
+
+
+def _modules() -> list[nn.Module]:
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+
 
 class LayerNames:
     """``start()``, then ``current()`` says (place in the model's order, path)."""
@@ -22,6 +51,8 @@ class LayerNames:
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._running = threading.local()
+        #: The modules whose code is being compiled, the innermost last.
+        self._compiling: list[nn.Module] = []
         self._handles: list[Any] = []
 
     def start(self) -> None:
@@ -35,21 +66,30 @@ class LayerNames:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for number, module in list(_numbered.items()):
+            del module.__dict__[_NUMBER], _numbered[number]
 
     def current(self) -> tuple[int, str]:
         """(0, "") outside of every module."""
         stack = self._stack()
         return self._names.get(stack[-1], (0, type(stack[-1]).__name__)) if stack else (0, "")
 
-    def name_of(self, layer: nn.Module) -> tuple[int, str]:
-        """Of a layer that is known, though no hook may tell that it runs, as in compiled code."""
-        if layer not in self._names:
+    def compiling(self) -> torch.Tensor | None:
+        """In code that is being compiled: the number of the module it belongs to."""
+        return self._compiling[-1].__dict__[_NUMBER] if self._compiling else None
+
+    def name_of(self, number: int) -> tuple[int, str]:
+        """Of the module with this number; (0, "") where there is none."""
+        module = _numbered.get(number)
+        if module is None:
+            return (0, "")
+        if module not in self._names:
             self._learn_all()
-        return self._names.setdefault(layer, (0, type(layer).__name__))
+        return self._names.setdefault(module, (0, type(module).__name__))
 
     def _learn_all(self) -> None:
         """Every model of the process: a module that is part of no other."""
-        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        modules = _modules()
         parts = {id(part) for module in modules for part in module.children()}
         for module in modules:
             if id(module) not in parts:
@@ -68,6 +108,9 @@ class LayerNames:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
+            if _NUMBER not in module.__dict__:
+                _number_modules()
+            self._compiling.append(module)
             return
         stack = self._stack()
         if not stack and module not in self._names:
@@ -76,8 +119,9 @@ class LayerNames:
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
+            self._compiling.pop()
             return
         stack = self._stack()
-        if module in stack:  # not so for the one in whose middle the watch began
+        if module in stack:  # the watch may have begun in the middle of one
             while stack.pop() is not module:
                 pass

@@ -30,7 +30,7 @@ from sgl_aspects.runtime.dispatch.shadow.comparing import (
     summary,
     tensors_in,
 )
-from sgl_aspects.runtime.dispatch.shadow.layer_names import LayerNames
+from sgl_aspects.runtime.dispatch.shadow.layer_names import LayerNames, number_tensor
 from sgl_aspects.runtime.dispatch.types import OpImpl, Token
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Watch:
         policy = SelectionPolicy(prefer=token, strict=True)
         reason = None
         try:
-            shadow = site.manager.select(site.op_name, layer=site.layer, policy=policy).impl
+            shadow = site.manager.select(site.op_name, policy=policy).impl
             if not token.matches(shadow):
                 reason = f"{token.text} has none"
             elif shadow == selection.impl:
@@ -222,7 +222,7 @@ class Watch:
 
 
 class _WatchedCall:
-    """The calls of one place: ``run`` is what the place runs while the watch is on."""
+    """The calls of one operator: ``run`` is what its call site runs while the watch is on."""
 
     def __init__(
         self, watch: Watch, site: CallSite, impl: OpImpl, shadow: OpImpl | None, call: Callable[..., Any]
@@ -232,40 +232,42 @@ class _WatchedCall:
         self._impl = impl
         self._shadow = shadow
         self._call = call
-        self._second = None if shadow is None else site.bound(shadow)
+        self._second = None if shadow is None else site.spec.callable_of(shadow)
         self._sums_up = bool({site.op_name, ALL}.intersection(watch.summaries))
         #: Whether either writes to its arguments: then both get copies of them as they were.
         self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow) if each is not None)
         self._number = compiled_calls.numbered(self)
+        self._no_layer = number_tensor(0)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and not self._is_due():
+        layer = (0, "") if is_compiling else self._watch.layers.current()
+        if not is_compiling and not self._is_due(layer):
             return self._call(*args, **kwargs)
         given = self._before(args, kwargs)
         result = self._call(*args, **kwargs)
         found = self._found(result, args, kwargs)
         if is_compiling:
-            compiled_calls.tell(self._number, *given, found)
+            number = self._watch.layers.compiling()
+            compiled_calls.tell(self._number, self._no_layer if number is None else number, *given, found)
         else:
-            self._look(given, found)
+            self._look(layer, given, found)
         return result
 
-    def look_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]) -> None:
+    def look_compiled(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
+    ) -> None:
         """Compiled code ran such a call."""
-        if self._is_due():
-            self._look((args, kwargs), found)
+        # Compiled as a whole, no hook ran; compiled in parts, the hooks of what is around them did.
+        name = self._watch.layers.name_of(layer) if layer else self._watch.layers.current()
+        if self._is_due(name):
+            self._look(name, (args, kwargs), found)
 
-    def _is_due(self) -> bool:
+    def _is_due(self, layer: tuple[int, str]) -> bool:
         if current_platform.is_capturing():
             self._watch.count_captured()
             return False
-        _, layer = self._layer()
-        return self._watch.is_due((layer, self._site.op_name))
-
-    def _layer(self) -> tuple[int, str]:
-        names = self._watch.layers
-        return names.current() if self._site.layer is None else names.name_of(self._site.layer)
+        return self._watch.is_due((layer[1], self._site.op_name))
 
     def _before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -278,8 +280,13 @@ class _WatchedCall:
         """What came of the call: its result, and its arguments where they were written to."""
         return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
 
-    def _look(self, given: tuple[tuple[Any, ...], dict[str, Any]], found: list[torch.Tensor]) -> None:
-        place, layer = self._layer()
+    def _look(
+        self,
+        of: tuple[int, str],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        found: list[torch.Tensor],
+    ) -> None:
+        place, layer = of
         if self._sums_up:
             self._watch.sum_up(layer, self._site.op_name, given, found)
         second = self._second

@@ -144,7 +144,6 @@ def _manager() -> Any:
     if manager is None:
         _adopt_platform()
         manager = dispatch.get_manager()
-        dispatch.follow_requests()
     return manager
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
+from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs, on_platform
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -67,7 +67,23 @@ def topk(
     return weights, ids.long()
 
 
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """torch's own embedding fetches few rows one after the other."""
+    return weight[token_ids]
+
+
 def register(registry: OpRegistry) -> None:
+    registry.register(
+        OpImpl(
+            "embedding",
+            "vendor.cuda.embedding",
+            ImplKind.VENDOR,
+            embedding,
+            vendor="cuda",
+            device_types=frozenset({"cuda"}),
+            is_available=on_platform("cuda"),
+        )
+    )
     served: dict[Callable[..., Any], frozenset[torch.dtype]] = {
         silu_and_mul: _HALVES,
         gelu_and_mul: _HALVES,

@@ -1,79 +1,38 @@
-"""Operators for GPUs in Triton: what PyTorch does in several launches, in one.
-
-Each function computes what ``forward_native`` of its operator does, for any number of tokens.
-
-Where the GPU can (Hopper and later), a kernel starts while the one before it still runs: it fetches weights,
-which nobody writes, and only then waits for its input. Every kernel here waits before it reads or writes
-anything that another kernel touches.
-"""
+"""Products of a few tokens with a weight: the time is that of reading the weight once."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 
-#: Up to so many tokens a product is a matter of reading the weight once, and this file's kernel reads faster.
+from sgl_aspects.runtime.dispatch.operator import OPERATORS
+from sgl_aspects.runtime.dispatch.triton import overlapping
+
+#: The most tokens for which this file's kernel is faster than the device's library.
 SKINNY_TOKENS = 16
-#: Rows of the weight that a program takes then: with fewer, programs together read the tokens as often as to
-#: be slower by it. This and the other sizes were measured on an H100, in whole decode steps.
+#: Rows of the weight that a program takes then: with fewer, the programs together read the tokens too often.
+#: This and the other sizes were measured on an H100, in whole decode steps.
 _BLOCK_OUTER = 64
 #: With fewer programs than this the device is not busy, and rows are split.
 _PROGRAMS = 128
 
 
-@cache
-def overlapping() -> dict[str, bool]:
-    """Launch options of kernels that start early and wait inside."""
-    if triton.knobs.runtime.interpret:
-        return {"OVERLAP": False}
-    target = triton.runtime.driver.active.get_current_target()
-    early = target.backend == "cuda" and target.arch >= 90
-    return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """[..., size] normalized; with ``residual`` (normalized sum, sum)."""
-    size = x.shape[-1]
-    x = x.contiguous()
-    output = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    tensors = x, x if residual is None else residual.contiguous(), weight, output, total
-    options = {"HAS_RESIDUAL": residual is not None, "num_warps": 4 if size <= 2048 else 8, **overlapping()}
-    _rms_norm[(x.numel() // size,)](*tensors, eps, SIZE=size, BLOCK=triton.next_power_of_2(size), **options)
-    return output if residual is None else (output, total)
-
-
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2 n] → [..., n]."""
-    size = x.shape[-1] // 2
-    x = x.contiguous()
-    output = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _silu_and_mul[(output.numel() // size, triton.cdiv(size, block))](
-        x, output, SIZE=size, BLOCK=block, **overlapping()
-    )
-    return output
-
-
-def rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [tokens, heads, dim], key [tokens, kv_heads, dim]; cos, signed sin [tokens, 1, dim]."""
-    tokens, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    new_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    new_key = torch.empty_like(key, memory_format=torch.contiguous_format)
-    strides = *query.stride()[:2], *key.stride()[:2], cos.stride(0), sin.stride(0)
-    options = {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "num_warps": 1, **overlapping()}
-    _rotate[(tokens, heads + kv_heads)](
-        query, key, cos, sin, new_query, new_key, *strides, heads, kv_heads, **options
-    )
-    return new_query, new_key
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    packed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Few tokens by this file's kernel, many by the device's library."""
+    if torch.compiler.is_compiling():  # the compiler writes kernels of its own
+        return OPERATORS["linear"].reference(x, weight, bias, packed)
+    if x.ndim != 2 or len(x) > SKINNY_TOKENS or x.dtype is torch.float32:
+        return F.linear(x, weight, bias)
+    return skinny_linear(x, weight, bias)
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -106,93 +65,6 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     One product after the other uses them: a process gives its device work in one stream.
     """
     return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def _rms_norm(
-    x,
-    residual,
-    weight,
-    output,
-    total,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    places = tl.program_id(0).to(tl.int64) * SIZE + columns
-    exact = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        # Rounded as the sum that is handed on: both are of the same numbers.
-        exact += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
-        rounded = exact.to(total.dtype.element_ty)
-        tl.store(total + places, rounded, mask=inside)
-        exact = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(exact * exact, 0) / SIZE + eps)
-    tl.store(output + places, (exact * scale * factors).to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _silu_and_mul(x, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    gate = tl.load(x + token * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + token * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(output.dtype.element_ty).to(tl.float32)
-    tl.store(output + token * SIZE + columns, (active * up).to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rotate(
-    query,
-    key,
-    cos,
-    sin,
-    new_query,
-    new_key,
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    cos_stride,
-    sin_stride,
-    heads,
-    kv_heads,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One head of one token: the query's heads first, then the key's."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims = tl.arange(0, BLOCK)
-    inside = dims < DIM
-    swapped = (dims + DIM // 2) % DIM
-    if head < heads:
-        source = query + token * query_token_stride + head * query_head_stride
-        target = new_query + (token * heads + head) * DIM
-    else:
-        source = key + token * key_token_stride + (head - heads) * key_head_stride
-        target = new_key + (token * kv_heads + head - heads) * DIM
-    straight = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
-    crossed = tl.load(source + swapped, mask=inside, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + token * cos_stride + dims, mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sin + token * sin_stride + dims, mask=inside, other=0.0).to(tl.float32)
-    rotated = straight * cosine + crossed * sine
-    tl.store(target + dims, rotated.to(new_query.dtype.element_ty), mask=inside)
 
 
 @triton.jit

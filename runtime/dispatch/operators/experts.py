@@ -1,4 +1,4 @@
-"""References: choosing experts, and running them."""
+"""Choosing experts, and running them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from sgl_aspects.runtime.dispatch.operator import operator
 
+
+@operator()
 def topk(
     router_logits: Tensor, k: int, renormalize: bool = True, scoring: str = "softmax"
 ) -> tuple[Tensor, Tensor]:
@@ -15,19 +18,58 @@ def topk(
     The k most likely experts of each token, best first; ``renormalize`` makes their weights sum to 1.
     ``scoring`` is "softmax" or "sigmoid".
     """
-    exact = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
-    if scoring == "softmax":
-        scores = exact.softmax(-1)
-    elif scoring == "sigmoid":
-        scores = exact.sigmoid()
-    else:
-        raise ValueError(f'scoring={scoring!r}: choose "softmax" or "sigmoid"')
+    scores = _scores(router_logits, scoring)
     weights, ids = scores.topk(k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids
 
 
+@operator()
+def grouped_topk(
+    router_logits: Tensor,
+    k: int,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    correction_bias: Tensor | None = None,
+    group_by_top2: bool = False,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+) -> tuple[Tensor, Tensor]:
+    """As :func:`topk`, with experts from the best ``topk_groups`` of ``num_groups`` groups only.
+
+    ``correction_bias`` [experts] is added to the scores to choose by, not to the weights. A group is as good
+    as its best expert, or as the sum of its best two where ``group_by_top2``.
+    """
+    scores = _scores(router_logits, scoring)
+    choice = scores if correction_bias is None else scores + correction_bias
+    if num_groups > 1:
+        groups = choice.view(len(choice), num_groups, -1)
+        if group_by_top2:
+            quality = groups.topk(2, dim=-1).values.sum(dim=-1)
+        else:
+            quality = groups.amax(dim=-1)
+        best = quality.topk(topk_groups, dim=-1).indices
+        others = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+        choice = groups.masked_fill(others.unsqueeze(-1), float("-inf")).view_as(choice)
+    ids = choice.topk(k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights, ids
+
+
+def _scores(router_logits: Tensor, scoring: str) -> Tensor:
+    """In float32 at least."""
+    exact = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
+    if scoring == "softmax":
+        return exact.softmax(-1)
+    if scoring == "sigmoid":
+        return exact.sigmoid()
+    raise ValueError(f'scoring={scoring!r}: choose "softmax" or "sigmoid"')
+
+
+@operator()
 def fused_moe(
     x: Tensor,
     gate_up_weight: Tensor,

@@ -1,4 +1,4 @@
-"""References: linear attention by the gated delta rule, token by token and in chunks.
+"""Linear attention by the gated delta rule, token by token and in chunks.
 
 Each head holds a state S [key_dim, value_dim]. A token fades it by exp(g), takes away what the state already
 says of its key, and adds the rest of its value:
@@ -11,7 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sgl_aspects.runtime.dispatch.operator import operator
 
+
+@operator(mutates=("state",))
 def fused_recurrent_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -43,6 +46,7 @@ def fused_recurrent_gated_delta_rule(
     return torch.stack(outputs, dim=1).to(value.dtype)
 
 
+@operator()
 def chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,

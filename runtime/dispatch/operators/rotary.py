@@ -1,11 +1,14 @@
-"""References: rotary position embeddings, of one axis and of several."""
+"""Rotary position embeddings, of one axis and of several."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from sgl_aspects.runtime.dispatch.operator import operator
 
+
+@operator()
 def rotary_embedding(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -20,6 +23,7 @@ def rotary_embedding(
     return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
 
 
+@operator()
 def mrotary_embedding(
     query: Tensor,
     key: Tensor,

@@ -15,13 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_aspects.errors import UnsupportedCallError
 
-def fused_experts(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+
+def fused_moe(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """x [tokens, hidden], gate_up [experts, 2 inner, hidden], down [experts, hidden, inner], weights and
-    experts [tokens, experts per token] → [tokens, hidden]: what ``FusedExperts.forward_native`` computes.
-    """
+    if activation != "silu":
+        raise UnsupportedCallError(f"this kernel's experts use silu, not {activation}")
+    gate_up, down, weights, experts = gate_up_weight, down_weight, topk_weights, topk_ids
     tokens, hidden = x.shape
     inner = down.shape[2]
     chosen = experts.shape[1]

@@ -1,4 +1,4 @@
-"""References: gated activations, norms, products and look-ups."""
+"""Gated activations, norms, products and look-ups."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from sgl_aspects.runtime.dispatch.operator import operator
 
+
+@operator()
 def silu_and_mul(x: Tensor) -> Tensor:
     """[..., 2 n] → [..., n]: ``silu(first half) * second half``."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
+@operator()
 def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     """[..., 2 n] → [..., n]: ``gelu(first half) * second half``; ``approximate`` is "tanh" or "none"."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate).mul_(up)
 
 
+@operator()
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -32,6 +37,7 @@ def rms_norm(
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
+@operator()
 def gemma_rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -43,13 +49,25 @@ def gemma_rms_norm(
     return normed if residual is None else (normed, total)
 
 
+@operator()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``. Where the plain weight was let go of, from what it was packed into."""
+    """``x @ weight.T + bias``.
+
+    ``packed``: the weight as the ``prepare`` of an implementation packed it; ``weight`` may be empty then.
+    """
     if packed is not None and weight.numel() == 0:
         weight = packed.to_dense()
     return F.linear(x, weight, bias)
 
 
+@operator()
+def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ (weight * scale).T + bias``: weight [out, in] of 8 bits, and what each of its rows is multiplied by."""
+    output = F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
+    return output if bias is None else output + bias
+
+
+@operator(keyed_by="weight")
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """[tokens] → [tokens, hidden_size]: rows of the weight."""
     return F.embedding(token_ids, weight)
