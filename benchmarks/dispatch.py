@@ -24,25 +24,26 @@ from torch import nn
 
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import ImplKind, OpImpl
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.process import new_registry
-from sgl_aspects.runtime.dispatch.reference import dense
 from sgl_aspects.runtime.ops import SiluAndMul
 from tests.support.dispatch_peers import CallOp
 
 ROUNDS, NUMBER = 41, 2_000
+silu_and_mul = OPERATORS["silu_and_mul"].reference
 
 
 class PlainSiluAndMul(nn.Module):
     """The layer as one writes it without dispatch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return dense.silu_and_mul(x)
+        return silu_and_mul(x)  # type: ignore[no-any-return]
 
 
 def subjects() -> dict[str, dict[str, Callable[[], Any]]]:
     """Group → name → call; the first of a group is the direct one."""
     small, middle = torch.randn(1, 1536), torch.randn(16, 11008)
-    peer = CallOp([("reference", dense.silu_and_mul)])
+    peer = CallOp([("reference", silu_and_mul)])
     plain, layer = PlainSiluAndMul(), SiluAndMul()
     manager = dispatch.get_manager()
     registry = new_registry()
@@ -51,12 +52,12 @@ def subjects() -> dict[str, dict[str, Callable[[], Any]]]:
             "silu_and_mul",
             "vendor.other",
             ImplKind.VENDOR,
-            dense.silu_and_mul,
+            silu_and_mul,
             vendor="other",
             supported_dtypes=frozenset({torch.float64}),
         )
     )
-    site = dispatch.OpManager(registry).function_site("silu_and_mul")
+    site = dispatch.OpManager(registry).site("silu_and_mul")
 
     def guarded_call(x: torch.Tensor) -> Any:
         try:
@@ -67,7 +68,7 @@ def subjects() -> dict[str, dict[str, Callable[[], Any]]]:
     groups: dict[str, dict[str, Callable[[], Any]]] = {}
     for name, x in {"[1, 1536]": small, "[16, 11008]": middle}.items():
         groups[f"function, float32 {name}"] = {
-            "direct": lambda x=x: dense.silu_and_mul(x),
+            "direct": lambda x=x: silu_and_mul(x),
             "dispatched": lambda x=x: dispatch.silu_and_mul(x),
             "dispatched, the type has a say": lambda x=x: guarded_call(x),
             "call_op by name": lambda x=x: manager.call_op("silu_and_mul", x),

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime.dispatch import ImplKind, get_manager
+from sgl_aspects.runtime.dispatch import ImplKind, OpImpl, get_manager
 from sgl_aspects.runtime.dispatch.selection import Availability
 from sgl_aspects.runtime.dispatch.shadow.watching import difference
 
@@ -102,33 +101,14 @@ def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> di
     }[op]()
 
 
-def own_kernels() -> dict[str, Callable[..., Any]]:
-    """What the runtime's layers run on this platform, as functions."""
-    if current_platform.get_dispatch_key_name() != "cuda":
-        return {}
-    from sgl_aspects.runtime.ops import triton_experts, triton_kernels
+#: Look-ups and variants of other operators.
+NOT_MEASURED = ("embedding", "grouped_topk", "scaled_linear")
 
-    def rms_norm(x: Any, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
-        return triton_kernels.rms_norm(x, weight, eps, residual)
 
-    def linear(x: Any, weight: Any) -> Any:
-        few = len(x) <= triton_kernels.SKINNY_TOKENS
-        return triton_kernels.skinny_linear(x, weight, None) if few else F.linear(x, weight)
-
-    def fused_moe(x: Any, gate_up_weight: Any, down_weight: Any, topk_weights: Any, topk_ids: Any) -> Any:
-        return triton_experts.fused_experts(x, gate_up_weight, down_weight, topk_weights, topk_ids)
-
-    def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, positions: Any) -> Any:
-        table = torch.cat((cos, cos, -sin, sin), dim=-1)[positions].unsqueeze(1)
-        return triton_kernels.rotate(query, key, *table.chunk(2, dim=-1))
-
-    return {
-        "silu_and_mul": triton_kernels.silu_and_mul,
-        "rms_norm": rms_norm,
-        "linear": linear,
-        "fused_moe": fused_moe,
-        "rotary_embedding": rotary_embedding,
-    }
+def _subject(impl: OpImpl) -> str:
+    if impl.impl_id.startswith("triton."):
+        return "runtime's Triton"
+    return "default" if impl.kind is ImplKind.DEFAULT else f"vendor:{impl.vendor}"
 
 
 def copied(given: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -176,16 +156,13 @@ def measure(seconds: float, only: list[str] | None = None, compiles: bool = True
     rows = []
     deadline = time.monotonic() + seconds
     for op in manager.registry.op_names():
-        if op == "embedding" or (only and op not in only):
+        if op in NOT_MEASURED or (only and op not in only):
             continue
         reference = manager.registry.spec(op).reference
         subjects: dict[str, Callable[..., Any]] = {"reference": reference}
         for impl in manager.registry.impls(op):
             if impl.kind is not ImplKind.REFERENCE and availability[impl] is None:
-                subjects["default" if impl.kind is ImplKind.DEFAULT else f"vendor:{impl.vendor}"] = impl.fn
-        own = own_kernels().get(op)
-        if own is not None:
-            subjects["runtime's Triton"] = own
+                subjects[_subject(impl)] = impl.function
         if compiles and op not in NOT_COMPILED:
             subjects["compiled"] = torch.compile(reference, dynamic=False, fullgraph=True)
         for tokens in TOKENS:

@@ -12,7 +12,7 @@ A new operator is two files: a module in ``operators/`` with its reference, and 
 The modules, in the order to read them:
 
     types                    what an operator is, an implementation of one, a token in an order
-    operator, operators/     what makes a function an operator; the operators, with their references
+    define, operators/       what makes a function an operator; the operators, with their references
     registry                 operators and implementations that are known
     policy, selection        what a person wants; which implementation that is for such tensors
     call_site, manager       where an operator's calls go; all call sites, kept up to date
@@ -22,8 +22,8 @@ The modules, in the order to read them:
     shadow/                  two implementations compared, call by call, layer by layer, in graphs too
 """
 
+from sgl_aspects.runtime.dispatch.define import operator
 from sgl_aspects.runtime.dispatch.manager import OpManager
-from sgl_aspects.runtime.dispatch.operator import operator
 from sgl_aspects.runtime.dispatch.operators import (
     chunk_gated_delta_rule,
     embedding,

@@ -12,8 +12,8 @@ from typing import Any
 from sgl_aspects.runtime.dispatch import live, operators  # noqa: F401  # defines the operators
 from sgl_aspects.runtime.dispatch.backends import register_backends
 from sgl_aspects.runtime.dispatch.configuration import load_settings
+from sgl_aspects.runtime.dispatch.define import OPERATORS, unbind
 from sgl_aspects.runtime.dispatch.manager import OpManager
-from sgl_aspects.runtime.dispatch.operator import OPERATORS, unbind
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.shadow.watching import watch_of

@@ -9,6 +9,6 @@ from sgl_aspects.runtime.ops.base import Operator
 
 
 class SiluAndMul(Operator):
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """[..., 2 n] → [..., n]."""
         return dispatch.silu_and_mul(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -30,14 +29,14 @@ class _Operators(type):
 
 
 class Operator(nn.Module, metaclass=_Operators):
-    """``forward`` calls a function of :mod:`~sgl_aspects.runtime.dispatch`, which finds its implementation.
+    """``compute`` calls a function of :mod:`~sgl_aspects.runtime.dispatch`, which finds its implementation.
 
     A platform may override whole layers, as SGLang's platforms do: by a method ``forward_<dispatch key>`` of
     the class or by :meth:`register_oot_forward`. What overrides is not dispatched: policies, shadow calls and
     fallback are for registered implementations only.
     """
 
-    #: Dispatch key → class → what overrides its ``forward``.
+    #: Dispatch key → class → what overrides its ``compute``.
     oot_forwards: ClassVar[dict[str, dict[type, Callable[..., Any]]]] = {}
 
     @classmethod
@@ -53,30 +52,34 @@ class Operator(nn.Module, metaclass=_Operators):
         super().__init__()
         self._override()
 
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        overriding = self.overriding
+        return self.compute(*args, **kwargs) if overriding is None else overriding(self, *args, **kwargs)
+
     @property
     def can_be_overridden(self) -> bool:
         return True
 
-    @property
-    def is_overridden(self) -> bool:
-        return "forward" in self.__dict__
-
     def _override(self) -> None:
         _layers.add(self)
         key, cls = current_platform.get_dispatch_key_name(), type(self)
-        forward = self.oot_forwards.get(key, {}).get(cls) or getattr(cls, f"forward_{key}", None)
-        self.__dict__.pop("forward", None)
-        if forward is not None and self.can_be_overridden:
-            self.__dict__["forward"] = MethodType(forward, self)
+        #: What the platform runs in place of ``compute``.
+        self.overriding: Callable[..., Any] | None = None
+        if self.can_be_overridden:
+            registered = self.oot_forwards.get(key, {}).get(cls)
+            self.overriding = registered or getattr(cls, f"forward_{key}", None)
 
     def prepare_weights(self) -> None:
         """Called once the weights are loaded. Where the platform overrides the layer: ``prepare_<key>``."""
         prepare = getattr(self, f"prepare_{current_platform.get_dispatch_key_name()}", None)
-        if prepare is not None and self.is_overridden:
+        if prepare is not None and self.overriding is not None:
             prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "forward"}
+        return {name: value for name, value in self.__dict__.items() if name != "overriding"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -14,6 +14,6 @@ class Embedding(Operator):
         super().__init__()
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def compute(self, token_ids: Tensor) -> Tensor:
         """[tokens] → [tokens, hidden_size]."""
         return dispatch.embedding(token_ids, self.weight)

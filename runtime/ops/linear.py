@@ -30,7 +30,7 @@ class Linear(Operator):
         self.shares_weight = False
         self._packed: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features]."""
         if self.scale is not None:
             return dispatch.scaled_linear(x, self.weight, self.scale, self.bias)
@@ -42,9 +42,9 @@ class Linear(Operator):
         return self.scale is None
 
     def prepare_weights(self) -> None:
-        """Pack the weight as the chosen implementation wants it, and free the plain one if nothing shares it."""
+        """Pack the weight as the implementation wants it; free the plain one if nothing shares it."""
         super().prepare_weights()
-        if self.scale is not None or self.is_overridden:
+        if self.scale is not None or self.overriding is not None:
             return
         prepare = dispatch.get_manager().select("linear", self.weight.dtype, self.weight.device).impl.prepare
         if prepare is None:

@@ -21,7 +21,7 @@ class TopKExperts(Operator):
         super().__init__()
         self.moe = moe
 
-    def forward(self, logits: Tensor, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def compute(self, logits: Tensor, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [tokens, experts] → weights (float32) and expert ids, each [tokens, experts_per_token]."""
         moe = self.moe
         if correction_bias is None and moe.num_groups == 1:
@@ -50,7 +50,7 @@ class FusedExperts(Operator):
         self.gate_up = parameter(moe.num_experts, 2 * size, hidden_size, dtype=dtype)
         self.down = parameter(moe.num_experts, hidden_size, size, dtype=dtype)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def compute(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [tokens, hidden], weights and experts [tokens, experts_per_token] → [tokens, hidden]."""
         return dispatch.fused_moe(x, self.gate_up, self.down, weights, experts)
 
@@ -58,7 +58,7 @@ class FusedExperts(Operator):
     def capturable(self) -> bool:
         """False where the reference serves: it asks on the host which experts a step needs."""
         impl = dispatch.get_manager().select("fused_moe", self.down.dtype, self.down.device).impl
-        return self.is_overridden or impl.kind is not dispatch.ImplKind.REFERENCE
+        return self.overriding is not None or impl.kind is not dispatch.ImplKind.REFERENCE
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         rank, count = self._tp.rank, self._tp.world_size

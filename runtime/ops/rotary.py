@@ -23,7 +23,7 @@ class RotaryEmbedding(Operator):
         cos, sin = (angles.cos() * sharpness).to(dtype), (angles.sin() * sharpness).to(dtype)
         self.cos, self.sin = cos, sin
 
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """query [tokens, heads, head_dim] and key [tokens, kv_heads, head_dim], rotated, in new tensors."""
         return dispatch.rotary_embedding(query, key, self.cos, self.sin, positions)
 

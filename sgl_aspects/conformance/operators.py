@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sgl_aspects.conformance.check import Bench, check, require
+from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import (
@@ -33,6 +34,7 @@ def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def _compare(
     bench: Bench,
+    op_name: str,
     operator: Callable[[torch.dtype], Operator],
     inputs: Callable[[torch.dtype, int], Sequence[torch.Tensor]],
     reference: Callable[..., Sequence[torch.Tensor]],
@@ -49,7 +51,7 @@ def _compare(
                 parameter.data.copy_(random_tensor(*parameter.shape, dtype=dtype, seed=100 + number))
             parameters = [parameter.detach().cpu().double() for parameter in made.parameters()]
             made.prepare_weights()
-        form = _form(made.rotary if isinstance(made, _Rotary) else made, dtype, bench.device)
+        form = _serving(made, op_name, dtype, bench.device)
         for rows in _ROWS:
             given = inputs(dtype, rows)
             with bench.platform.inference_mode():
@@ -75,23 +77,11 @@ def _compare(
     return f"{form}, error at most {100 * worst:.0f} % of what is allowed"
 
 
-def _form(operator: Operator, dtype: torch.dtype, device: torch.device) -> str:
-    """The implementation that serves, by its id: a form of the operator's class, or a registered function."""
-    return operator.chosen(dtype, device).impl_id
-
-
-class _Rotary(Operator):
-    """RotaryEmbedding with the look-up of the angles: tensors in, tensors out."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.rotary = RotaryEmbedding(RopeConfig(), 32, 256, dtype)
-
-    def forward_native(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rotated: tuple[torch.Tensor, torch.Tensor] = self.rotary(query, key, self.rotary.angles(positions))
-        return rotated
+def _serving(layer: Operator, op_name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The implementation that serves, by its id; or the method that overrides the layer."""
+    if layer.overriding is not None:
+        return f"{type(layer).__name__}: {getattr(layer.overriding, '__qualname__', layer.overriding)}"
+    return get_manager().select(op_name, dtype, device).impl.impl_id
 
 
 # -- what operators mean, in float64 ----------------------------------------------------------------------
@@ -130,13 +120,14 @@ def _rows(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, int], list[torch.T
 
 
 def _check(name: str, of: str, expects: str, *how: Any) -> None:
-    """``how``: arguments of :func:`_compare`."""
-    check(name=name, write=f"forward_<key> of {of}", expects=expects)(lambda bench: _compare(bench, *how))
+    """``of``: the operator; ``how``: further arguments of :func:`_compare`."""
+    write = f"an implementation of {of} (docs/ops.md)"
+    check(name=name, write=write, expects=expects)(lambda bench: _compare(bench, of, *how))
 
 
 _check(
     "silu_and_mul",
-    "SiluAndMul",
+    "silu_and_mul",
     "silu(first half) * second half",
     lambda dtype: SiluAndMul(),
     _rows((96,)),
@@ -144,7 +135,7 @@ _check(
 )
 _check(
     "rms_norm",
-    "RMSNorm",
+    "rms_norm",
     "x / rms(x) * weight",
     lambda dtype: RMSNorm(64, 1e-6, dtype),
     _rows((64,)),
@@ -152,7 +143,7 @@ _check(
 )
 _check(
     "rms_norm_residual",
-    "RMSNorm",
+    "rms_norm",
     "(norm(x + residual), x + residual)",
     lambda dtype: RMSNorm(64, 1e-6, dtype),
     _rows((64,), (64,)),
@@ -160,7 +151,7 @@ _check(
 )
 _check(
     "linear",
-    "Linear",
+    "linear",
     "x @ weight.T + bias",
     lambda dtype: Linear(48, 80, bias=True, dtype=dtype),
     _rows((48,)),
@@ -168,7 +159,7 @@ _check(
 )
 _check(
     "merged_linear",
-    "MergedLinear",
+    "linear",
     "several linears as one",
     lambda dtype: MergedLinear(48, {"q": 64, "k": 16, "v": 16}, bias=False, dtype=dtype),
     _rows((48,)),
@@ -176,7 +167,7 @@ _check(
 )
 _check(
     "embedding",
-    "Embedding",
+    "embedding",
     "rows of the weight",
     lambda dtype: Embedding(100, 64, dtype),
     lambda dtype, rows: [torch.arange(rows) * 37 % 100],
@@ -184,9 +175,9 @@ _check(
 )
 _check(
     "rotary",
-    "RotaryEmbedding",
+    "rotary_embedding",
     "each pair turned by its angle",
-    _Rotary,
+    lambda dtype: RotaryEmbedding(RopeConfig(), 32, 256, dtype),
     lambda dtype, rows: [*_rows((4, 32), (2, 32))(dtype, rows), torch.arange(rows) * 13 % 256],
     lambda _, query, key, positions: [rotated(query, positions), rotated(key, positions)],
 )

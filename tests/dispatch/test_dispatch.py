@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import os
 import pickle
 import sys
 import threading
@@ -37,6 +38,7 @@ from sgl_aspects.runtime.dispatch.configuration import (
     merged,
     read_file,
 )
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.process import new_registry
 from sgl_aspects.runtime.ops import Linear, RMSNorm, SiluAndMul
 from tests.support.operator_cases import cases, flat, in_type
@@ -120,7 +122,7 @@ def test_strict_with_an_order_that_names_nobody_serves_nobody(tokens: Any) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefer": "vendor:nobody"}, "prefer: unknown vendor 'nobody'; choose from a, b, cpu"),
+        ({"prefer": "vendor:nobody"}, "prefer: unknown vendor 'nobody'; choose from a, b"),
         ({"prefer": "impl:nope"}, "prefer: unknown implementation 'nope'; choose from default.op"),
         ({"per_op_order": {"no": "vendor"}}, "per_op_order: unknown operator 'no'; choose from op"),
         ({"per_op_order": {"op": "default|impl:x"}}, "per_op_order: op: unknown implementation 'x'"),
@@ -202,7 +204,7 @@ def test_what_was_resolved_while_the_registry_changed_is_not_kept() -> None:
     registry = OpRegistry()
     registry.define(OperatorSpec("op", plus(1)))
     manager = OpManager(registry)
-    site = manager.function_site("op")
+    site = manager.site("op")
     better = OpImpl("op", "better", ImplKind.DEFAULT, plus(9), priority=999)
     asked: list[int] = []
 
@@ -351,9 +353,7 @@ def test_functions_and_layers_follow_a_changed_policy_at_once_wherever_they_are_
 def test_a_resolved_call_is_the_implementation_itself() -> None:
     layer = RMSNorm(8, 1e-6, torch.float32)
     layer(X)
-    assert layer._site.run.__func__ is RMSNorm.forward_native  # type: ignore[attr-defined]
-    dispatch.rms_norm(X, layer.weight)
-    site = dispatch.get_manager().function_site("rms_norm")
+    site = dispatch.get_manager().site("rms_norm")
     assert site.run is dispatch.get_manager().registry.spec("rms_norm").reference
 
 
@@ -392,7 +392,6 @@ def test_layers_can_be_copied_and_pickled() -> None:
     layer = RMSNorm(8, 1e-6, torch.float32)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         torch.testing.assert_close(other(X), layer(X))
-        assert other._site is not layer._site
         other.weight.data.mul_(2)
         torch.testing.assert_close(other(X), 2 * layer(X))
 
@@ -402,11 +401,11 @@ def test_a_packed_weight_serves_the_reference_when_the_policy_changes() -> None:
     for parameter in linear.parameters():
         parameter.data.normal_()
     with torch.inference_mode():
-        wanted = linear.forward_native(X)
+        wanted = torch.nn.functional.linear(X, linear.weight, linear.bias)
         linear.prepare_weights()
         torch.testing.assert_close(linear(X), wanted, rtol=1e-4, atol=1e-5)
         dispatch.get_manager().set_policy(SelectionPolicy.of(prefer="reference"))
-        assert linear.chosen().impl_id == "Linear.forward_native"
+        assert linear.weight.numel() == 0
         torch.testing.assert_close(linear(X), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -415,24 +414,64 @@ class KeyedPlatform(CpuPlatform):
         return "chip"
 
 
-def test_a_vendors_form_and_a_vendors_function_are_chosen_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_may_be_registered_by_name_and_is_imported_when_it_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_kernels.py").write_text(
+        "def silu_and_mul(x): return x[..., :4] * 0\ndef other(y): return y\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    manager = dispatch.get_manager()
+
+    def register(name: str, priority: int) -> None:
+        manager.registry.register(
+            OpImpl("silu_and_mul", f"vendor.chip.{name}", ImplKind.VENDOR, f"late_kernels:{name}",
+                   vendor="chip", priority=priority)
+        )  # fmt: skip
+
+    with dispatch.with_preference("reference"):
+        register("silu_and_mul", 500)
+        dispatch.silu_and_mul(X)
+        assert "late_kernels" not in sys.modules
+    assert not dispatch.silu_and_mul(X).any()
+    register("other", 900)
+    with pytest.raises(OperatorSignatureError, match=r"vendor.chip.other is late_kernels.other\(y\)"):
+        dispatch.silu_and_mul(X)
+    with pytest.raises(OperatorError, match=r"fn='late_kernels': write a function, or 'pkg.mod:function'"):
+        OpImpl("silu_and_mul", "x", ImplKind.DEFAULT, "late_kernels")
+
+
+def test_a_platforms_override_takes_the_layer_out_of_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     set_current_platform(KeyedPlatform())
     try:
         layer = SiluAndMul()
-        assert layer.chosen().impl_id == "SiluAndMul.forward_native"
         monkeypatch.setattr(SiluAndMul, "forward_chip", lambda self, x: x * 0, raising=False)
-        manager = dispatch.get_manager()
-        manager.registry.register(
-            OpImpl("silu_and_mul", "vendor.chip.silu_and_mul", ImplKind.VENDOR, marked, vendor="chip")
-        )
-        assert layer.chosen().impl_id == "SiluAndMul.forward_chip"
-        order = {"silu_and_mul": "impl:vendor.chip.silu_and_mul"}
-        with dispatch.policy_context(SelectionPolicy.of(prefer="vendor", per_op_order=order)):
-            assert bool((layer(X) == 7).all())
-        with dispatch.with_denied_vendors(["chip"]):
-            assert layer.chosen().impl_id == "SiluAndMul.forward_native"
+        assert not layer(X).any()
+        copied = pickle.loads(pickle.dumps(layer))
+        with dispatch.with_preference("reference"):
+            assert not copied(X).any()
+            assert dispatch.silu_and_mul(X).any()
     finally:
         set_current_platform(None)
+
+
+def test_an_operator_that_a_package_defines_is_dispatched_like_the_others() -> None:
+    source = "def tripled_for_test(x, by=3):\n    'x times by.'\n    return x * by\n"
+    module: dict[str, Any] = {"__name__": "a_package"}
+    exec(source, module)
+    try:
+        tripled = dispatch.operator()(module["tripled_for_test"])
+        assert torch.equal(tripled(X), X * 3)
+        dispatch.get_manager().registry.register(
+            OpImpl("tripled_for_test", "fast", ImplKind.DEFAULT, lambda x, by=3: x * 0, priority=999)
+        )
+        assert not tripled(X).any()
+        assert tripled.__doc__ == "x times by."
+        with dispatch.with_preference("reference"):
+            assert torch.equal(tripled(X, by=2), X * 2)
+    finally:
+        del OPERATORS["tripled_for_test"]
+        dispatch.reset_manager()
 
 
 # -- registering ---------------------------------------------------------------------------------------
@@ -675,20 +714,29 @@ def test_variables_come_before_the_file_and_the_file_before_the_platforms(
     assert load_settings(registry).files == ()
 
 
-def test_a_file_may_say_that_no_folder_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_requests_are_followed_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sgl_aspects.runtime.dispatch import live
 
     followed: list[str] = []
     monkeypatch.setattr(live, "_start", followed.append)
     monkeypatch.setattr(live, "_followed", {})
     monkeypatch.delenv("SGL_ASPECTS_OP_CONTROL")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "ops.yaml"
     monkeypatch.setenv("SGL_ASPECTS_OP_CONFIG", str(file))
-    for text, folders in (("control: off", []), (f"control: {tmp_path}", [str(tmp_path)])):
+    for text, folder in (
+        ("prefer: vendor", None),
+        ("control: off", None),
+        (f"control: {tmp_path}", tmp_path),
+        ("control: on", tmp_path / f"sgl-aspects-operators-{os.getuid()}"),
+    ):
+        followed.clear()
         file.write_text(text)
         dispatch.reset_manager()
-        dispatch.follow_requests()
-        assert followed == folders, text
+        dispatch.get_manager()
+        assert followed == ([] if folder is None else [str(folder)]), text
 
 
 def test_a_platform_brings_a_file_of_its_own(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sgl_aspects.runtime import dispatch
-from sgl_aspects.runtime.dispatch.operators import OPERATORS
-from sgl_aspects.runtime.dispatch.reference.rotary import axes_of_pairs
+from sgl_aspects.runtime.dispatch.define import OPERATORS
+from sgl_aspects.runtime.dispatch.operators.rotary import axes_of_pairs
 from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from tests.support.operator_cases import (
     MEANINGS,
@@ -28,7 +28,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, t
 
 
 def test_every_operator_has_a_case() -> None:
-    assert {op for op, _ in CASES.values()} == {spec.name for spec in OPERATORS} == set(MEANINGS)
+    assert {op for op, _ in CASES.values()} == set(OPERATORS) == set(MEANINGS)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -43,7 +43,7 @@ def test_the_reference_is_what_the_operator_means(name: str, dtype: torch.dtype)
     wanted = MEANINGS[op](**exact)
     for one, other in zip(flat(found), flat(wanted), strict=True):
         assert difference(one, other) <= TOLERANCES[dtype], name
-    spec = next(spec for spec in OPERATORS if spec.name == op)
+    spec = OPERATORS[op]
     for key, value in given.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -70,7 +70,7 @@ def test_how_a_tensor_lies_in_memory_changes_nothing(name: str) -> None:
         wanted, found = getattr(dispatch, op)(**given), getattr(dispatch, op)(**spread)
     for one, other in zip(flat(found), flat(wanted), strict=True):
         torch.testing.assert_close(one, other)
-    for key in next(spec for spec in OPERATORS if spec.name == op).mutates:
+    for key in OPERATORS[op].mutates:
         torch.testing.assert_close(spread[key], given[key])
 
 
@@ -106,7 +106,7 @@ def test_the_operator_runs_under_its_name_with_any_kind_of_arguments() -> None:
     assert isinstance(wanted, torch.Tensor)
     torch.testing.assert_close(dispatch.call_op("rms_norm", x, weight, eps=1e-5), wanted)
     torch.testing.assert_close(dispatch.rms_norm(eps=1e-5, weight=weight, x=x), wanted)
-    assert dispatch.rms_norm.__doc__ == OPERATORS[2].reference.__doc__
+    assert dispatch.rms_norm.__doc__ == OPERATORS["rms_norm"].reference.__doc__
 
 
 # -- transformers --------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.platforms.identity import PlatformCapabilities
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import flaggems
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.process import new_registry
-from sgl_aspects.runtime.dispatch.reference import delta_rule, dense, experts, rotary
 from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from sgl_aspects.runtime.dispatch.vendors import ascend, cuda
 from tests.support.operator_cases import cases, flat, in_type
@@ -30,16 +30,20 @@ from tests.support.operator_cases import cases, flat, in_type
 CASES = cases()
 
 
+def reference(op_name: str) -> Any:
+    return OPERATORS[op_name].reference
+
+
 def flag_gems() -> types.ModuleType:
     gems = types.ModuleType("flag_gems")
 
     def topk_softmax(weights: Any, ids: Any, rows: Any, logits: Any, renormalize: bool = False) -> None:
-        found, chosen = experts.topk(logits, weights.shape[1], renormalize)
+        found, chosen = reference("topk")(logits, weights.shape[1], renormalize)
         weights.copy_(found)
         ids.copy_(chosen)
 
     def chunk(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, state: Any, final: bool) -> Any:
-        output, last = delta_rule.chunk_gated_delta_rule(q, k, v, g, beta, state, scale)
+        output, last = reference("chunk_gated_delta_rule")(q, k, v, g, beta, state, scale)
         return g, output, None, last, None, None, None
 
     def recurrent(
@@ -47,7 +51,7 @@ def flag_gems() -> types.ModuleType:
         cu_seqlens: Any, ssm_state_indices: Any, use_qk_l2norm_in_kernel: bool,
     ) -> Any:  # fmt: skip
         assert inplace_final_state
-        one_sequence: Any = delta_rule.fused_recurrent_gated_delta_rule
+        one_sequence: Any = reference("fused_recurrent_gated_delta_rule")
         outputs = []
         for number, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
             part = [x[:, begin:end] for x in (q, k, v, g, beta)]
@@ -59,9 +63,9 @@ def flag_gems() -> types.ModuleType:
         "silu_and_mul": lambda a, b: F.silu(a) * b,
         "gelu_and_mul": lambda a, b, approximate="none": F.gelu(a, approximate=approximate) * b,
         "rms_norm": lambda x, shape, w, eps: F.rms_norm(x.float(), shape, w.float(), eps).to(x.dtype),
-        "apply_rotary_pos_emb": rotary.rotary_embedding,
+        "apply_rotary_pos_emb": reference("rotary_embedding"),
         "topk_softmax": topk_softmax,
-        "outplace_fused_experts": experts.fused_moe,
+        "outplace_fused_experts": reference("fused_moe"),
         "chunk_gated_delta_rule_fwd": chunk,
         "fused_recurrent_gated_delta_rule_fwd": recurrent,
     }
@@ -73,16 +77,16 @@ def sgl_kernel() -> types.ModuleType:
     kernel = types.ModuleType("sgl_kernel")
 
     def topk_softmax(weights: Any, ids: Any, logits: Any, renormalize: bool = False) -> None:
-        found, chosen = experts.topk(logits, weights.shape[1], renormalize)
+        found, chosen = reference("topk")(logits, weights.shape[1], renormalize)
         weights.copy_(found)
         ids.copy_(chosen)
 
     functions: dict[str, Any] = {
-        "silu_and_mul": lambda x, out: out.copy_(dense.silu_and_mul(x)),
-        "gelu_and_mul": lambda x, out: out.copy_(dense.gelu_and_mul(x, "none")),
-        "gelu_tanh_and_mul": lambda x, out: out.copy_(dense.gelu_and_mul(x)),
-        "rmsnorm": dense.rms_norm,
-        "gemma_rmsnorm": dense.gemma_rms_norm,
+        "silu_and_mul": lambda x, out: out.copy_(reference("silu_and_mul")(x)),
+        "gelu_and_mul": lambda x, out: out.copy_(reference("gelu_and_mul")(x, "none")),
+        "gelu_tanh_and_mul": lambda x, out: out.copy_(reference("gelu_and_mul")(x)),
+        "rmsnorm": reference("rms_norm"),
+        "gemma_rmsnorm": reference("gemma_rms_norm"),
         "topk_softmax": topk_softmax,
     }
     kernel.__dict__.update(functions)
@@ -97,13 +101,13 @@ def torch_npu() -> types.ModuleType:
         return x * cos + torch.cat((-second, first), -1) * sin
 
     functions: dict[str, Any] = {
-        "npu_swiglu": lambda x, dim: dense.silu_and_mul(x),
+        "npu_swiglu": lambda x, dim: reference("silu_and_mul")(x),
         "npu_geglu": lambda x, dim, approximate, activate_left: (
-            dense.gelu_and_mul(x, "tanh" if approximate else "none"),
+            reference("gelu_and_mul")(x, "tanh" if approximate else "none"),
             None,
         ),
-        "npu_rms_norm": lambda x, w, eps: (dense.rms_norm(x, w, eps), None),
-        "npu_add_rms_norm": lambda x, r, w, eps: (dense.rms_norm(x + r, w, eps), None, x + r),
+        "npu_rms_norm": lambda x, w, eps: (reference("rms_norm")(x, w, eps), None),
+        "npu_add_rms_norm": lambda x, r, w, eps: (reference("rms_norm")(x + r, w, eps), None, x + r),
         "npu_rotary_mul": npu_rotary_mul,
     }
     npu.__dict__.update(functions)
@@ -174,7 +178,7 @@ def test_flaggems_serves_where_the_platform_has_triton_and_refuses_what_it_does_
         chosen = manager.select("topk", x.dtype, x.device)
         assert chosen.impl.impl_id == "default.flaggems.topk"
         weights, _ = manager.call_op("topk", x, 2, scoring="sigmoid")
-        assert torch.equal(weights, experts.topk(x, 2, scoring="sigmoid")[0]), "the reference served"
+        assert torch.equal(weights, reference("topk")(x, 2, scoring="sigmoid")[0]), "the reference served"
         float64 = manager.select("topk", torch.float64, x.device)
         assert float64.impl.impl_id == "reference.topk"
         recurrent = manager.select("fused_recurrent_gated_delta_rule", x.dtype, x.device)

@@ -470,9 +470,9 @@ class KeyedPlatform(CpuPlatform):
         return self.key
 
 
-def test_an_operator_runs_the_platforms_form_and_falls_back_to_the_reference() -> None:
+def test_a_layer_runs_the_platforms_override_and_else_computes() -> None:
     class Double(Operator):
-        def forward_native(self, x: int) -> int:
+        def compute(self, x: int) -> int:
             return 2 * x
 
         def forward_chip(self, x: int) -> int:
@@ -486,8 +486,6 @@ def test_an_operator_runs_the_platforms_form_and_falls_back_to_the_reference() -
         assert (with_key("native"), with_key("chip"), with_key("other")) == (8, 1008, 8)
     finally:
         set_current_platform(None)
-    with pytest.raises(TypeError, match="without forward_native"):
-        type("Empty", (Operator,), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -500,23 +498,23 @@ def test_packed_products_equal_the_reference(dtype: torch.dtype, rows: int) -> N
     linear.bias.data.normal_()
     x = torch.randn(rows, 48).to(dtype)
     with torch.inference_mode():
-        expected = linear.forward_native(x)
-        linear.prepare_cpu()
+        expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
+        linear.prepare_weights()
         torch.testing.assert_close(
-            linear.forward_cpu(x), expected, rtol=2e-2 if dtype != torch.float32 else 1e-4, atol=1e-4
+            linear(x), expected, rtol=2e-2 if dtype != torch.float32 else 1e-4, atol=1e-4
         )
 
 
 def test_prompts_of_all_lengths_leave_few_kernels_behind() -> None:
     linear = Linear(64, 128, bias=False, dtype=torch.float32)
     linear.weight.data.normal_()
-    linear.prepare_cpu()
+    linear.prepare_weights()
     memory = psutil.Process().memory_info
     with torch.inference_mode():
-        linear.forward_cpu(torch.ones(1, 64))
+        linear(torch.ones(1, 64))
         before = memory().rss
         for rows in range(1, 513):
-            assert linear.forward_cpu(torch.ones(rows, 64)).shape == (rows, 128)
+            assert linear(torch.ones(rows, 64)).shape == (rows, 128)
     # A kernel for each of them would be 140 MiB.
     assert memory().rss - before < 48 << 20
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
-from sgl_aspects.runtime.dispatch.reference import experts as reference_experts
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import PageTable
 from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool
@@ -48,17 +48,17 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_products_of_few_tokens(
     tokens: int, outer: int, inner: int, has_bias: bool, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sgl_aspects.runtime.ops import triton_kernels
+    from sgl_aspects.runtime.dispatch.triton import linear as kernels
 
-    monkeypatch.setattr(triton_kernels, "_PROGRAMS", programs)
-    triton_kernels._arrivals.cache_clear()
+    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+    kernels._arrivals.cache_clear()
     dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies no bfloat16
     x, weight = random(tokens, inner, seed=1, dtype=dtype), random(outer, inner, seed=2, dtype=dtype)
     bias = random(outer, seed=3, dtype=dtype) if has_bias else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for _ in range(2):  # what the last program counts is left as it was found
-        assert error(triton_kernels.skinny_linear(x, weight, bias), exact) < (5e-3 if ON_GPU else 1e-3)
-    assert not triton_kernels._arrivals(x.device).any()
+        assert error(kernels.skinny_linear(x, weight, bias), exact) < (5e-3 if ON_GPU else 1e-3)
+    assert not kernels._arrivals(x.device).any()
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,43 @@ def test_products_of_few_tokens(
     [(1, 8, 8, 32, 16), (3, 8, 2, 70, 40), (90, 2, 1, 64, 32)],
 )
 def test_experts(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> None:
-    from sgl_aspects.runtime.ops import triton_experts
+    from sgl_aspects.runtime.dispatch.triton.fused_moe import fused_moe
 
     x = random(tokens, hidden, seed=1)
     gate_up, down = random(experts, 2 * inner, hidden, seed=2), random(experts, hidden, inner, seed=3)
     weights, ids = random(tokens, experts, seed=4).softmax(-1).topk(chosen)
-    exact = reference_experts.fused_moe(x.double(), gate_up.double(), down.double(), weights.double(), ids)
-    assert error(triton_experts.fused_experts(x, gate_up, down, weights, ids), exact) < 1e-5
+    exact = OPERATORS["fused_moe"].reference(
+        x.double(), gate_up.double(), down.double(), weights.double(), ids
+    )
+    assert error(fused_moe(x, gate_up, down, weights, ids), exact) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24)])
+def test_rotary_embedding(heads: int, kv_heads: int, dim: int) -> None:
+    from sgl_aspects.runtime.dispatch.triton.rotary_embedding import rotary_embedding
+
+    both = random(5, heads + kv_heads, dim, seed=1)
+    query, key = both[:, :heads], both[:, heads:]
+    cos, sin = random(40, dim // 2, seed=2), random(40, dim // 2, seed=3)
+    positions = torch.tensor([3, 39, 0, 7, 7], device=DEVICE)
+    found = rotary_embedding(query, key, cos, sin, positions)
+    wanted = OPERATORS["rotary_embedding"].reference(query, key, cos, sin, positions)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_norm_and_activation(has_residual: bool) -> None:
+    from sgl_aspects.runtime.dispatch.triton.rms_norm import rms_norm
+    from sgl_aspects.runtime.dispatch.triton.silu_and_mul import silu_and_mul
+
+    x, weight = random(5, 24, seed=1), random(24, seed=2)
+    residual = random(5, 24, seed=3) if has_residual else None
+    found, wanted = (
+        function(x, weight, 1e-6, residual) for function in (rms_norm, OPERATORS["rms_norm"].reference)
+    )
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(silu_and_mul(x), OPERATORS["silu_and_mul"].reference(x))
 
 
 def both_backends(pool_class: Any, lengths: list[int], **row: int) -> Iterator[tuple[AttentionBackend, Any]]:

@@ -200,11 +200,43 @@ def fused_recurrent_gated_delta_rule(
     return output
 
 
+def grouped_topk(
+    router_logits: Any,
+    k: int,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    correction_bias: Any = None,
+    group_by_top2: bool = False,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+) -> Any:
+    scores = router_logits.softmax(-1) if scoring == "softmax" else sigmoid(router_logits)
+    ids = []
+    for row in (scores if correction_bias is None else scores + correction_bias).tolist():
+        size = len(row) // num_groups
+        groups = [list(range(start, start + size)) for start in range(0, len(row), size)]
+
+        def quality(group: list[int], row: list[float] = row) -> float:
+            best = sorted(row[expert] for expert in group)
+            return best[-1] + best[-2] if group_by_top2 else best[-1]
+
+        among = [expert for group in sorted(groups, key=quality)[-topk_groups:] for expert in group]
+        ids.append(sorted(among, key=row.__getitem__, reverse=True)[:k])
+    chosen = torch.tensor(ids)
+    weights = scores.gather(1, chosen)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), chosen
+
+
+def scaled_linear(x: Any, weight: Any, scale: Any, bias: Any = None) -> Any:
+    return linear(x, weight * scale[:, None], bias)
+
+
 MEANINGS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         silu_and_mul, gelu_and_mul, rms_norm, gemma_rms_norm, linear, embedding, rotary_embedding,
-        mrotary_embedding, topk, fused_moe, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule,
+        mrotary_embedding, topk, grouped_topk, scaled_linear, fused_moe,
+        chunk_gated_delta_rule, fused_recurrent_gated_delta_rule,
     )
 }  # fmt: skip
 
@@ -239,6 +271,8 @@ def cases() -> dict[str, tuple[str, Inputs]]:
     }
     state = random(2, 2, 8, 6, seed=6)
     rows, weight = random(3, 24, seed=1), random(24, seed=2)
+    chosen_by = {"router_logits": logits, "k": 3}
+    per_row = {"scale": random(7, seed=4), "bias": random(7, seed=3)}
     return {
         "silu": ("silu_and_mul", {"x": rows}),
         "silu of three axes": ("silu_and_mul", {"x": random(2, 3, 24, seed=1)}),
@@ -266,6 +300,13 @@ def cases() -> dict[str, tuple[str, Inputs]]:
         "topk": ("topk", {"router_logits": logits, "k": 3}),
         "topk as it is": ("topk", {"router_logits": logits, "k": 3, "renormalize": False}),
         "topk by sigmoid": ("topk", {"router_logits": logits, "k": 2, "scoring": "sigmoid"}),
+        "topk of groups": ("grouped_topk", {**chosen_by, "num_groups": 4, "topk_groups": 2}),
+        "topk of groups with a bias": (
+            "grouped_topk",
+            {**chosen_by, "num_groups": 3, "topk_groups": 2, "correction_bias": random(12, seed=4, scale=0.3),
+             "group_by_top2": True, "renormalize": False, "scoring": "sigmoid"},
+        ),
+        "scaled linear": ("scaled_linear", {"x": rows, "weight": random(7, 24, seed=2), **per_row}),
         "experts": ("fused_moe", experts),
         "experts with gelu": ("fused_moe", {**experts, "activation": "gelu"}),
         "delta rule": ("chunk_gated_delta_rule", delta_inputs(5)),

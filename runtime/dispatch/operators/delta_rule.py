@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_aspects.runtime.dispatch.operator import operator
+from sgl_aspects.runtime.dispatch.define import operator
 
 
 @operator(mutates=("state",))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from sgl_aspects.runtime.dispatch.operator import operator
+from sgl_aspects.runtime.dispatch.define import operator
 
 
 @operator()
@@ -62,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
 
 @operator()
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weight * scale).T + bias``: weight [out, in] of 8 bits, and what each of its rows is multiplied by."""
+    """``x @ (weight * scale[:, None]).T + bias``, with a weight [out, in] of 8 bits and scale [out]."""
     output = F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
     return output if bias is None else output + bias
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from sgl_aspects.runtime.dispatch.operator import operator
+from sgl_aspects.runtime.dispatch.define import operator
 
 
 @operator()

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 
-from sgl_aspects.runtime.dispatch.operator import OPERATORS
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.triton import overlapping
 
 #: The most tokens for which this file's kernel is faster than the device's library.
@@ -29,7 +29,7 @@ def linear(
 ) -> torch.Tensor:
     """Few tokens by this file's kernel, many by the device's library."""
     if torch.compiler.is_compiling():  # the compiler writes kernels of its own
-        return OPERATORS["linear"].reference(x, weight, bias, packed)
+        return OPERATORS["linear"].reference(x, weight, bias, packed)  # type: ignore[no-any-return]
     if x.ndim != 2 or len(x) > SKINNY_TOKENS or x.dtype is torch.float32:
         return F.linear(x, weight, bias)
     return skinny_linear(x, weight, bias)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sgl_aspects.errors import UnsupportedCallError
-from sgl_aspects.runtime.dispatch.operator import OPERATORS
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.triton import overlapping
 
 
@@ -20,7 +20,7 @@ def rotary_embedding(
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.compiler.is_compiling():  # the compiler writes kernels of its own
-        return OPERATORS["rotary_embedding"].reference(query, key, cos, sin, positions, interleaved)
+        return OPERATORS["rotary_embedding"].reference(query, key, cos, sin, positions, interleaved)  # type: ignore[no-any-return]
     tokens, heads, dim = query.shape
     if interleaved or 2 * cos.shape[-1] != dim:
         raise UnsupportedCallError("this kernel rotates whole heads, in halves")

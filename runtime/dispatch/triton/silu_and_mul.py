@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_aspects.runtime.dispatch.operator import OPERATORS
+from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.triton import overlapping
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # the compiler writes kernels of its own
-        return OPERATORS["silu_and_mul"].reference(x)
+        return OPERATORS["silu_and_mul"].reference(x)  # type: ignore[no-any-return]
     size = x.shape[-1] // 2
     x = x.contiguous()
     output = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
