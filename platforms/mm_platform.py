@@ -42,7 +42,7 @@ class MMPlatform(DeviceMixin):
         self._not_implemented("get_compile_backend")
 
     def get_dispatch_key_name(self) -> str:
-        """Operators look up ``forward_<key>`` and fall back to ``forward_native``, the reference."""
+        """Implementations of operators ask for it, and layers run ``forward_<key>`` where they have one."""
         return "native"
 
     # -- what the device can do: nothing, unless it is declared ---------------------------------------

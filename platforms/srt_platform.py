@@ -101,7 +101,7 @@ class SRTPlatform(DeviceMixin):
     # -- operators -----------------------------------------------------------------------------------
 
     def get_dispatch_key_name(self) -> str:
-        """Operators look up ``forward_<key>`` and fall back to ``forward_native``, the reference."""
+        """Implementations of operators ask for it, and layers run ``forward_<key>`` where they have one."""
         return "native"
 
     def get_operator_config(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The device's operators. An operator of the runtime runs ``forward_<dispatch key>`` where there is one."""
+"""The device's operators: layers of the runtime run ``forward_<dispatch key>`` where they have one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_aspects.runtime.ops import RMSNorm
 def rms_norm(
     self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As ``RMSNorm.forward_native`` says: with a residual, (normalized sum, sum)."""
+    """As ``RMSNorm`` says: with a residual, (normalized sum, sum)."""
     total = x if residual is None else x + residual
     exact = total.float()
     scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
