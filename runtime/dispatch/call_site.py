@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_aspects import generated
-from sgl_aspects.errors import OperatorError, UnsupportedCallError
+from sgl_aspects.errors import OperatorError, OperatorSignatureError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.selection import Selection
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
@@ -130,7 +130,7 @@ class CallSite:
             impl.kind is ImplKind.REFERENCE
             or not others
             or self.manager.policy.strict
-            or isinstance(error, torch.OutOfMemoryError)
+            or isinstance(error, (torch.OutOfMemoryError, OperatorSignatureError))
             or current_platform.is_capturing()
         ):
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib.util
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 
 from sgl_aspects import generated
 from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
-from sgl_aspects.platforms import current_platform, resolve_qualified_name
+from sgl_aspects.platforms import current_platform
 
 
 class ImplKind(enum.Enum):
@@ -127,7 +128,7 @@ class OpImpl:
     @cached_property
     def function(self) -> Callable[..., Any]:
         """``fn``, imported where it is a name."""
-        return self.fn if callable(self.fn) else cast(Callable[..., Any], resolve_qualified_name(self.fn))
+        return self.fn if callable(self.fn) else cast(Callable[..., Any], pkgutil.resolve_name(self.fn))
 
     @property
     def depends_on_tensors(self) -> bool:
