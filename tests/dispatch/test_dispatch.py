@@ -489,7 +489,7 @@ def test_an_operator_that_a_package_defines_is_dispatched_like_the_others() -> N
         (lambda: OpImpl("op", "x", ImplKind.VENDOR, plus(1)), OperatorError, "vendor=None"),
         (lambda: OpImpl("op", "x", ImplKind.DEFAULT, plus(1), vendor="a"), OperatorError, "vendor='a'"),
         (lambda: OpImpl("op", "x", "default", plus(1)), OperatorError, "choose one of ImplKind.DEFAULT"),  # type: ignore[arg-type]
-        (lambda: OpImpl("op", "x", ImplKind.DEFAULT, 5), OperatorError, "fn=5 cannot be called"),  # type: ignore[arg-type]
+        (lambda: OpImpl("op", "x", ImplKind.DEFAULT, 5), OperatorError, "fn=5: write a function"),  # type: ignore[arg-type]
         (lambda: OpImpl("op", "", ImplKind.DEFAULT, plus(1)), OperatorError, "impl_id=''"),
         (lambda: OpImpl("op", "x", ImplKind.DEFAULT, lambda: 0), OperatorSignatureError, r"called with \(x"),
         (lambda: OpImpl("op", "x", ImplKind.DEFAULT, lambda y: 0), OperatorSignatureError, "take these"),
@@ -535,7 +535,7 @@ def test_more_arguments_with_defaults_are_well_and_the_reference_stays() -> None
     registry.unregister("op", "x")
     with pytest.raises(OperatorError, match="it stays"):
         registry.unregister("op", "reference.op")
-    with pytest.raises(OperatorError, match="'x' is no implementation of op"):
+    with pytest.raises(OperatorError, match="'x' is not an implementation of op"):
         registry.unregister("op", "x")
     with pytest.raises(OperatorError, match="defined already"):
         registry.define(OperatorSpec("op", plus(1)))
@@ -590,7 +590,7 @@ def test_a_vendor_with_the_wrong_signature_is_an_error_at_start(
     with pytest.raises(OperatorError, match=r"acme failed while it registered.*no driver"):
         dispatch.get_manager()
     monkeypatch.setenv("SGL_ASPECTS_OP_VENDOR_PATH", str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"SGL_ASPECTS_OP_VENDOR_PATH: .*nowhere' is no folder"):
+    with pytest.raises(ConfigError, match=r"SGL_ASPECTS_OP_VENDOR_PATH: .*nowhere' is not a folder"):
         dispatch.get_manager()
 
 
@@ -645,7 +645,7 @@ def settings_of(text: str, tmp_path: Path) -> Settings:
         ("summaries: [nope]", "summaries: unknown operator 'nope'"),
         ("log: 7", "log: 7: write a path"),
         ("- prefer", "holds a list: write 'key: value' lines"),
-        ("prefer: [", "is no YAML"),
+        ("prefer: [", "is not YAML"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_told_with_file_key_value_and_choices(

@@ -32,7 +32,7 @@ _numbers = itertools.count(1)
 _NAME = "look"
 #: Goes, and the operator with it, when the module is loaded anew.
 _library: Any = torch.library.Library("sgl_aspects", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"{_NAME}(Tensor(a!) layer, Tensor[] given, Tensor[] found, str call) -> ()")
+_library.define(f"{_NAME}(Tensor(a!) written, Tensor layer, Tensor[] given, Tensor[] found, str call) -> ()")
 
 
 def numbered(who: Looks) -> int:
@@ -44,6 +44,7 @@ def numbered(who: Looks) -> int:
 
 def tell(
     number: int,
+    written: torch.Tensor,
     layer: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -53,10 +54,16 @@ def tell(
     given = tensors_in((args, kwargs))
     names = list(kwargs)
     call = repr((number, names, [_described(value) for value in (*args, *kwargs.values())]))
-    getattr(torch.ops.sgl_aspects, _NAME)(layer, given, found, call)
+    getattr(torch.ops.sgl_aspects, _NAME)(written, layer, given, found, call)
 
 
-def _look(layer: torch.Tensor, given: list[torch.Tensor], found: list[torch.Tensor], call: str) -> None:
+def _look(
+    written: torch.Tensor,
+    layer: torch.Tensor,
+    given: list[torch.Tensor],
+    found: list[torch.Tensor],
+    call: str,
+) -> None:
     number, names, described = ast.literal_eval(call)
     who = _looking.get(number)
     if who is None:  # the watch has ended, and compiled code that knew it still runs

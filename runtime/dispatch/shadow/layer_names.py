@@ -30,15 +30,11 @@ def number_tensor(number: int) -> torch.Tensor:
         return torch.tensor(number, device="cpu")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _number_modules() -> bool:
-    """Compilers run this while they compile. Every module of the process gets its number."""
-    for module in _modules():
-        if _NUMBER not in module.__dict__:
-            number = next(_numbers)
-            _numbered[number] = module
-            module.__dict__[_NUMBER] = number_tensor(number)
-    return True
+def _give_number(module: nn.Module) -> None:
+    if _NUMBER not in module.__dict__:
+        number = next(_numbers)
+        _numbered[number] = module
+        module.__dict__[_NUMBER] = number_tensor(number)
 
 
 def _modules() -> list[nn.Module]:
@@ -57,6 +53,8 @@ class LayerNames:
 
     def start(self) -> None:
         if not self._handles:
+            for module in _modules():
+                _give_number(module)
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._exit, always_call=True),
@@ -75,8 +73,11 @@ class LayerNames:
         return self._names.get(stack[-1], (0, type(stack[-1]).__name__)) if stack else (0, "")
 
     def compiling(self) -> torch.Tensor | None:
-        """In code that is being compiled: the number of the module it belongs to."""
-        return self._compiling[-1].__dict__[_NUMBER] if self._compiling else None
+        """In code that is being compiled: the number of the module it belongs to.
+
+        None for a model that was made after the start and is compiled as a whole before its first call.
+        """
+        return self._compiling[-1].__dict__.get(_NUMBER) if self._compiling else None
 
     def name_of(self, number: int) -> tuple[int, str]:
         """Of the module with this number; (0, "") where there is none."""
@@ -99,6 +100,7 @@ class LayerNames:
         for place, (path, part) in enumerate(model.named_modules()):
             path = path.removeprefix("_orig_mod").lstrip(".")  # what torch.compile puts around a model
             self._names.setdefault(part, (place, path or type(model).__name__))
+            _give_number(part)
 
     def _stack(self) -> list[nn.Module]:
         if not hasattr(self._running, "stack"):
@@ -108,8 +110,6 @@ class LayerNames:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if _NUMBER not in module.__dict__:
-                _number_modules()
             self._compiling.append(module)
             return
         stack = self._stack()

@@ -238,6 +238,8 @@ class _WatchedCall:
         self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow) if each is not None)
         self._number = compiled_calls.numbered(self)
         self._no_layer = number_tensor(0)
+        #: Compilers are told that looking writes to it, so that they keep the look.
+        self._written = number_tensor(0)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         is_compiling = torch.compiler.is_compiling()
@@ -249,7 +251,8 @@ class _WatchedCall:
         found = self._found(result, args, kwargs)
         if is_compiling:
             number = self._watch.layers.compiling()
-            compiled_calls.tell(self._number, self._no_layer if number is None else number, *given, found)
+            layer_number = self._no_layer if number is None else number
+            compiled_calls.tell(self._number, self._written, layer_number, *given, found)
         else:
             self._look(layer, given, found)
         return result
