@@ -683,7 +683,7 @@ def test_what_is_wrong_in_a_variable_is_told_at_start(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=message):
-        RMSNorm(8, 1e-6, torch.float32)
+        dispatch.get_manager()
 
 
 def test_variables_come_before_the_file_and_the_file_before_the_platforms(
