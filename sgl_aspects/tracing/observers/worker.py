@@ -22,7 +22,7 @@ _DEVICE_TIME = 4  # the place of its value
 
 
 class WorkerObserver:
-    """Writes ``forward`` and ``sample``; where a step runs in this process, others watch them."""
+    """Writes ``forward``, and at level 4 ``sample``; where a step runs in this process, others watch them."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -99,7 +99,7 @@ class WorkerObserver:
             self._graph = self._graph_mode((), {}, result)
 
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (time_ns(), self._step_id) if self._step_id else None
+        return (time_ns(), self._step_id) if self._step_id and self._recorder.level >= 4 else None
 
     def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
