@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-    from sgl_aspects.runtime.kv_cache import PageTable
+    from sgl_aspects.runtime.kv_cache import PageTable, StatePool
     from sgl_aspects.runtime.ops.attention import Attention
 
 
@@ -47,6 +47,8 @@ class AttentionBackend(abc.ABC):
     reads_unwritten_slots: ClassVar[bool] = True
 
     def __init__(self, kv_pool: Any, page_table: PageTable) -> None:
+        #: What layers without keys and values keep; None: the model has no such layers.
+        self.states: StatePool | None = None
         self.kv_pool = kv_pool
         self.page_table = page_table
 

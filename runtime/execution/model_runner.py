@@ -18,7 +18,7 @@ from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
-from sgl_aspects.runtime.kv_cache import KVCache, PageTable, token_bytes
+from sgl_aspects.runtime.kv_cache import KVCache, PageTable, StatePool, token_bytes
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.loader.quantization import quantization_config
@@ -118,8 +118,10 @@ class ModelRunner:
         kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
         pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind=kind))
         allocator_class = resolve_qualified_name(self.platform.get_paged_allocator_cls())
-        bytes_each = token_bytes(kind, self.dtype, config.num_layers, **row)
+        bytes_each = token_bytes(kind, self.dtype, config.num_kv_layers, **row)
         free, _ = self.platform.get_available_memory()
+        if config.linear is not None:
+            free -= StatePool.bytes_for(config.linear, args.max_running_requests, self.dtype)
         size = args.max_total_tokens
         if size is None:
             # More than every running request at full length could never be used.
@@ -137,12 +139,12 @@ class ModelRunner:
             size=allocator.total_size,
             page_size=args.page_size,
             dtype=self.dtype,
-            layer_num=config.num_layers,
+            layer_num=config.num_kv_layers,
             device=self.device,
             # As SGLang makes its pools: one stage has all layers, and no memory is given up meanwhile.
             enable_memory_saver=False,
             start_layer=0,
-            end_layer=config.num_layers - 1,
+            end_layer=config.num_kv_layers - 1,
             **row,
         )
         self.page_table = PageTable(
@@ -151,11 +153,16 @@ class ModelRunner:
         self.attention_backend: AttentionBackend = choose_attention_backend(args.attention_backend, kind)(
             self.kv_pool, self.page_table
         )
+        if config.linear is not None:
+            self.attention_backend.states = StatePool(
+                config.linear, args.max_running_requests, self.dtype, self.device
+            )
         self.kv_cache = KVCache(
             allocator,
             self.page_table,
             self.kv_pool,
-            prefix_cache=args.prefix_cache,
+            # A state is that of its request's last token: of a prefix there is none.
+            prefix_cache=args.prefix_cache and config.linear is None,
             clears_pages=self.attention_backend.reads_unwritten_slots,
         )
         logger.info(

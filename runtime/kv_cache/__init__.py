@@ -3,6 +3,7 @@
 pages.py          PagedAllocator and PageTable: which pages are free, which belong to which request
 pools.py          MHATokenPool, MLATokenPool, NSATokenPool: the memory itself, by kind of attention
 prefix_cache.py   PrefixCache: which prefixes are still in it
+states.py         StatePool: what layers without keys and values keep of each request
 manager.py        KVCache: what requests hold of all that
 """
 
@@ -10,6 +11,7 @@ from sgl_aspects.runtime.kv_cache.manager import KVCache
 from sgl_aspects.runtime.kv_cache.pages import PagedAllocator, PageTable
 from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool, token_bytes
 from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
+from sgl_aspects.runtime.kv_cache.states import StatePool
 
 __all__ = [
     "KVCache",
@@ -19,5 +21,6 @@ __all__ = [
     "PageTable",
     "PagedAllocator",
     "PrefixCache",
+    "StatePool",
     "token_bytes",
 ]

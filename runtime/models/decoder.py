@@ -15,15 +15,16 @@ from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.loader.weights import fill_weights, weight_targets
 from sgl_aspects.runtime.models.mlp import GatedMLP, MoEBlock
-from sgl_aspects.runtime.ops import ColumnParallelLinear, Embedding, RMSNorm, RotaryEmbedding
+from sgl_aspects.runtime.ops import ColumnParallelLinear, Embedding, GemmaRMSNorm, RMSNorm, RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        norm = GemmaRMSNorm if config.norm_adds_one else RMSNorm
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = mlp
 
     def forward(
@@ -47,12 +48,16 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
         self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, context_length, dtype)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        norm = GemmaRMSNorm if config.norm_adds_one else RMSNorm
+        self.norm = norm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         residual = self.embed_tokens(batch.input_ids)
+        if self.embedding_scale != 1.0:
+            residual = residual * self.embedding_scale
         hidden = torch.zeros_like(residual)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, self.rotary, batch.positions, batch)
@@ -99,7 +104,12 @@ class CausalLM(nn.Module):
         if moe is not None and layer_id not in moe.dense_layers:
             return MoEBlock(config.hidden_size, moe, self.dtype, self.tp)
         return GatedMLP(
-            config.hidden_size, config.intermediate_size, self.dtype, self.tp, bias=config.mlp_bias
+            config.hidden_size,
+            config.intermediate_size,
+            self.dtype,
+            self.tp,
+            bias=config.mlp_bias,
+            hidden_act=config.hidden_act,
         )
 
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -9,26 +9,38 @@ from sgl_aspects.runtime.execution.communicator import Communicator
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.ops import (
     FusedExperts,
+    GeluAndMul,
     Linear,
     MergedLinear,
+    Operator,
     RowParallelLinear,
     SiluAndMul,
     TopKExperts,
 )
 from sgl_aspects.runtime.ops.base import parameter
 
+#: By the name that config.json has for it.
+ACTIVATIONS: dict[str, type[Operator]] = {"silu": SiluAndMul, "gelu_pytorch_tanh": GeluAndMul}
+
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` with ``size`` inner numbers."""
+    """``down(activation(gate(x)) * up(x))`` with ``size`` inner numbers."""
 
     def __init__(
-        self, hidden_size: int, size: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False
+        self,
+        hidden_size: int,
+        size: int,
+        dtype: torch.dtype,
+        tp: Communicator,
+        *,
+        bias: bool = False,
+        hidden_act: str = "silu",
     ) -> None:
         super().__init__()
         tp.share(size, "the inner size of an MLP")
         parts = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, tp, bias=bias)
-        self.activation = SiluAndMul()
+        self.activation = ACTIVATIONS[hidden_act]()
         self.down_proj = RowParallelLinear(size, hidden_size, dtype, tp, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,10 +74,16 @@ class MoEBlock(nn.Module):
         self.gate = Router(hidden_size, moe, dtype)
         self.topk = TopKExperts(moe)
         self.experts = FusedExperts(hidden_size, moe, dtype, tp)
-        shared_size = moe.num_shared_experts * moe.intermediate_size
+        shared_size = moe.shared_size or moe.num_shared_experts * moe.intermediate_size
         self.shared_experts = GatedMLP(hidden_size, shared_size, dtype, tp) if shared_size else None
+        self.shared_expert_gate = Linear(hidden_size, 1, dtype) if moe.gates_shared else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         weights, experts = self.topk(self.gate(hidden), self.gate.e_score_correction_bias)
         output = self.tp.all_reduce(self.experts(hidden, weights, experts))
-        return output if self.shared_experts is None else output + self.shared_experts(hidden)
+        if self.shared_experts is None:
+            return output
+        shared: Tensor = self.shared_experts(hidden)
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(hidden).sigmoid() * shared
+        return output + shared

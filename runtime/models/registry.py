@@ -12,9 +12,11 @@ MODELS: dict[str, str] = {
     "DeepseekV2ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
     "DeepseekV3ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
     "DeepseekV32ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
+    "GemmaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
     "LlamaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
     "Qwen3ForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen3NextForCausalLM": "sgl_aspects.runtime.models.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3MoeForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
 }
 

@@ -1,4 +1,4 @@
-"""The gated activation."""
+"""The gated activations."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ class SiluAndMul(Operator):
     def compute(self, x: Tensor) -> Tensor:
         """[..., 2 n] → [..., n]."""
         return dispatch.silu_and_mul(x)
+
+
+class GeluAndMul(Operator):
+    def compute(self, x: Tensor) -> Tensor:
+        """[..., 2 n] → [..., n], with the approximation by tanh."""
+        return dispatch.gelu_and_mul(x)

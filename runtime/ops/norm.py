@@ -22,3 +22,10 @@ class RMSNorm(Operator):
 
     def compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return dispatch.rms_norm(x, self.weight, self.eps, residual)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """The same with ``1 + weight``, rounded once, at the end."""
+
+    def compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return dispatch.gemma_rms_norm(x, self.weight, self.eps, residual)
