@@ -113,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         shared = linear.num_value_heads // linear.num_key_heads
         values = shared * linear.value_head_dim
         parts = self.in_proj_qkvz(hidden).view(tokens, linear.num_key_heads, -1)
-        sizes = (linear.key_head_dim, linear.key_head_dim, values, values)
+        sizes = [linear.key_head_dim, linear.key_head_dim, values, values]
         query, key, value, z = torch.split(parts, sizes, dim=-1)
         mixed = torch.cat([part.reshape(tokens, -1) for part in (query, key, value)], dim=-1)
         b, a = self.in_proj_ba(hidden).view(tokens, linear.num_key_heads, -1).split((shared, shared), dim=-1)
@@ -125,12 +125,12 @@ class GatedDeltaNet(nn.Module):
         """[requests, conv_dim, tokens] → query, key and value [requests, tokens, heads, dim]."""
         linear = self.linear
         keys = linear.num_key_heads * linear.key_head_dim
-        sizes = (keys, keys, linear.num_value_heads * linear.value_head_dim)
+        sizes = [keys, keys, linear.num_value_heads * linear.value_head_dim]
         query, key, value = torch.split(convolved.transpose(1, 2), sizes, dim=-1)
         return (
-            query.unflatten(-1, (-1, linear.key_head_dim)),
-            key.unflatten(-1, (-1, linear.key_head_dim)),
-            value.unflatten(-1, (-1, linear.value_head_dim)),
+            _split_heads(query, linear.key_head_dim),
+            _split_heads(key, linear.key_head_dim),
+            _split_heads(value, linear.value_head_dim),
         )
 
     def _states(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -177,6 +177,11 @@ class GatedDeltaNet(nn.Module):
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         for name, own in self.named_parameters(recurse=False):
             yield prefix + name, Target(own.data)
+
+
+def _split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[..., heads * head_dim] → [..., heads, head_dim]."""
+    return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 class Qwen3NextForCausalLM(CausalLM):
