@@ -32,6 +32,8 @@ Observers = tuple[tuple[Any, Any, Any], ...]
 
 MAX_FLAT_OBSERVERS = 4
 
+_SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
 
 class FunctionKind(enum.Enum):
     """What calling the function gives; the woven function is of the same kind."""
@@ -49,6 +51,8 @@ class FunctionKind(enum.Enum):
         if not isinstance(function, types.FunctionType):
             call = inspect.getattr_static(type(function), "__call__", None)
             return cls.of(call) if isinstance(call, types.FunctionType) else cls.PLAIN
+        if not function.__code__.co_flags & _SUSPENDS and not function.__dict__:
+            return cls.PLAIN  # `inspect` asks for marks in its dictionary, and for more
         if inspect.iscoroutinefunction(function):
             return cls.COROUTINE
         if inspect.isasyncgenfunction(function):
@@ -96,7 +100,7 @@ class WovenFunction:
         self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
         namespace = {"__name__": __name__} if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
-        code = self._code(Shape(self.kind), {})
+        # The model's own code, until set_hooks() gives it another one.
         self.function = types.FunctionType(code, namespace, code.co_name, None, closure)
         if not anonymous:
             self._imitate(original)
