@@ -165,6 +165,7 @@ class Writer:
     """As much of a ring's reader as the joiner asks for."""
 
     process_id = 1
+    was_let_go = False
 
     def __init__(self, name: str) -> None:
         self.name, self.last_ns = name, 9
