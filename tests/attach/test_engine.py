@@ -52,6 +52,7 @@ def test_requests_under_way_are_marked_and_none_has_failed(tmp_path: Path) -> No
     spans = _spans(tmp_path / "spans.jsonl")
     requests = [span for span in spans if span["name"].startswith("text_completion")]
     assert any("sgl_aspects.attached" in _flags(span) for span in requests)
+    assert any("sgl_aspects.detached" in _flags(span) for span in spans)
     assert any(not _flags(span) & {"sgl_aspects.attached", "sgl_aspects.detached"} for span in requests)
     assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
     assert {"scheduler.step", "decode"} <= {span["name"] for span in spans}
