@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing import attach, context, schema
 from sgl_aspects.tracing.collector import join
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.tail import TailChoice
@@ -310,3 +310,21 @@ def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch
     (span,) = receiver.spans
     names = [span.resource[name] for name in ("service.name", "host.name", "sgl_aspects.rank")]
     assert names == ["ours", "elsewhere", "tp0"]
+
+
+@pytest.mark.parametrize(("status", "is_error"), [(400, False), (404, False), (503, True), (None, True)])
+def test_a_callers_mistake_is_no_error_of_the_server(
+    receiver: Receiver, status: int | None, is_error: bool
+) -> None:
+    """As the HTTP conventions have it; what was wrong is said all the same."""
+    with attach(endpoint=receiver.endpoint) as session:
+        recorder, start = session.recorder, time.time_ns()
+        span_id = recorder.new_id()
+        begun = RequestBegin(span_id, "r", start, *context.new(), "chat m", {"gen_ai.operation.name": "chat"})
+        recorder.write(begun)
+        values = [None] * (len(schema.REQUEST.attributes) - 1)
+        recorder.spans(schema.REQUEST)(span_id, span_id, 0, start, start + 5, [*values, status], "ValueError")
+    (span,) = receiver.named("chat m")
+    assert span.is_error is is_error
+    assert span.attributes["error.type"] == "ValueError"
+    assert span.attributes.get("http.response.status_code") == status

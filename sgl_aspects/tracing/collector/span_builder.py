@@ -80,6 +80,11 @@ def engine_resource() -> RunResource:
     return RunResource(attributes, found.schema_url, frozenset(named))
 
 
+def _is_callers_mistake(status_code: Any) -> bool:
+    """By the HTTP conventions a server's span is no error where the response has such a status."""
+    return isinstance(status_code, int) and 400 <= status_code < 500
+
+
 class SpanBuilder:
     """Spans of one run: the resource of each says which process it is from.
 
@@ -113,7 +118,8 @@ class SpanBuilder:
             status = Status(StatusCode.ERROR, "the process ended before the span did")
         elif record.error:
             attributes[schema.ERROR_TYPE] = record.error
-            status = Status(StatusCode.ERROR)
+            if not (kind is SpanKind.SERVER and _is_callers_mistake(attributes.get(schema.STATUS_CODE))):
+                status = Status(StatusCode.ERROR)
         held: Mapping[str, Any] = attributes
         if self._limits is not None:
             held = BoundedAttributes(self._limits.attributes, attributes, max_value_len=self._limits.length)
