@@ -180,7 +180,7 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing the engine and the exporters into $(VENV) (mostly PyTorch: 1 GB, or 5 with CUDA) ..."
-	$(PIP) -e ".[serve,otlp,view]"
+	$(subst --quiet,--progress-bar on,$(PIP)) -e ".[serve,otlp,view]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python

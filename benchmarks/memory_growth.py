@@ -22,7 +22,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Growth:
-    """MiB an hour, over so many hours."""
+    """MiB an hour, over this number of hours."""
 
     slope: float
     standard_error: float
@@ -35,7 +35,7 @@ class Growth:
 
     @classmethod
     def of(cls, readings: Sequence[int], seconds: float) -> Growth:
-        """Of readings in bytes that were taken over so many seconds, evenly."""
+        """From readings in bytes, taken evenly over this number of seconds."""
         size = len(readings) // _PARTS
         medians = [statistics.median(readings[i * size : (i + 1) * size]) / _MIB for i in range(_PARTS)]
         hours = [(i + 0.5) * seconds / 3600 / _PARTS for i in range(_PARTS)]

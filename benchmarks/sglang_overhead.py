@@ -77,7 +77,7 @@ class Traced:
 
     @contextmanager
     def at_work(self, size: int) -> Iterator[None]:
-        """The server makes step after step, for so many requests at a time."""
+        """The server makes step after step, for this number of requests at a time."""
         is_over = threading.Event()
 
         def ask() -> None:

@@ -117,13 +117,13 @@ def choose_platform() -> PlatformChoice:
 def resolve_qualified_name(name: str | type) -> type:
     """The class that ``"pkg.mod:Cls"`` names; a class is returned as it is.
 
-    Raises PlatformError where the module or the attribute is missing, PlatformTypeError where it is no class.
+    Raises PlatformError where module or attribute is missing, PlatformTypeError where it is not a class.
     """
     if isinstance(name, type):
         return name
     module_name, separator, attribute = name.partition(":")
     if not (separator and module_name and attribute):
-        raise PlatformError(f'{name!r} is no qualified class name: write "pkg.mod:Cls".')
+        raise PlatformError(f'{name!r} is not a qualified class name: write "pkg.mod:Cls".')
     try:
         found: object = importlib.import_module(module_name)
         for part in attribute.split("."):
@@ -272,7 +272,7 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
     if not issubclass(cls, SRTPlatform):
         bases = ", ".join(base.__qualname__ for base in cls.__mro__[1:])
         raise PlatformTypeError(
-            f"{class_name} of {provider} is no sgl_aspects.platforms.SRTPlatform: it is a class with the "
+            f"{class_name} of {provider} is not an sgl_aspects.platforms.SRTPlatform: it is a class with the "
             f"bases {bases}. Derive it from SRTPlatform: docs/migration.md."
         )
     try:

@@ -232,7 +232,7 @@ class Engine:
         """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens,
         kv_cached_tokens (prefixes, of which those that nobody uses count as available), retractions, steps.
 
-        The scheduler answers between two steps; TimeoutError where that takes longer than so many seconds.
+        The scheduler answers between two steps; TimeoutError where it takes longer than ``timeout`` s.
         """
         stats: dict[str, int] = self._link.ask(StatsRequest(), timeout)
         return stats

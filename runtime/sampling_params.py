@@ -58,7 +58,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     #: The same seed, prompt and settings give the same tokens, whatever else is in the batch.
     seed: int | None = None
-    #: End tokens and stop texts do not count before so many tokens.
+    #: End tokens and stop texts do not count before this number of tokens.
     min_new_tokens: int = 0
     #: Tokens that end the request, beside the model's own end-of-text tokens.
     stop_token_ids: Sequence[int] = ()
@@ -66,7 +66,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     #: Go on past the model's own end-of-text tokens.
     ignore_eos: bool = False
-    #: Tell each token's log probability, and those of so many of the likeliest; None tells nothing. Of the
+    #: Tell each token's log probability, and those of that many top ones; None tells nothing. Of the
     #: model's own distribution, before penalties and temperature.
     logprobs: int | None = None
     #: Higher ones are served first, and make lower ones give way where memory is short.

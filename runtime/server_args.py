@@ -40,7 +40,7 @@ class ServerArgs:
     max_queued_requests: int | None = None
     #: Keep what requests have computed, for later ones that begin with the same tokens.
     prefix_cache: bool = True
-    #: A request is admitted while so many tokens stay free for the next ones of each running request. With
+    #: A request is admitted while this number of tokens stays free for each running request. With
     #: less, more run at once, and more must give way and be computed again.
     decode_reserve: int = 64
     #: Prompt tokens computed in one step; longer prompts are cut into such chunks.

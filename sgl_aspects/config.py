@@ -115,7 +115,7 @@ def read(path: str | Path) -> Config:
             f"configuration {path}: {error.strerror or error}; name a file that exists"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} is no TOML: {error}") from error
+        raise ConfigError(f"configuration {path} is not TOML: {error}") from error
     return parse(document, str(path))
 
 

@@ -65,7 +65,7 @@ def test_reading_imports_nothing(tmp_path: Path) -> None:
         ("[[hook]]\nhook='m:f'\ntype='around'", ["target = None"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\norder=true", ["order = True", "whole number"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\nordr=1", ["'ordr'", "order, required"]),
-        ("[[hook", ["is no TOML"]),
+        ("[[hook", ["is not TOML"]),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_and_the_choices(

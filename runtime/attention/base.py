@@ -43,7 +43,7 @@ class AttentionBackend(abc.ABC):
     capturable: ClassVar[bool] = False
 
     #: True where a step reads slots of a request's pages that no token was written to yet, though masked:
-    #: pages are cleared for it then, since what is no number stays none under any mask.
+    #: pages are cleared for it then, since NaN stays NaN under any mask.
     reads_unwritten_slots: ClassVar[bool] = True
 
     def __init__(self, kv_pool: Any, page_table: PageTable) -> None:

@@ -39,7 +39,7 @@ ON, OFF = "on", "off"
 _REQUEST = "request.json"
 _SECONDS = 0.5
 
-#: Folder → whom its requests are for.
+#: Folder → the manager that its requests change.
 _followed: dict[str, OpManager] = {}
 
 
@@ -200,7 +200,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_own_json(path: Path) -> dict[str, Any] | None:
-    """None: it is not there, is another user's, or is no JSON object."""
+    """None: it is not there, is another user's, or is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
             if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
@@ -212,7 +212,7 @@ def read_own_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_own(path: Path, text: str) -> bool:
-    """Whole or not at all, for this user alone. A folder that is gone or full is no reason to end."""
+    """Write the whole file or nothing, readable for this user alone. False where it cannot be written."""
     name = None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent)

@@ -99,7 +99,7 @@ class OpRegistry:
     # -- names that people write ---------------------------------------------------------------------------
 
     def check_policy(self, policy: SelectionPolicy) -> None:
-        """:raises ConfigError: as :meth:`check_names`; it is no policy."""
+        """:raises ConfigError: as :meth:`check_names`, and for anything but a SelectionPolicy."""
         if not isinstance(policy, SelectionPolicy):
             raise ConfigError(f"policy {policy!r}: give a SelectionPolicy, such as SelectionPolicy.of()")
         for key, value in vars(policy).items():

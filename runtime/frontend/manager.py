@@ -244,7 +244,7 @@ class RequestManager:
     def _check_id(self, token: Any, where: str = "") -> None:
         if not is_integer(token) or not 0 <= token < self._vocab_size:
             raise InvalidRequestError(
-                f"{where}{reprlib.repr(token)} is no token id: this model's are the numbers from 0 to "
+                f"{where}{reprlib.repr(token)} is not a token id: this model's are the numbers from 0 to "
                 f"{self._vocab_size - 1}"
             )
 

@@ -44,7 +44,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequestError(
-                "the text holds half of a surrogate pair: it is no valid Unicode"
+                "the text holds half of a surrogate pair: it is not valid Unicode"
             ) from None
         # As a batch, because other threads go on meanwhile: encode() would stop them, for seconds at some MB.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -78,7 +78,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The conversation as the model was trained to read it, open for the assistant's answer."""
         if not _are_messages(messages):
-            raise InvalidRequestError(f"{messages!r} is no conversation: {_EXAMPLE}")
+            raise InvalidRequestError(f"{messages!r} is not a conversation: {_EXAMPLE}")
         try:
             return self._compiled_template.render(
                 messages=list(messages), add_generation_prompt=True, **self._template_tokens

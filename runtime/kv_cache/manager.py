@@ -57,7 +57,7 @@ class KVCache:
         return req.shared_pages * self.page_size
 
     def alloc(self, num_tokens: int) -> list[int] | None:
-        """Pages for so many tokens, evicting what must be; None, and nothing taken, where too few."""
+        """Pages for this number of tokens, evicting cached ones; None where too few can be freed."""
         if num_tokens > self.available_size():
             return None
         short = num_tokens - self.allocator.available_size()
@@ -122,5 +122,5 @@ class KVCache:
         req.row, req.prefix, req.pages, req.shared_pages = -1, None, [], 0
 
     def forget_prefixes(self) -> None:
-        """Evict all that nobody holds: what it was computed with is no more."""
+        """Evict all pages that no request holds: the weights that they were computed with are gone."""
         self.prefix_cache.evict(self.prefix_cache.num_evictable)

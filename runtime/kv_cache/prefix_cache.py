@@ -96,7 +96,7 @@ class PrefixCache:
             node = node.parent
 
     def evict(self, num_pages: int) -> int:
-        """Free so many pages, or all that nobody holds where that is less; returns how many."""
+        """Free up to this number of pages that no request holds; returns how many."""
         freed = 0
         while freed < num_pages and self._leaves:
             noted, _, node = heapq.heappop(self._leaves)

@@ -219,7 +219,7 @@ class ModelConfig:
         return "mla" if self.mla.indexer is None else "dsa"
 
     def kv_row(self, num_ranks: int = 1) -> dict[str, int]:
-        """The sizes that a pool of this kind is made with, on each of so many ranks."""
+        """The sizes that a pool of this kind is made with, on each rank."""
         if self.mla is None:
             return {"head_num": max(self.num_kv_heads // num_ranks, 1), "head_dim": self.head_dim}
         row = {"kv_lora_rank": self.mla.kv_lora_rank, "qk_rope_head_dim": self.mla.qk_rope_head_dim}

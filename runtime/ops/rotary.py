@@ -49,7 +49,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def yarn_sharpness(rope: RopeConfig) -> float:
-    """What cosines and sines are multiplied with; 1 but for yarn."""
+    """The factor of cosines and sines; 1 except for yarn."""
     if rope.scaling != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -72,7 +72,7 @@ def _yarn_scaled(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor
     """Frequencies that turn often within the first training's length are kept, slow ones stretched."""
 
     def dimension(turns: float) -> float:
-        """The (fractional) place of the frequency that makes so many turns over that length."""
+        """The (fractional) index of the frequency that makes ``turns`` turns over that length."""
         wavelength = rope.original_context_length / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

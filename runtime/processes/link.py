@@ -92,7 +92,7 @@ class SchedulerLink:
     def ask(
         self, question: ProfileRequest | StatsRequest | UpdateWeightsRequest, timeout: float | None = None
     ) -> Any:
-        """The answer's value, or the error that it brings; TimeoutError after so many seconds."""
+        """The answer's value; raises the error that it carries, and TimeoutError when it is late."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             if self._death is not None:

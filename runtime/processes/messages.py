@@ -95,7 +95,7 @@ class TokenOutput:
     cached_tokens: int = 0
     #: What went wrong where finish_reason is "error".
     error: EngineError | None = None
-    #: Whether the last token only ended the request, and is no text.
+    #: Whether the last token only ended the request and is not part of the text.
     has_end_token: bool = False
     #: One for each token, where the request asked for them.
     logprobs: list[TokenLogprobs] | None = None

@@ -15,7 +15,7 @@ from sgl_aspects.runtime.processes.rank_links import RankLinks
 from sgl_aspects.runtime.processes.worker import run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
 
-#: Of a batch that failed, so many requests are named.
+#: The most requests that are named of a batch that failed.
 _NAMED = 8
 
 
@@ -62,7 +62,7 @@ class RankProcesses:
         return all(process.is_alive() for process in self.processes)
 
     def join(self, timeout: float) -> None:
-        """Wait until all have ended, so many seconds in all."""
+        """Wait until all have ended, up to this number of seconds in all."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))

@@ -21,7 +21,7 @@ class TokenLogprobs:
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], wanted: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """For each row of ``logits`` [rows, vocab]: None where ``wanted`` is None, else with so many top ones."""
+    """For each row of ``logits`` [rows, vocab]: None where ``wanted`` is None, else with the top ones."""
     results: list[TokenLogprobs | None] = [None] * len(wanted)
     rows = [i for i, count in enumerate(wanted) if count is not None]
     if not rows:

@@ -10,7 +10,7 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 
 #: top_p looks among this many of the likeliest tokens first; a full sort of a vocabulary takes far longer.
 _CANDIDATES = 256
-#: The likeliest token is looked for in so many parts of a vocabulary at once.
+#: The number of parts of a vocabulary in which the likeliest token is looked for at once.
 _PARTS = 256
 
 

@@ -52,7 +52,7 @@ class Req:
     finish_reason: str | None = None
     #: Where the reason is "error": what went wrong.
     error: EngineError | None = None
-    #: Whether the last token only ended the request, and is no text.
+    #: Whether the last token only ended the request and is not part of the text.
     has_end_token: bool = False
     #: What the output is held to, where the request brought a schema.
     grammar: Grammar | None = None

@@ -188,7 +188,7 @@ class Scheduler:
         self._send([TokenOutput(req.rid, [], "error", req.cached_tokens, error)])
 
     def abort_request(self, rid: str) -> None:
-        """End a waiting or running request; one that has ended already is none of both."""
+        """End a waiting or running request. No-op if it has ended already."""
         for req in (*self.waiting, *self.running):
             if req.rid == rid:
                 self.finish_request(req, "abort")

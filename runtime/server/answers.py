@@ -148,7 +148,7 @@ def common_params(body: SamplingFields) -> dict[str, Any]:
 
 def _token_id(text: str) -> int:
     if not text.isdecimal() or len(text) > 10:
-        raise ApiError(400, f"logit_bias: {text[:20]!r} is no token id", param="logit_bias")
+        raise ApiError(400, f"logit_bias: {text[:20]!r} is not a token id", param="logit_bias")
     return int(text)
 
 

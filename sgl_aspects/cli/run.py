@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     program = shutil.which(command[0])
     if program is None:
-        raise ConfigError(f"{command[0]!r} is no program that can be found; check its name and PATH")
+        raise ConfigError(f"{command[0]!r} is not a program that can be found; check its name and PATH")
     environment = env.shortened(bootstrap.prepared(os.environ))
     if arguments.dormant:
         os.execve(program, command, {**environment, dormant.SWITCH: "1"})

@@ -159,7 +159,7 @@ def test_the_exit_status_is_the_programs_own(site: Path) -> None:
     ("command", "options", "message"),
     [
         ((), (), "nothing to run"),
-        (("no-such-program",), (), "'no-such-program' is no program"),
+        (("no-such-program",), (), "'no-such-program' is not a program"),
         ((sys.executable, "-V"), ("--report", "/dev/null/reports"), "--report /dev/null/reports: Not a dir"),
         ((sys.executable, "-V"), ("--level", "9"), "SGL_ASPECTS_TRACE='9'"),
         ((sys.executable, "-V"), ("--endpoint", "collector"), "OTLP endpoint 'collector'"),

@@ -253,7 +253,7 @@ def test_a_group_gives_answers_with_seeds_of_their_own(engine: Engine) -> None:
     assert [handle.result(timeout=60).output_ids for handle in again] == results[0]
     with pytest.raises(InvalidRequestError, match=r"n=3: submit_group\(\)"):
         engine.generate(PROMPT, params)
-    with pytest.raises(InvalidRequestError, match="99999 is no token id"):
+    with pytest.raises(InvalidRequestError, match="99999 is not a token id"):
         engine.submit_group([PROMPT, [99999]], params)
     assert engine.stats()["running_requests"] == engine.stats()["waiting_requests"] == 0
 
@@ -294,7 +294,7 @@ def test_bad_values_are_refused_by_name(fields: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("fields", [{"stop_token_ids": [99999]}, {"logit_bias": {-1: 1.0}}])
 def test_tokens_that_the_model_does_not_have_are_refused(engine: Engine, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{next(iter(fields))}: .* is no token id"):
+    with pytest.raises(InvalidRequestError, match=f"{next(iter(fields))}: .* is not a token id"):
         engine.generate([5], SamplingParams(**fields))
 
 

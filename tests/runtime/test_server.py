@@ -284,17 +284,17 @@ def test_half_a_request_and_silence_do_no_harm(server: Server) -> None:
         (completion("a", stop=[1]), "stop"),
         (completion("a", stop=["a"] * 65), "stop=.*at most 64 items"),
         (completion("a", logit_bias=dict.fromkeys(map(str, range(1025)), 1)), "logit_bias=.*at most 1024"),
-        (completion("a", logit_bias={"one": 1}), "logit_bias: 'one' is no token id"),
-        (completion("a", logit_bias={"99999": 1}), "logit_bias: 99999 is no token id"),
+        (completion("a", logit_bias={"one": 1}), "logit_bias: 'one' is not a token id"),
+        (completion("a", logit_bias={"99999": 1}), "logit_bias: 99999 is not a token id"),
         (completion("a", logit_bias={"5": 101}), "logit_bias="),
-        (completion("a", stop_token_ids=[-1]), "stop_token_ids: -1 is no token id"),
+        (completion("a", stop_token_ids=[-1]), "stop_token_ids: -1 is not a token id"),
         (completion("a", min_tokens=13), "min_new_tokens=13: write at most max_new_tokens=12"),
         (completion("a", stream_options={"include_usage": True}), "stream_options: only allowed with"),
         (completion("a", echo=True), "echo=True: "),
         (completion(""), "the prompt is empty"),
         (completion([]), "prompt: 0 prompts"),
         (completion([[]]), "the prompt is empty"),  # type: ignore[list-item]
-        (completion([1, -1]), "-1 is no token id"),  # type: ignore[list-item]
+        (completion([1, -1]), "-1 is not a token id"),  # type: ignore[list-item]
         (completion("a " * 20000), "do not fit the context length"),
     ],
 )

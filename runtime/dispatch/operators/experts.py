@@ -87,7 +87,7 @@ def fused_moe(
         raise ValueError(f'activation={activation!r}: choose "silu" or "gelu"')
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     output = torch.zeros(x.shape, dtype=exact, device=x.device)
-    # An id that is no expert's, as engines write it for padding, adds nothing.
+    # Ids outside the experts, which engines write for padding, add nothing.
     experts = list(range(len(gate_up_weight)))
     if not torch.compiler.is_compiling():  # which may not ask what is chosen
         experts = sorted(set(experts).intersection(topk_ids.flatten().tolist()))
