@@ -195,6 +195,14 @@ def test_a_folder_has_at_most_fourteen_modules() -> None:
             assert folder.name in LIKE_THINGS or len(found) <= 14, f"{folder}: {sorted(found)}"
 
 
+def test_inside_the_runtime_what_reads_checkpoints_knows_no_layer_or_model() -> None:
+    for path in (ROOT / "runtime" / "loader").glob("*.py"):
+        for line, name in imported(path):
+            assert not name.startswith(("sgl_aspects.runtime.models", "sgl_aspects.runtime.ops")), (
+                f"{path}:{line}"
+            )
+
+
 def test_every_module_stands_in_a_room_of_the_table() -> None:
     free = {"cli", "__init__", "__main__", "_version", "pytest_plugin"}
     assert {room for room, _ in modules()} - free == set(ALLOWED)

@@ -19,11 +19,11 @@ from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
 from sgl_aspects.runtime.kv_cache import KVCache, PageTable, StatePool, token_bytes
+from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
-from sgl_aspects.runtime.loader.quantization import quantization_config
-from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Operator
+from sgl_aspects.runtime.ops.quantization import quantization_config
 from sgl_aspects.runtime.processes.rank_links import RankLinks
 from sgl_aspects.runtime.sampling.logit_adjuster import LogitAdjuster
 from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs, token_logprobs

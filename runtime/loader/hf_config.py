@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_aspects.errors import ModelLoadError
+from sgl_aspects.runtime.loader.architectures import known_architectures
 from sgl_aspects.runtime.loader.model_config import (
     IndexerConfig,
     LinearAttentionConfig,
@@ -15,7 +16,6 @@ from sgl_aspects.runtime.loader.model_config import (
     RopeConfig,
     read,
 )
-from sgl_aspects.runtime.models.registry import known_architectures
 
 #: A number beyond what any model has is a mistake, which would take its time.
 _MOST_LAYERS = 4096

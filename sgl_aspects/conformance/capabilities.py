@@ -12,7 +12,7 @@ from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
 from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.conformance.reference_model import greedy_in_float64
 from sgl_aspects.conformance.tiny_model import write_tiny_model
-from sgl_aspects.runtime.loader.quantization import WEIGHT_TYPES
+from sgl_aspects.runtime.ops.quantization import WEIGHT_TYPES
 
 
 def _declared(bench: Bench, name: str) -> None:

@@ -28,10 +28,10 @@ from sgl_aspects.runtime.kv_cache import (
     PageTable,
     token_bytes,
 )
+from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
 from sgl_aspects.runtime.loader.hf_folder import HuggingFaceCheckpoint
 from sgl_aspects.runtime.loader.model_config import RopeConfig
-from sgl_aspects.runtime.models.registry import model_class
 from sgl_aspects.runtime.ops import Linear, Operator, RMSNorm
 from sgl_aspects.runtime.sampling.sampler import Sampler
 from tests.support.tiny_models import make_tokenizer
