@@ -265,7 +265,7 @@ def test_a_request_that_the_cache_can_never_hold_is_refused(folder: Path) -> Non
 
 
 def test_one_bad_prompt_of_a_list_aborts_the_others(engine: Engine) -> None:
-    with pytest.raises(InvalidRequestError, match="no token id"):
+    with pytest.raises(InvalidRequestError, match="not a token id"):
         engine.generate([[5], [99999]], LONG)
     wait_for(lambda: is_quiet(engine))
 

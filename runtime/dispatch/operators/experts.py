@@ -44,7 +44,7 @@ def grouped_topk(
     scores = _scores(router_logits, scoring)
     choice = scores if correction_bias is None else scores + correction_bias
     if num_groups > 1:
-        groups = choice.view(len(choice), num_groups, -1)
+        groups = choice.view(len(choice), num_groups, choice.shape[-1] // num_groups)
         if group_by_top2:
             quality = groups.topk(2, dim=-1).values.sum(dim=-1)
         else:

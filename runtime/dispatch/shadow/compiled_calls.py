@@ -51,9 +51,23 @@ def tell(
     found: list[torch.Tensor],
 ) -> None:
     """In code that is being compiled: whenever it runs, what has the number looks at this call."""
-    given = tensors_in((args, kwargs))
-    names = list(kwargs)
-    call = repr((number, names, [_described(value) for value in (*args, *kwargs.values())]))
+    values = (*args, *kwargs.values())
+    # A number such as an epsilon may be symbolic here, and has no text then: it travels as a tensor.
+    given = tensors_in(
+        tuple(
+            torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
+            if isinstance(value, float)
+            else value
+            for value in values
+        )
+    )
+    call = repr(
+        (
+            number,
+            list(kwargs),
+            [_FLOAT if isinstance(value, float) else _described(value) for value in values],
+        )
+    )
     getattr(torch.ops.sgl_aspects, _NAME)(written, layer, given, found, call)
 
 
@@ -78,6 +92,9 @@ _library.impl(_NAME, _look, "CompositeExplicitAutograd")
 torch.library.register_fake(f"sgl_aspects::{_NAME}", lambda *_: None, lib=_library)
 
 
+_FLOAT = ("float",)
+
+
 def _described(value: Any) -> Any:
     """A value without its tensors, in what ``repr`` writes and ``literal_eval`` reads."""
     if isinstance(value, torch.Tensor):
@@ -94,6 +111,8 @@ def _rebuilt(described: Any, tensors: Any) -> Any:
     kind, *rest = described
     if kind == "tensor":
         return next(tensors)
+    if kind == "float":
+        return next(tensors).item()
     if kind == "value":
         return rest[0]
     name, parts = rest
