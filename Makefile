@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
-	sglang-wheels sglang-version vllm-env test-vllm test-integration cluster-env test-cluster
+	sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration cluster-env test-cluster
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-cluster   real SGLang clusters on this machine: prefill and decode, balancers, nodes, replicas"
 	@echo "make sglang-wheels   roles and platform methods in the wheels of SGLang 0.5.10 to 0.5.23"
 	@echo "make sglang-version VERSION=0.5.20   a server of that version, traced"
+	@echo "make test-attach   attach to running programs with ptrace, and let go of them"
 	@echo "make test-vllm   real vLLM on the CPU, in an environment of its own (.vllm-venv, 2.5 GB)"
 	@echo "make test-integration   spans in Phoenix, metrics in Prometheus (.integration-venv, 0.9 GB)"
 	@echo "make clean   remove .venv and build output"
@@ -36,6 +37,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev browser
 	$(TESTS) -m slow
+
+test-attach: $(VENV)/.dev
+	$(TESTS) -m attach tests/attach
 
 # The core needs no torch: each Python gets a small environment of its own.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.attachable import attaching, finish, running, wait_until
 from tests.support.tiny_models import make_llama
+
+pytestmark = pytest.mark.attach
 
 _ENGINE = """
 from sgl_aspects.runtime import Engine, SamplingParams

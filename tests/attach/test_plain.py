@@ -27,6 +27,8 @@ from tests.support.attachable import (
     wait_until,
 )
 
+pytestmark = pytest.mark.attach
+
 
 def _finish_when_woven(program: Program, process: subprocess.Popen[str], seconds: float = 0.5) -> str:
     wait_until(lambda: program.states[-1:] == ["woven"])
