@@ -441,6 +441,8 @@ class ManyFaults(NextSlot):
         return "no_such_backend"
 
 
+#: What generates wrong tokens does so with quantized weights, too.
+_WRONG_TOKENS = {"capabilities.quantized"}
 #: Each fault, and the checks that find it, of the groups that need no other process.
 FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     NoFamily: {"identity.family"},
@@ -456,20 +458,24 @@ FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     EventAlwaysReached: {"events.unrecorded"},
     EventKeepsFirst: {"events.again"},
     DoesNotWait: {"events.synchronize", "events.elapsed", "events.again"},
-    ForgetsResidual: {"operators.rms_norm_residual"},
+    ForgetsResidual: {"operators.rms_norm_residual", *_WRONG_TOKENS},
     WritesInput: {"operators.silu_and_mul"},
-    PageZero: {"kv_pools.allocator", "graphs.decode_steps"},
+    PageZero: {"kv_pools.allocator", "graphs.decode_steps", *_WRONG_TOKENS},
     NextPage: {"kv_pools.clear"},
     ReadsPadding: {
         *(f"attention.{name}" for name in ("decode", "chunks", "prompts", "mixed")),
         "graphs.decode_steps",
+        *_WRONG_TOKENS,
     },
     WrongScale: {"attention.decode", "attention.mixed"},
-    ReplaysNothing: {"graphs.replay", "graphs.decode_steps"},
+    ReplaysNothing: {"graphs.replay", "graphs.decode_steps", *_WRONG_TOKENS},
     ReplayAllocates: {"graphs.memory"},
     CapturesInSecret: {"graphs.capturing"},
-    GraphsDeclaredOnly: {"graphs.replay", "graphs.capturing", "graphs.memory", "graphs.decode_steps"},
-    CapturesHostSizes: {"graphs.decode_steps"},
+    GraphsDeclaredOnly: {
+        *(f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")),
+        *_WRONG_TOKENS,
+    },
+    CapturesHostSizes: {"graphs.decode_steps", *_WRONG_TOKENS},
     NothingToCapture: {"graphs.decode_steps"},
     DeclaresTriton: {"capabilities.triton"},
     NoSuchCompiler: {"capabilities.compiled"},
