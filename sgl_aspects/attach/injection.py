@@ -30,10 +30,10 @@ _BYTECODE_SECONDS = 1.0
 _WAITING_SECONDS = 0.2
 _START_SECONDS = 10.0
 
-# The thread's name space is its own; nothing is imported and nothing is put into any module.
+# The thread's name space is its own; nothing is imported and nothing is put into any module. Where no thread
+# can be started, the process prints why on its stderr and goes on; ``attach`` says that nothing has started.
 _LINE = """
-try: __import__('_thread').start_new_thread(exec, ({code!r}, {{'__name__': 'sgl_aspects_attach'}}))
-except Exception: pass
+__import__('_thread').start_new_thread(exec, ({code!r}, {{'__name__': 'sgl_aspects_attach'}}))
 """
 _THREAD = "exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
 

@@ -111,11 +111,6 @@ class Engine:
         read_all: ValuesReader = _make_reader("{}, " * len(names), sources, otherwise)
         return read_all
 
-    def missing_role(self, role: str) -> str:
-        """The sentence that tells that a required role is not there: engine, role, what was looked for."""
-        looked_for = " | ".join(self.roles[role].targets)
-        return f"{self.name}: the required role {role!r} is missing; looked for {looked_for}"
-
 
 def find_engines() -> tuple[Engine, ...]:
     """Every engine that has a room: the built-in ones, then those of installed packages, by name.
