@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,14 +27,17 @@ CONFIG = {
 }
 
 
-def write_tiny_model(folder: Path) -> dict[str, torch.Tensor]:
-    """Write it to ``folder``; its weights under their Hugging Face names."""
+def write_tiny_model(folder: Path, other_config: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """Write it to ``folder``; its weights under their Hugging Face names.
+
+    ``other_config``: what stands otherwise in the configuration.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     weights = random_weights()
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **(other_config or {})}))
     (folder / "tokenizer.json").write_text(_byte_tokenizer())
     return weights
 
