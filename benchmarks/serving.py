@@ -4,7 +4,7 @@
 
 FOLDER is a Hugging Face folder, PYTHON the interpreter of an environment with SGLang (make sglang-env). All
 run the same model in float32 on the same processor, in turns, batch by batch, so that a neighbour on the
-machine slows all of them alike; whoever is not asked is suspended (an idle SGLang scheduler spins).
+machine slows all of them alike; servers that wait are suspended (an idle SGLang scheduler spins).
 Prompts are new in each round, so that no prefix cache helps. Told are medians, and the medians of the rounds'
 own ratios.
 """

@@ -83,7 +83,7 @@ def more(values: Sequence[float]) -> str:
 
 
 def step_aside() -> None:
-    """For a process that is no part of what is measured: its work waits for a processor that is free."""
+    """For a process outside the measurement: it runs only while a processor is idle."""
     with suppress(OSError):
         os.setsid()  # where Linux shares the processors out by session, one of its own
     with suppress(OSError):

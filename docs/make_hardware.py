@@ -22,7 +22,7 @@ NEVER = """
 
 No report exists for these: nobody ran them on their devices. Their classes are tested against stand-ins for
 the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what
-those modules document, and no more. Whoever has such a device runs
+those modules document, and no more. With such a device, run
 `sgl-aspects conformance --platform NAME --report NAME.md`, and sends the file.
 """
 

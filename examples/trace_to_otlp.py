@@ -1,4 +1,4 @@
-"""An engine whose spans go to an OpenTelemetry backend, below the span of whoever asked.
+"""An engine whose spans go to an OpenTelemetry backend, below the caller's span.
 
     python examples/trace_to_otlp.py path/to/model http://localhost:4318
 

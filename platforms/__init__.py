@@ -12,7 +12,7 @@ An engine never branches on a device's name; it asks :data:`current_platform`, a
     cpu.py, cuda.py, rocm.py, xpu.py, npu.py, musa.py, mps.py, hpu.py, tpu.py
                      the built-in devices; builtins.py is their table
     sglang_bridge.py the name under which users import the bridge to SGLang
-    discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection; bounded.py: but not for ever
+    discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection; bounded.py: with a time limit
     current.py       current_platform, chosen at its first use
 
 Importing this package detects nothing and does not load torch.

@@ -1,4 +1,4 @@
-"""Ask a driver something, but not for ever: a driver that hangs must not hang the engine without a word."""
+"""Ask a driver with a time limit: a driver that hangs must not hang the engine silently."""
 
 from __future__ import annotations
 

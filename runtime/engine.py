@@ -242,8 +242,8 @@ class Engine:
     ) -> list[Path]:
         """Profile the next steps with PyTorch's profiler: a Chrome trace for each rank, in ``folder``.
 
-        None: a new folder among the temporary ones. It takes as long as requests come for so many steps;
-        TimeoutError after so many seconds. InvalidRequestError where another profile is being taken.
+        None: a new temporary folder. Returns after ``num_steps`` steps, which need requests;
+        TimeoutError after ``timeout`` seconds. InvalidRequestError where another profile is being taken.
         """
         if not is_integer(num_steps) or num_steps < 1:
             raise InvalidRequestError(f"num_steps={num_steps!r}: write a whole number of at least 1")
@@ -295,7 +295,7 @@ def _one_for_each(value: Any, count: int, name: str, single: type) -> list[Any]:
 
 
 def _refuse_second_import() -> None:
-    """In a spawned child that is importing its owner's script: without a guard it would go round for ever."""
+    """Raise in a spawned child that imports its parent's script, which would spawn endlessly."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise EngineError(
             "this script makes an Engine when it is imported, and the scheduler process, being spawned, "

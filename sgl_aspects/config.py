@@ -150,7 +150,7 @@ class _Table:
 
     def get(self, key: str, kind: type, default: Any, expected: str) -> Any:
         value = self.values.get(key, default)
-        # A bool is an int to Python, and not to whoever wrote the file.
+        # To Python a bool is an int; to the file's author it is not.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.where}: {key} = {value!r}: write {expected}")
         return value

@@ -7,7 +7,7 @@
     ├── ConfigError (ValueError)            a setting, file or environment variable that is wrong
     ├── AttachError (RuntimeError)          a running process that cannot be attached to, or let go of
     ├── PlatformError (RuntimeError)        no platform, several, or one that fails
-    │   └── PlatformTypeError (TypeError)   what a platform plugin names is no platform class
+    │   └── PlatformTypeError (TypeError)   what a platform plugin names is not a platform class
     ├── OperatorError (RuntimeError)        an operator that cannot be registered, chosen or run
     │   ├── OperatorSignatureError (TypeError)  its function takes other arguments than the operator
     │   └── UnsupportedCallError (NotImplementedError)  an implementation refuses a call, having done nothing

@@ -89,7 +89,7 @@ def load_plugins_by_group(
 
 
 def _register_declared_hooks() -> None:
-    """The hooks of the configuration file. A fault in it stops the process: whoever wrote it is watching."""
+    """The hooks of the configuration file. A fault in it stops the process."""
     if env.text("SGL_ASPECTS_CONFIG") is None:
         return
     from sgl_aspects import config
@@ -212,7 +212,7 @@ def _run(plugin: EntryPoint, distribution: str | None) -> None:
     except (MissingTargetError, Stop):
         raise  # a hook that it marked as required has no target
     except ConfigError as error:
-        # Whoever wrote the setting wants its name, not the place that read it.
+        # The user needs the setting's name, not the place that read it.
         logger.error("plugin %s failed; the others go on: %s", source, error)
     except (Exception, SystemExit):
         logger.exception("plugin %s failed; the others go on", source)

@@ -123,7 +123,7 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
         try:
             yield _decoded(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{file} is no report of this version: {error!r}; delete it") from error
+            raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
 
 
 def _decoded(values: dict[str, Any]) -> ProcessReport:

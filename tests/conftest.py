@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -23,12 +24,22 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What tests with odd texts log can be told between processes, too."""
+    """Make logged texts encodable: xdist sends them between processes."""
     report = yield
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> Iterator[None]:
+    """Tests run without the tracing settings of the user's shell."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE", "SGL_ASPECTS_OP_", "ASPECTS_TRACE")):
+                patch.delenv(name)
+        yield
 
 
 @pytest.fixture(scope="session")

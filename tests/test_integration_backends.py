@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import TraceSummary, attach
-from tests.support.processes import free_port
+from tests.support.processes import free_port, wait_until
 from tests.support.real_backends import Phoenix, phoenix, prometheus
 from tests.support.tiny_models import make_llama
 
@@ -22,13 +20,6 @@ pytestmark = pytest.mark.integration
 
 CALLER = "00f067aa0ba902b7"
 REQUESTS = 6
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_llama(folder, max_position_embeddings=32768)
     return folder
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def serve(model: Path, endpoint: str, first_trace: int) -> TraceSummary:
@@ -79,7 +63,7 @@ def test_phoenix_holds_whole_traces(
     # Metrics went there, too, and are refused by Phoenix: the spans do not suffer.
     assert summary.exported == {"otlp": summary.spans_recorded}
     assert summary.spans_recorded > 1000  # more than a page of its interface
-    wait_for(lambda: len(backend.spans(project)) >= summary.spans_recorded)
+    wait_until(lambda: len(backend.spans(project)) >= summary.spans_recorded)
     spans = backend.spans(project)
     assert len(spans) == summary.spans_recorded
     assert len({span["context"]["span_id"] for span in spans}) == len(spans)
@@ -122,7 +106,7 @@ def test_prometheus_scrapes_what_the_engine_does(model: Path, tmp_path: Path) ->
         for _ in range(REQUESTS):
             engine.generate("hello there", sampling)
         count = 'gen_ai_server_request_duration_seconds_count{gen_ai_request_model="tiny",error_type=""}'
-        wait_for(lambda: server.value(count) == REQUESTS)
+        wait_until(lambda: server.value(count) == REQUESTS)
         assert server.value('sgl_aspects_tokens_total{gen_ai_token_type="output"}') == 4 * REQUESTS
         assert server.value("gen_ai_server_time_to_first_token_seconds_count") == REQUESTS
         quantile = "histogram_quantile(0.5, sum by (le) (gen_ai_server_request_duration_seconds_bucket))"
@@ -134,14 +118,14 @@ def test_prometheus_scrapes_what_the_engine_does(model: Path, tmp_path: Path) ->
         stream = engine.stream("long", long)
         next(stream)
         waits = engine.submit("waits", long)
-        wait_for(lambda: server.value("sgl_aspects_queue_running") == 1)
-        wait_for(lambda: server.value("sgl_aspects_queue_waiting") == 1)
+        wait_until(lambda: server.value("sgl_aspects_queue_running") == 1)
+        wait_until(lambda: server.value("sgl_aspects_queue_waiting") == 1)
         assert (server.value("sgl_aspects_kv_usage") or 0) > 0
         waits.abort()
         stream.close()  # type: ignore[attr-defined]  # it is a generator
-        wait_for(lambda: server.value("sgl_aspects_queue_running") == 0)
+        wait_until(lambda: server.value("sgl_aspects_queue_running") == 0)
         aborted = 'gen_ai_server_request_duration_seconds_count{error_type="abort"}'
-        wait_for(lambda: server.value(aborted) == 2)
+        wait_until(lambda: server.value(aborted) == 2)
 
         types = server.types()
         assert types["gen_ai_server_request_duration_seconds"] == "histogram"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
     from sgl_aspects.runtime.ops.attention import Attention
 
-#: So many programs, each with few tokens, keep a device of about 130 multiprocessors reading.
+#: This number of programs, each with few tokens, keeps a device of about 130 multiprocessors reading.
 _PROGRAMS = 1024
 _MAX_SPLITS = 16
 #: Tokens that a program looks at together, and heads of a group that it does so for.

@@ -154,7 +154,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _give_triton_an_allocator(device: torch.device) -> None:
-    """Kernels with tensor descriptors ask Triton for memory, and Triton asks whoever was set to give it."""
+    """Set the allocator from which Triton gets memory for kernels with tensor descriptors."""
     triton: Any = importlib.import_module("triton")
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -118,7 +118,7 @@ def _work(name: str) -> None:
                 except AspectsError as wrong:
                     error = str(wrong)
                     logger.warning("a request in %s is not done: %s", folder, wrong)
-                except Exception as wrong:  # whoever asks must hear of it, and may ask again
+                except Exception as wrong:  # it is the answer to the request
                     error = f"{type(wrong).__name__}: {wrong}"
                     logger.exception("a request in %s failed", folder)
         text = json.dumps({**state(manager), "done": done, "error": error})

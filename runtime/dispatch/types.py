@@ -280,6 +280,6 @@ class Token:
 
 
 def check_choice(where: str, what: str, name: str, choices: list[str]) -> None:
-    """:raises ConfigError: ``name`` is none of the choices."""
+    """:raises ConfigError: ``name`` is not one of the choices."""
     if name not in choices:
         raise ConfigError(f"{where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}")

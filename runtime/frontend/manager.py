@@ -57,7 +57,7 @@ class RequestManager:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._max_total_tokens = max_total_tokens
-        #: The requests under way. Whoever takes one out ends it, so that each ends once.
+        #: The requests under way. The caller that takes one out ends it, so that each ends once.
         self._under_way: dict[str, RequestHandle] = {}
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -150,10 +150,9 @@ class RequestManager:
     def finish_request(
         self, handle: RequestHandle, finish_reason: str, error: BaseException | None = None
     ) -> None:
-        """Called once for every request that was received: record its end, wake whoever waits for it."""
+        """Called once for every request that was received: record its end and wake its waiters."""
         handle.finish_reason = finish_reason
         handle.error = error
-        handle.finished_time_ns = time.time_ns()
         handle.finished.set()
         handle.put_chunk(None)
 

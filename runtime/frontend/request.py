@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -79,7 +78,7 @@ class GenerationResult:
 class RequestHandle:
     """One request under way. Iterate for its chunks, once; or take the whole with :meth:`result`.
 
-    Its fields are the RequestManager's to write. Times are of ``time.time_ns``; None: not yet.
+    Only the RequestManager writes its fields.
     """
 
     def __init__(self, request: GenerateRequest, manager: RequestManager) -> None:
@@ -96,9 +95,8 @@ class RequestHandle:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
-        self.created_time_ns = time.time_ns()
+        #: ``time.time_ns`` of the first token, None before it.
         self.first_token_time_ns: int | None = None
-        self.finished_time_ns: int | None = None
         #: None is the last; ``finished`` is set before it is put.
         self.chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
         self.finished = threading.Event()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 
-#: What decoding gives for bytes that are no character, or not yet one.
+#: The replacement character: decoding gives it for invalid or incomplete UTF-8.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: Decode again at most this many tokens: enough that a tokenizer sees how the text before them ended.
 _WINDOW = 16

@@ -94,4 +94,4 @@ def _grammar_text(schema: str) -> str:
     try:
         return str(_library().LLMatcher.grammar_from_json_schema(schema))
     except ValueError as error:
-        raise InvalidRequestError(f"json_schema is no JSON schema: {error}") from error
+        raise InvalidRequestError(f"json_schema is not a JSON schema: {error}") from error

@@ -153,7 +153,7 @@ class Scheduler:
         params = message.sampling_params
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         req = Req(message.rid, message.input_ids, params, random.Random(seed), arrival=next(self._arrivals))
-        if req.max_total_tokens > self.kv_cache.total_size:  # the owner checks too: it would wait for ever
+        if req.max_total_tokens > self.kv_cache.total_size:  # the owner checks too
             raise ValueError(f"request {req.rid} needs more tokens than the key-value cache holds")
         self._wait(req)
         try:
@@ -336,7 +336,7 @@ class Scheduler:
     def admit_requests(self) -> None:
         """Take requests from the queue while this step has tokens left for their prompts, and there is room.
 
-        Nobody overtakes: a long request would wait for ever behind short ones. One of higher priority makes
+        First come, first served: short requests could starve a long one. One of higher priority makes
         running ones of lower priority give way.
         """
         args = self.server_args

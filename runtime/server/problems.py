@@ -69,7 +69,7 @@ def problem_of_body(error: ValidationError) -> ApiError:
     same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
     first = next((fault for fault in same_field if not fault["type"].endswith("_type")), first)
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first['msg']}")
+        return ApiError(400, f"the body is not JSON: {first['msg']}")
     place = ".".join(str(part) for part in first["loc"] if _is_field(part))
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if first["type"] == "extra_forbidden":

@@ -57,7 +57,7 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
 def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
     global _attachment
     if _attachment is not None:
-        _detach()  # whoever attached before is gone, and has not let go
+        _detach()  # the command that attached is gone and did not detach
     if tracing.current() is not None:
         raise AttachError("it is traced already: change what is recorded with sgl-aspects ctl")
     before = set(weaver.advices)

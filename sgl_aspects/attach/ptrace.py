@@ -3,7 +3,7 @@
 The thread is stopped for well under a millisecond. A few instructions are written behind the code of some
 library, into bytes of its last page that belong to nobody; then the thread's instruction pointer is set to
 them. They save every register, call the function, restore the registers and jump back. From that write on
-the thread needs nobody: whoever wrote it may be killed at any moment, and before it nothing has changed.
+the thread needs no help: the writer may be killed at any moment, and before it nothing has changed.
 
 x86-64 Linux only.
 """

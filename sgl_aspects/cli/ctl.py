@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level", type=int, choices=range(5), help="1 request, 2 + scheduler, 3 + forward, 4 + layers; 0 off"
     )
     parser.add_argument(
-        "--sample", type=_share, metavar="SHARE", help="record so many of the requests, 0 to 1"
+        "--sample", type=_share, metavar="SHARE", help="share of the requests to record, 0 to 1"
     )
     switch = parser.add_mutually_exclusive_group()
     switch.add_argument("--on", dest="on", action="store_const", const=True, help="record again, as before")
     switch.add_argument("--off", dest="on", action="store_const", const=False, help="record nothing")
     add_run_choice(parser)
     profile = parser.add_argument_group("a profile of the device, instead")
-    profile.add_argument("--profile", type=int, metavar="STEPS", help="of so many of the server's next steps")
+    profile.add_argument("--profile", type=int, metavar="STEPS", help="of the server's next STEPS steps")
     profile.add_argument(
         "--server", metavar="URL", default="http://127.0.0.1:8000", help="by default %(default)s"
     )

@@ -26,7 +26,7 @@ def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, .
         process.start()
         theirs.close()
         links.append((process, ours))
-    patience = 0.0  # where one failed, the others may wait for it for ever
+    patience = 0.0  # where one failed, the others may wait for it endlessly
     try:
         answers = [_answer(process, link) for process, link in links]
         patience = 10.0

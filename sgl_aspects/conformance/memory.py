@@ -13,7 +13,7 @@ from sgl_aspects.platforms import current_platform
 
 MIB = 2**20
 BLOCK = 128 * MIB
-#: On a host that others use too, what is free moves by itself: one fair measurement of so many is enough.
+#: Tries: on a shared host the free memory changes by itself, so one good measurement is enough.
 _ATTEMPTS = 5
 
 
@@ -37,7 +37,7 @@ def measure() -> Measured:
     platform = current_platform
     device = platform.get_device(0)
     platform.set_device(device)
-    torch.ones(1, device=device)  # the device's context is no part of the block
+    torch.ones(1, device=device)  # makes the device's context, which is not part of the block
     peak_before = platform.get_current_memory_usage()
     free, total = platform.get_available_memory()
     taken: list[int] = []

@@ -47,7 +47,7 @@ class ReportHead:
 
     @classmethod
     def read(cls, path: Path) -> ReportHead:
-        """:raises ValueError: the page is no report, or lacks a row."""
+        """:raises ValueError: the page is not a report, or lacks a row."""
         rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", path.read_text(encoding="utf-8"), re.MULTILINE))
         missing = [field.name for field in fields(cls) if field.name not in rows]
         if missing:

@@ -86,7 +86,7 @@ class Engine:
     def position(self, role: str, noun: str) -> int:
         """Where a noun stands among a call's positional arguments; beyond any where it is read otherwise.
 
-        For what is called with each step: ``args[position]`` where there are so many, else ``call_reader``.
+        For calls of each step: ``args[position]`` where ``args`` is that long, else ``call_reader``.
         """
         found = self.roles.get(role)
         nouns = [name.partition(":")[0] for name in found.parameters] if found is not None else []

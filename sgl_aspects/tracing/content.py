@@ -26,14 +26,14 @@ LENGTH = "SGL_ASPECTS_TRACE_CONTENT_LENGTH"
 INPUT, OUTPUT = schema.INPUT_MESSAGES, schema.OUTPUT_MESSAGES
 _YES = ("true", "span_only", "span_and_event")
 _NO = ("false", "no_content", "event_only")  # we write no events
-# Of an answer that is put together from pieces, so much is kept for the redaction to see.
+# Characters kept of an answer that comes in pieces, for the redaction to see.
 LONGEST = 1 << 20
 
 Redaction = Callable[[str], str]
 
 
 class ContentCapture:
-    """Makes the attributes. ``length``: so many characters of a request's prompt and of its answer."""
+    """Makes the attributes. ``length``: characters kept of a prompt and of an answer."""
 
     def __init__(self, length: int, redaction: str | None = None) -> None:
         self._length = length
@@ -97,7 +97,7 @@ def _load(redaction: str) -> Redaction:
     module, _, name = redaction.partition(":")
     found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if not callable(found):
-        raise TypeError(f"{redaction} is no function")
+        raise TypeError(f"{redaction} is not a function")
     return found
 
 

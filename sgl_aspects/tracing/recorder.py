@@ -46,7 +46,7 @@ class Recorder(Protocol):
 
     @property
     def sample(self) -> int:
-        """So many in 2**32 of the requests that no caller decided about, and of the steps, are wanted."""
+        """Sampled share of steps, and of requests that no caller decided about, times 2**32."""
 
     def new_id(self) -> int:
         """A span id or key that nobody else in the run has."""

@@ -24,7 +24,7 @@ class Sampler(NamedTuple):
 
     @property
     def share(self) -> int:
-        """The ratio as so many in 2**32."""
+        """The ratio as a number of 2**32."""
         return round(self.ratio * ALL)
 
     def variables(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBe
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.steps import OpenSteps, spans_of
 
-# Spans whose parent has not come yet, and requests that never ended, are given up beyond so many.
+# Cap on spans whose parent has not come yet, and on requests that never ended.
 _KEPT = 4096
 
 

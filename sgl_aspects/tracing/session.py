@@ -115,8 +115,8 @@ class TraceSession:
         """Detaches, ends the run, and waits for its spans to be delivered or given up.
 
         ``timeout`` in seconds; the default is the flush limit of the settings and what a collector needs
-        to start and end. A second call gives the same summary. In a child of a traced process there
-        is no collector to wait for: the summary is empty.
+        to start and end. A second call gives the same summary. A child of a traced process
+        has no collector to wait for: the summary is empty.
         """
         self.detach()
         if self.summary is not None:

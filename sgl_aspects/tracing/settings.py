@@ -8,10 +8,10 @@
 ``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
 ``SGL_ASPECTS_TRACE_KEEP_FAILED``       requests that failed are kept whatever the sampling says (on)
-``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took so many seconds or more (unset: none)
+``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took this many seconds or more (unset: none)
 ``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which
                                         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for
-``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    so many characters of a prompt and of an answer (4096)
+``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    characters kept of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_SUMMARY``           the collector says at the end of a run what became of its spans (off:
                                         only where something was lost)

@@ -90,7 +90,7 @@ def _moved(span: Span, by_ns: int) -> Span:
 
 
 def _most_ahead(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
-    """By pairs of hosts: so many seconds the second one's clock can be ahead of the first one's at most."""
+    """By pairs of hosts: the most seconds that the second one's clock can be ahead of the first one's."""
     most: dict[tuple[str, str], float] = {}
 
     def happened(before: Span, at_ns: int, after: Span, after_ns: int) -> None:

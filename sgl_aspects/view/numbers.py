@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,15 +63,6 @@ class RunReport:
     @property
     def output_tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def mean_time_to_first_token(self) -> float:
-        return statistics.fmean(request.time_to_first_token for request in self.requests)
-
-    @property
-    def mean_time_per_output_token(self) -> float | None:
-        times = [r.time_per_output_token for r in self.requests if r.time_per_output_token is not None]
-        return statistics.fmean(times) if times else None
 
     @property
     def forward_share(self) -> float:

@@ -67,9 +67,9 @@ def read_spans(path: Path) -> list[Span]:
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     if spans and not line.endswith("\n"):
                         break
-                    raise ConfigError(f"{path}:{number} is no line of OTLP-JSON: {error!r}") from error
+                    raise ConfigError(f"{path}:{number} is not a line of OTLP-JSON: {error!r}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no file of OTLP-JSON lines: {error}") from error
+        raise ConfigError(f"{path} is not a file of OTLP-JSON lines: {error}") from error
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 

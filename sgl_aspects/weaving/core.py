@@ -291,7 +291,7 @@ class Weaver:
             _stop("; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost)))
 
     def _class_made(self, cls: type) -> None:
-        """A subclass of a class that hooks on ``Class+`` wait for: whoever makes it finds it woven."""
+        """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         with self._lock:
             try:
                 concerned = self._families.concerned(cls)

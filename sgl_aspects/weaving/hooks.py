@@ -153,7 +153,7 @@ def check_hook(hook: object, hook_type: object, target: str) -> None:
     """Raise :class:`HookError`, with the fix, where ``hook`` can never work as ``hook_type``."""
     if not isinstance(hook_type, HookType):
         choices = ", ".join(kind.name for kind in HookType)
-        raise HookError(f"{target}: {hook_type!r} is no HookType; choose one of {choices}")
+        raise HookError(f"{target}: {hook_type!r} is not a HookType; choose one of {choices}")
     if hook_type is HookType.OBSERVE:
         parts = [getattr(hook, name, None) for name in ("enter", "exit", "bound_to")]
         fault = None

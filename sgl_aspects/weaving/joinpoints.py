@@ -54,7 +54,7 @@ def give_back(hook: Any, standing: Any, original: Any) -> None:
     if is_class(hook) and is_class(standing) and issubclass(hook, standing):
         return
     home = _home_of(hook)
-    # Where it was defined, it is no copy.
+    # In the module that defines it, it is the original and not a copy.
     if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
         for name in [name for name, value in list(home.items()) if value is standing]:
             home[name] = original

@@ -1,4 +1,4 @@
-"""Proxies: what stands for a callable that is no plain Python function.
+"""Proxies: stand-ins for callables other than plain Python functions.
 
 Builtins, lru_cache objects, partials, callable instances, singledispatchmethods and other people's proxies
 keep their type, attributes and equality. A call goes on to a generated function, see functions.py.

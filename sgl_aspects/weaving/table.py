@@ -100,7 +100,7 @@ class Fabric:
         Returns None where it is there already. A patch that somebody laid over a point of ours is not
         woven again for the hooks below it.
 
-        :param rerun: the code that fills ``place`` has just run: what stands there is no patch, but new.
+        :param rerun: the code that fills ``place`` has just run: what stands there is new and not a patch.
         :raises HookError: what stands at ``place`` cannot take this hook.
         """
         here = self._here.get(place.key, ())
@@ -112,7 +112,7 @@ class Fabric:
         if point is None:
             point = self._point_for(place)
         if advice.is_class_replacement and not isinstance(point, ClassPoint):
-            raise HookError(f"{advice}: {place} is no class, so a class cannot replace it; pass a function")
+            raise HookError(f"{advice}: {place} is not a class: a class cannot replace it; pass a function")
         point.admit(advice)
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:

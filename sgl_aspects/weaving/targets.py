@@ -150,7 +150,7 @@ def _check_segments(segments: tuple[str, ...], whole: str, *, pattern: bool, acr
         if "**" in segment:
             raise TargetError(f"target {whole!r}: '**' stands alone between dots of the module part")
         if not name.isidentifier():
-            raise TargetError(f"target {whole!r}: {segment!r} is no identifier; {_FORMS}")
+            raise TargetError(f"target {whole!r}: {segment!r} is not an identifier; {_FORMS}")
 
 
 @lru_cache(maxsize=1024)

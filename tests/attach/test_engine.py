@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.attachable import attaching, finish, running, wait_until
+from tests.support.attachable import attaching, finish, running
+from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.attach

@@ -24,8 +24,8 @@ from tests.support.attachable import (
     run_folder,
     running,
     span_names,
-    wait_until,
 )
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.attach
 

@@ -36,7 +36,7 @@ def test_every_operator_has_a_case() -> None:
 def test_the_reference_is_what_the_operator_means(name: str, dtype: torch.dtype) -> None:
     op, inputs = CASES[name]
     given = in_type(inputs, dtype)
-    exact = in_type(given, torch.float64)  # what rounding the inputs does is no error of the operator
+    exact = in_type(given, torch.float64)  # rounding the inputs is not the operator's error
     before = in_type(given, dtype)
     with torch.inference_mode(), dispatch.with_preference("reference"):
         found = getattr(dispatch, op)(**given)

@@ -22,7 +22,7 @@ from sgl_aspects.runtime.dispatch import ImplKind, OpImpl, OpManager, Token, liv
 from sgl_aspects.runtime.dispatch.shadow.watching import Watch, difference, summary
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import Linear, RMSNorm, RotaryEmbedding, SiluAndMul
-from tests.runtime.test_equality import run_in_process
+from tests.support.schedulers import run_in_process
 from tests.support.tiny_models import make_llama
 
 REFERENCE = Token.parse("reference", "test")

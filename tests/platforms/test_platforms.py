@@ -355,12 +355,7 @@ def test_cuda_identity_needs_no_gpu() -> None:
     assert len(cuda.get_profiler_activities()) == 2
 
 
-def test_sglangs_names_for_the_same_things_exist() -> None:
-    from sgl_aspects.platforms.cuda import CudaSRTPlatform
-    from sgl_aspects.platforms.rocm import RocmPlatform, RocmSRTPlatform
-
-    assert CudaSRTPlatform is CudaPlatform
-    assert RocmSRTPlatform is RocmPlatform
+def test_sglangs_newer_name_for_graphs_is_the_same() -> None:
     assert CudaPlatform().support_device_graph() is CudaPlatform().support_cuda_graph()
 
 

@@ -14,8 +14,8 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.ops import Operator, SiluAndMul
 from sgl_aspects.runtime.server_args import ServerArgs
-from tests.runtime.test_equality import prompts_of, run_in_process
 from tests.support.acme import AcmePlatform
+from tests.support.schedulers import prompts_of, run_in_process
 from tests.support.tiny_models import greedy, make_llama, make_model
 
 NEW_TOKENS = 10

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import random
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,8 @@ import pytest
 from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs
-from sgl_aspects.runtime.processes.messages import ReadyMessage, TokenizedRequest
-from sgl_aspects.runtime.scheduling.batch import Req
-from sgl_aspects.runtime.scheduling.scheduler import Scheduler
+from tests.support.schedulers import NEW_TOKENS, prompts_of, run_in_process
 from tests.support.tiny_models import VARIANTS, greedy, make_llama
-
-NEW_TOKENS = 12
-PROMPT_LENGTHS = (1, 2, 5, 16, 17, 40, 63, 100)
 
 
 class ReferenceCpu(CpuPlatform):
@@ -37,11 +29,6 @@ class PackedCpu(CpuPlatform):
         return "cpu"
 
 
-def prompts_of(vocab_size: int) -> list[list[int]]:
-    draw = random.Random(3)
-    return [[draw.randrange(3, vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
-
-
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("llama")
@@ -53,50 +40,6 @@ def _platform(request: pytest.FixtureRequest) -> Iterator[None]:
     set_current_platform(request.param())
     yield
     set_current_platform(None)
-
-
-def run_in_process(
-    args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
-) -> tuple[list[list[int]], set[str]]:
-    """Drive a Scheduler step by step, a new request every second step. Returns outputs and forward modes."""
-    reqs, modes, _ = drive(args, prompts, new_tokens, **sampling)
-    return [req.output_ids for req in reqs], modes
-
-
-def drive(
-    args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
-) -> tuple[list[Req], set[str], Scheduler]:
-    ours, theirs = multiprocessing.Pipe()
-    scheduler = Scheduler(args, theirs)
-    arriving = [
-        TokenizedRequest(
-            str(i), prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **sampling)
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    reqs, modes = [], set()
-    schedule = scheduler.schedule
-
-    def watched_schedule() -> Any:
-        batch = schedule()
-        if batch is not None:
-            modes.add(batch.forward_mode.value)
-            assert sum(batch.num_new_tokens[batch.num_decodes :]) <= args.chunked_prefill_size
-        return batch
-
-    scheduler.schedule = watched_schedule  # type: ignore[method-assign]
-    while arriving or scheduler.has_work:
-        if arriving and scheduler.step_id % 2 == 0:
-            reqs.append(scheduler.add_request(arriving.pop(0)))
-        scheduler.step()
-        drain(ours)
-    assert scheduler.kv_cache.available_size() == scheduler.kv_cache.total_size
-    return reqs, modes, scheduler
-
-
-def drain(connection: Connection) -> None:
-    while connection.poll(0):
-        assert not isinstance(connection.recv(), ReadyMessage)
 
 
 @pytest.mark.usefixtures("_platform")

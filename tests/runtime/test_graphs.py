@@ -21,7 +21,7 @@ from sgl_aspects.runtime.execution.graph_runner import GraphRunner, capture_size
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.processes.messages import TokenizedRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
-from tests.runtime.test_equality import prompts_of, run_in_process
+from tests.support.schedulers import prompts_of, run_in_process
 from tests.support.tiny_models import FAMILIES, VARIANTS, greedy, make_llama, make_model
 
 NEW_TOKENS = 12

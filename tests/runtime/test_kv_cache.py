@@ -15,21 +15,9 @@ from sgl_aspects.runtime import SamplingParams
 from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PageTable, PrefixCache
 from sgl_aspects.runtime.kv_cache.prefix_cache import Node
 from sgl_aspects.runtime.scheduling.batch import Req
+from tests.support.schedulers import Memory
 
 ROWS = 5
-
-
-class Memory:
-    """Stands for a pool: what was computed into each slot is the tokens up to there, nothing else."""
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.slots: dict[int, tuple[int, ...]] = {}
-
-    def clear(self, pages: list[int]) -> None:
-        for page in pages:
-            for slot in range(page * self.page_size, (page + 1) * self.page_size):
-                self.slots.pop(slot, None)
 
 
 def make_cache(size: int, page_size: int, prefix_cache: bool = True) -> KVCache:

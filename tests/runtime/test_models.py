@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.runtime import ServerArgs
-from tests.runtime.test_equality import NEW_TOKENS, drive, prompts_of, run_in_process
+from tests.support.schedulers import NEW_TOKENS, drive, prompts_of, run_in_process
 from tests.support.tiny_models import FAMILIES, greedy, make_model
 
 

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sgl_aspects.errors import ConfigError, EngineError, ModelLoadError, SchedulerDiedError
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs
+from tests.support.processes import is_running, wait_until_gone
 from tests.support.tiny_models import make_llama
 from tests.support.workers import own_an_engine
 
@@ -35,20 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     make_llama(folder, max_position_embeddings=16384, max_shard_size="100KB")
     return folder
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_until_gone(pid: int, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_gone(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.01)
 
 
 def scheduler_children() -> list[Any]:
@@ -101,7 +87,7 @@ def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
             ask()
         assert time.monotonic() - before < 10
     assert not scheduler_children()
-    assert is_gone(engine.scheduler_pid)
+    assert not is_running(engine.scheduler_pid)
     if os.path.isdir("/dev/shm"):
         # Of Python's and torch's names only: other programs come and go there, too.
         left = set(os.listdir("/dev/shm")) - shared_memory
@@ -131,7 +117,7 @@ def test_the_scheduler_ends_when_its_owner_is_killed(folder: Path, busy: bool, f
     owner.start()
     assert ours.poll(60)
     scheduler, forked = ours.recv()
-    assert not is_gone(scheduler)
+    assert is_running(scheduler)
     os.kill(owner.pid or 0, signal.SIGKILL)
     owner.join()
     try:
@@ -154,7 +140,7 @@ def test_shutdown_ends_requests_and_is_welcome_twice(folder: Path) -> None:
             handle.result(timeout=0)
         with pytest.raises(SchedulerDiedError, match="shut down"):
             engine.generate([5])
-        assert is_gone(engine.scheduler_pid)
+        assert not is_running(engine.scheduler_pid)
         engine.shutdown()
     assert not scheduler_children()
 
@@ -195,7 +181,7 @@ def test_a_script_that_forgets_to_shut_down_ends_clean(tmp_path: Path, folder: P
     script = start_script(tmp_path, folder, 'if __name__ == "__main__":', tokens=3)
     output, errors = script.communicate(timeout=60)
     assert (script.returncode, errors) == (0, "")
-    assert is_gone(int(output))
+    assert not is_running(int(output))
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path, folder: Path) -> None:

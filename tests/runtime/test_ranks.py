@@ -12,8 +12,8 @@ import pytest
 
 from sgl_aspects.errors import ConfigError, ModelLoadError, SchedulerDiedError
 from sgl_aspects.runtime import Engine, SamplingParams
-from tests.runtime.test_equality import prompts_of
-from tests.runtime.test_processes import wait_until_gone
+from tests.support.processes import wait_until_gone
+from tests.support.schedulers import prompts_of
 from tests.support.tiny_models import FAMILIES, greedy, make_model
 
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)

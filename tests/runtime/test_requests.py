@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
 LONG = SamplingParams(max_new_tokens=15000, ignore_eos=True)
@@ -45,7 +45,7 @@ def shared_engine(folder: Path) -> Iterator[Engine]:
 def engine(shared_engine: Engine) -> Iterator[Engine]:
     """Every test must leave it as it was: no request, no page."""
     yield shared_engine
-    wait_for(lambda: is_quiet(shared_engine))
+    wait_until(lambda: is_quiet(shared_engine))
 
 
 def is_quiet(engine: Engine) -> bool:
@@ -54,13 +54,6 @@ def is_quiet(engine: Engine) -> bool:
         stats["running_requests"] == stats["waiting_requests"] == 0
         and stats["kv_available_tokens"] == stats["kv_total_tokens"]
     )
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 # -- text and streams --------------------------------------------------------------------------------
@@ -156,7 +149,7 @@ def test_a_running_request_can_be_aborted(engine: Engine) -> None:
 def test_a_waiting_request_can_be_aborted_by_its_id(engine: Engine) -> None:
     running = [engine.submit([5, 6], LONG) for _ in range(8)]  # as many as may run at once
     waiting = engine.submit([7], LONG, rid="the ninth")
-    wait_for(lambda: engine.stats()["waiting_requests"] == 1)
+    wait_until(lambda: engine.stats()["waiting_requests"] == 1)
     assert engine.abort("the ninth")
     result = waiting.result(timeout=60)
     assert (result.finish_reason, result.output_ids, result.text) == ("abort", [], "")
@@ -170,7 +163,7 @@ def test_closing_a_stream_early_aborts_its_request(engine: Engine) -> None:
     for chunk in engine.stream([5, 6], LONG):
         assert chunk.token_ids
         break
-    wait_for(lambda: is_quiet(engine))
+    wait_until(lambda: is_quiet(engine))
     stream = engine.stream([5, 6], LONG)
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
@@ -267,7 +260,7 @@ def test_a_request_that_the_cache_can_never_hold_is_refused(folder: Path) -> Non
 def test_one_bad_prompt_of_a_list_aborts_the_others(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="not a token id"):
         engine.generate([[5], [99999]], LONG)
-    wait_for(lambda: is_quiet(engine))
+    wait_until(lambda: is_quiet(engine))
 
 
 def test_an_id_in_use_is_refused(engine: Engine) -> None:

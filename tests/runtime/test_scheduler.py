@@ -27,7 +27,7 @@ from sgl_aspects.runtime.processes.messages import (
 from sgl_aspects.runtime.scheduling import scheduler as scheduler_module
 from sgl_aspects.runtime.scheduling.batch import Batch, ForwardMode, Req
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
-from tests.runtime.test_kv_cache import Memory
+from tests.support.schedulers import Memory
 
 VOCAB = 3
 CONTEXT = 60

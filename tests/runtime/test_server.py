@@ -20,7 +20,8 @@ from sgl_aspects.runtime import RequestHandle, SamplingParams, StreamChunk
 from sgl_aspects.runtime.frontend.request import GenerateRequest, chunks_of
 from sgl_aspects.runtime.server.calls import Call, Calls
 from sgl_aspects.runtime.server.problems import ApiError
-from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.http_server import LOCAL, Server, serving
+from tests.support.processes import wait_until
 from tests.support.tiny_models import greedy, make_llama, make_tokenizer
 
 TEXTS = ["the quick brown fox", "ein Käsebrot", "日本語 и", "lazy dog jumps over", "fünf", "🙂🙃"]
@@ -46,7 +47,7 @@ def shared_server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def server(shared_server: Server) -> Iterator[Server]:
     """Every test must leave it as it was: no request, no slot of the cache."""
     yield shared_server
-    wait_for(shared_server.is_quiet)
+    wait_until(shared_server.is_quiet)
 
 
 @pytest.fixture
@@ -240,10 +241,10 @@ def test_who_hangs_up_is_no_longer_computed(server: Server, stream: bool) -> Non
             assert response.readline().startswith(b"data: {")
             response.close()
     else:
-        wait_for(lambda: server.metrics()["sgl_aspects_scheduler_running_requests"] == 8)
+        wait_until(lambda: server.metrics()["sgl_aspects_scheduler_running_requests"] == 8)
     for connection in connections:
         connection.close()
-    wait_for(server.is_quiet)
+    wait_until(server.is_quiet)
     assert server.metrics()['sgl_aspects_requests_finished_total{reason="abort"}'] == aborted + 8
 
 
@@ -261,11 +262,11 @@ def test_half_a_request_and_silence_do_no_harm(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", "the body is no JSON"),
-        ("{", "the body is no JSON"),
-        (b"\xff\xfe", "the body is no JSON"),
-        ('{"model": "tiny", "prompt": "\\ud800"}', "the body is no JSON"),
-        ("[" * 100000, "the body is no JSON"),
+        ("", "the body is not JSON"),
+        ("{", "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        ('{"model": "tiny", "prompt": "\\ud800"}', "the body is not JSON"),
+        ("[" * 100000, "the body is not JSON"),
         ("[]", "should be an object"),
         ("null", "should be an object"),
         ('{"model": "tiny"}', "prompt: this field is missing"),
@@ -274,7 +275,7 @@ def test_half_a_request_and_silence_do_no_harm(server: Server) -> None:
         (completion("a", temperature="1"), "temperature='1': "),
         ('{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature=nan: "),
         ('{"model": "tiny", "prompt": "a", "top_p": 1e999}', "top_p=inf: "),
-        ('{"model": "tiny", "prompt": "a", "seed": ' + "9" * 5000 + "}", "the body is no JSON"),
+        ('{"model": "tiny", "prompt": "a", "seed": ' + "9" * 5000 + "}", "the body is not JSON"),
         (completion("a", max_tokens=0), "max_tokens=0: "),
         (completion("a", max_tokens=True), "max_tokens=True: "),
         (completion("a", n=129), "n=129: "),
@@ -356,13 +357,13 @@ def test_more_answers_than_are_taken_at_once_are_refused(server: Server) -> None
     connections = [begin(server, completion("a", max_tokens=8000, n=20)) for _ in range(4)]
     received = "sgl_aspects_requests_received_total"
     before = server.metrics()[received]
-    wait_for(lambda: server.request("POST", "/v1/completions", completion("a", max_tokens=1))[0] == 429)
+    wait_until(lambda: server.request("POST", "/v1/completions", completion("a", max_tokens=1))[0] == 429)
     status, answer = server.request("POST", "/v1/completions", completion("a"))
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     assert "busy with 80 answers, of at most 80" in answer["error"]["message"]
     for connection in connections:
         connection.close()
-    wait_for(server.is_quiet)
+    wait_until(server.is_quiet)
     assert server.metrics()[received] >= before
     assert server.request("POST", "/v1/completions", completion("a"))[0] == 200
 

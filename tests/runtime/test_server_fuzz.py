@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.http_server import serving, wait_for
+from tests.support.http_server import serving
+from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
 #: Not asked: that every valid body is answered. What fits the model (lengths, token ids) no document says.
@@ -45,6 +46,6 @@ def test_no_request_makes_it_fail_hang_or_leak(tmp_path: Path) -> None:
         )
         assert report.returncode == 0, report.stdout[-6000:] + report.stderr[-2000:]
         assert server.metrics()["sgl_aspects_requests_received_total"] > 20
-        wait_for(server.is_quiet)
+        wait_until(server.is_quiet)
         assert server.stop() == 0
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -20,8 +20,9 @@ import psutil
 import pytest
 
 from sgl_aspects.cli.main import main
-from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.http_server import LOCAL, Server, serving
 from tests.support.otlp_receiver import http_receiver
+from tests.support.processes import is_running, wait_until
 from tests.support.tiny_models import make_llama
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -59,14 +60,7 @@ def requests_of(server: Server) -> tuple[int, int]:
 
 
 def wait_until_running(server: Server, count: int) -> None:
-    wait_for(lambda: requests_of(server)[0] == count)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+    wait_until(lambda: requests_of(server)[0] == count)
 
 
 # -- ends --------------------------------------------------------------------------------------------
@@ -84,7 +78,7 @@ def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: P
         streamed = pool.submit(ask, server, 700, stream=True)
         wait_until_running(server, 2)
         server.process.send_signal(number)
-        wait_for(lambda: "stopping: 2 answers under way" in server.log.read_text())
+        wait_until(lambda: "stopping: 2 answers under way" in server.log.read_text())
         with contextlib.suppress(OSError):  # once it listens no more
             assert ask(server, 1)[0] == 503
         kept.close()
@@ -94,7 +88,7 @@ def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: P
         assert status == 200
         assert events.endswith("data: [DONE]\n\n")
         assert server.process.wait(60) == 0
-        wait_for(lambda: is_gone(scheduler))
+        wait_until(lambda: not is_running(scheduler))
     assert "Traceback" not in server.log.read_text()
 
 
@@ -142,10 +136,10 @@ def test_kill_9_of_the_scheduler_under_load(model: Path, tmp_path: Path) -> None
         for thread in threads:
             thread.start()
         scheduler = server.scheduler_pid
-        wait_for(lambda: sum(requests_of(server)) == len(threads))  # none comes when the server has ended
+        wait_until(lambda: sum(requests_of(server)) == len(threads))  # none comes when the server has ended
         assert requests_of(server)[0] >= 5
         os.kill(scheduler, signal.SIGKILL)
-        wait_for(lambda: is_unwell(server))
+        wait_until(lambda: is_unwell(server))
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
@@ -176,9 +170,9 @@ def test_a_signal_while_the_model_is_loading_leaves_no_process(model: Path, tmp_
             children[:] = psutil.Process(server.process.pid).children()
             return any(map(is_scheduler, children))
 
-        wait_for(has_a_scheduler, seconds=60)
+        wait_until(has_a_scheduler, seconds=60)
         assert server.stop() != 0
-        wait_for(lambda: all(is_gone(child.pid) for child in children))
+        wait_until(lambda: all(not is_running(child.pid) for child in children))
 
 
 # -- who may ask -------------------------------------------------------------------------------------
@@ -268,7 +262,7 @@ def test_one_trace_for_each_call_under_the_callers_id(model: Path, tmp_path: Pat
             assert server.request("POST", "/v1/completions", body(4, n=2, prompt=["a", "b"]))[0] == 200
             assert server.request("POST", "/v1/completions", body(4))[0] == 200
             assert server.stop() == 0
-        wait_for(lambda: len([s for s in receiver.spans if s.name == "text_completion tiny"]) == 8)
+        wait_until(lambda: len([s for s in receiver.spans if s.name == "text_completion tiny"]) == 8)
     roots = [span for span in receiver.spans if span.name == "text_completion tiny"]
     by_trace: dict[str, int] = {}
     for span in roots:
@@ -325,4 +319,4 @@ def test_time_is_not_lost_by_a_slow_reader(model: Path, tmp_path: Path) -> None:
             begin = time.monotonic()
             assert ask(server, 5)[0] == 200
             assert time.monotonic() - begin < 60
-        wait_for(server.is_quiet)
+        wait_until(server.is_quiet)

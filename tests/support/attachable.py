@@ -8,14 +8,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sgl_aspects.attach.process_tree import read_process
+from tests.support.processes import wait_until
 
 # A program that says whenever the function that stands in its class has changed, and counts what is its own.
 PROGRAM = """
@@ -182,10 +182,3 @@ def span_names(file: Path) -> list[str]:
         for span in scope["spans"]
     ]
     return [span["name"] for span in spans]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition has not come true"
-        time.sleep(0.02)

@@ -368,7 +368,7 @@ class GraphsDeclaredOnly(LoopbackPlatform):
 class _OnTheHost(LoopbackAttention):
     def prepare(self, batch: Any) -> None:
         super().prepare(batch)
-        if batch.num_decodes:  # what the host says when the step is captured stays for ever
+        if batch.num_decodes:  # the host's value at capture stays in the graph
             positions = torch.arange(self._seen.shape[1])
             self._seen = positions < torch.tensor(batch.lengths[: batch.num_decodes])[:, None]
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 
 from sgl_aspects.tracing.run_folder import collector_state
 from sgl_aspects.tracing.session import TraceSession
+from tests.support.processes import wait_until
 
 
 def kill_collector(session: TraceSession) -> int:
     """Kills it once it is at work, and returns when the next one is; gives the id of the one that is gone."""
     process_id = _kill(session)
-    _wait(lambda: _works(session) and session.collector_process_id != process_id)
+    wait_until(lambda: _works(session) and session.collector_process_id != process_id)
     return process_id
 
 
@@ -25,21 +24,14 @@ def kill_collector_for_good(session: TraceSession) -> None:
 
 
 def _kill(session: TraceSession) -> int:
-    _wait(lambda: _works(session))
+    wait_until(lambda: _works(session))
     process_id = session.collector_process_id
     assert process_id is not None
     os.kill(process_id, signal.SIGKILL)
-    _wait(lambda: not _works(session) or session.collector_process_id != process_id)
+    wait_until(lambda: not _works(session) or session.collector_process_id != process_id)
     return process_id
 
 
 def _works(session: TraceSession) -> bool:
     state = collector_state(session.run_folder)
     return state is not None and state.is_alive
-
-
-def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

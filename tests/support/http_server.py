@@ -9,14 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import end
+from tests.support.processes import end, wait_until
 
 START_SECONDS = 120
 LOCAL = "127.0.0.1"
@@ -51,7 +50,7 @@ class Server:
             self.port = int(match[1]) if match else 0
             return bool(self.port) and self.answers()
 
-        wait_for(found, START_SECONDS)
+        wait_until(found, START_SECONDS)
 
     def answers(self) -> bool:
         try:
@@ -103,13 +102,6 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(seconds)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class Receiver:
 
     @property
     def spans(self) -> list[Span]:
-        # Each once: whoever waits asks again and again, while the receiver's threads want the processor, too.
+        # Each once: tests poll this, and the receiver's threads need the processor, too.
         for request in self.requests[self._num_read :]:
             self._spans.extend(spans_of(request))
             self._num_read += 1

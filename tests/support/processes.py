@@ -1,24 +1,62 @@
-"""What tests that start processes need."""
+"""Processes that tests start: waiting for them, looking at them, ending them."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """By asking it first; it is gone afterwards."""
+    """Terminate, after 20 seconds kill; it is gone afterwards."""
     process.terminate()
     try:
         process.wait(20)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Poll until ``condition`` holds; fails after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {condition}"
+        time.sleep(0.01)
+
+
+def is_running(process_id: int) -> bool:
+    """False for a zombie, too."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(process_id: int) -> None:
+    wait_until(lambda: not is_running(process_id))
+
+
+def peak_megabytes(process_id: int | None) -> int:
+    """The most memory that it has had."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) // 1024
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """``sgl-aspects`` with these words."""
+    return subprocess.run([sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True)

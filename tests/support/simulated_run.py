@@ -1,7 +1,7 @@
 """A made-up run of an engine, as large as it is asked to be, in the form of the OTLP-JSON file.
 
-One scheduler, continuous batching, chunked prefill. In the middle a prompt of many chunks arrives: whoever
-decodes meanwhile waits for mixed steps. The same seed gives the same run.
+One scheduler, continuous batching, chunked prefill. In the middle a prompt of many chunks arrives:
+requests that decode meanwhile wait for mixed steps. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,17 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+#: Texts that a page must show and not run.
+HOSTILE = [
+    "</script><script>document.title='broken'</script>",
+    '"><img src=x onerror="document.title=\'broken\'">',
+    "<!--<script>",
+    "{{script}}{{data}}",
+    "\u2028\u2029\x00\x1b[31m\ud800",
+    "__proto__",
+    "constructor",
+]
 
 MS = 1_000_000
 _BEGIN_NS = 1_790_000_000 * 1_000_000_000

@@ -93,7 +93,7 @@ def woven_in_a_scheduler_process(results: Connection) -> None:
 
 
 def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
-    """Traces an engine that is generating for ever, says who is who, and waits to be killed."""
+    """Trace an engine that generates endlessly, print its process ids, and wait to be killed."""
     import time
 
     from sgl_aspects.runtime.engine import Engine

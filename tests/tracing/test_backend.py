@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from sgl_aspects.tracing import attach
 from tests.support.otlp_receiver import spans_of
-from tests.tracing.test_collector import begin
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
-
-
-def peak_megabytes(process_id: int | None) -> int:
-    status = Path(f"/proc/{process_id}/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) // 1024
+from tests.support.processes import peak_megabytes
+from tests.support.sessions import begin
 
 
 def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:

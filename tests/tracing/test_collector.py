@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import multiprocessing
@@ -11,34 +10,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
-from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from sgl_aspects.cli.main import main
-from sgl_aspects.tracing import TraceSession, attach, context
+from sgl_aspects.tracing import attach, context
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, SpanType
+from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.collectors import kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
+from tests.support.processes import is_running, wait_until
+from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
 
 spawn = multiprocessing.get_context("spawn")
-REQUEST = SpanType("request", {"gen_ai.usage.output_tokens": int})
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -47,63 +38,8 @@ def receiver() -> Iterator[Receiver]:
         yield running
 
 
-def begin(session: TraceSession, rid: str, origin: TraceContext | None = None) -> Callable[..., int]:
-    """Records the caller's side of a request; the function returned ends it and gives its span id."""
-    recorder, start = session.recorder, time.time_ns()
-    span_id = recorder.new_id()
-    recorder.write(
-        RequestBegin(span_id, rid, start, *(origin or context.new()), "chat m", {"gen_ai.request.id": rid})
-    )
-    recorder.write(RequestSent(span_id))
-
-    def end(error: str = "") -> int:
-        recorder.spans(REQUEST)(span_id, span_id, 0, start, time.time_ns(), [3], error)
-        return span_id
-
-    return end
-
-
-def run_scheduler(session: TraceSession, rids: list[str], ending: str = "end") -> None:
-    process = spawn.Process(target=workers.record_like_a_scheduler, args=(session.run_folder, rids, ending))
-    process.start()
-    process.join(60)
-    process.close()
-
-
 def by_name(spans: list[Span], name: str) -> list[Span]:
     return [span for span in spans if span.name == name]
-
-
-def read_file(path: Path) -> Iterator[TracesData]:
-    """The lines of an OTLP-JSON file as protobuf, whose own JSON has ids in base64."""
-
-    def restore(value: Any) -> Any:
-        if isinstance(value, list):
-            return [restore(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: base64.b64encode(bytes.fromhex(item)).decode() if key in ids else restore(item)
-            for key, item in value.items()
-        }
-
-    ids = ("traceId", "spanId", "parentSpanId")
-    for line in path.read_text().splitlines():
-        yield ParseDict(restore(json.loads(line)), TracesData())
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ignores(process_id: int | None, number: signal.Signals) -> bool:
@@ -343,7 +279,7 @@ def test_a_long_run_uses_bounded_space_and_loses_nothing(
 
 
 def has_taken(ring: BinaryIO, records: int) -> bool:
-    """Whether the collector has read so many."""
+    """Whether the collector has read this number of records."""
     return int.from_bytes(os.pread(ring.fileno(), 8, ring_format.WORD_TAKEN * 8), "little") == records
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +22,6 @@ from tests.support.tiny_models import make_llama
 
 SECRET = "xylophone-quartz"
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"my name is {SECRET}"}]
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")

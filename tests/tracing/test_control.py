@@ -19,21 +19,11 @@ from sgl_aspects.tracing.control import Control
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
+from tests.support.processes import command, is_running, wait_until
+from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
-from tests.tracing.test_collector import begin, is_running, read_file, wait_until
 
 spawn = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True)
 
 
 def test_a_live_engine_is_turned_up_down_off_and_on(tmp_path: Path) -> None:

@@ -19,17 +19,10 @@ from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
-from tests.tracing.test_collector import begin, read_file, run_scheduler, wait_until
-from tests.tracing.test_control import command
+from tests.support.processes import command, wait_until
+from tests.support.sessions import begin, read_file, run_scheduler
 
 spawn = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")

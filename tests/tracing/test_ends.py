@@ -14,8 +14,8 @@ from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach
 from tests.support.otlp_receiver import Span, spans_of
+from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
-from tests.tracing.test_collector import read_file
 
 ODD = {
     "ü-日本": "ü-日本",

@@ -27,17 +27,15 @@ from sgl_aspects.tracing.ring import format as ring_format
 from tests.support import workers
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import spans_of
-from tests.tracing.test_collector import read_file, wait_until
-from tests.tracing.test_ring import _last_count, spawn
+from tests.support.processes import wait_until
+from tests.support.rings import last_count
+from tests.support.sessions import read_file, spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "120")
 
 
@@ -63,7 +61,7 @@ def test_two_hundred_kills_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: 
             time.sleep(chance.random() * 0.004)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            finished.append(_last_count(counters))
+            finished.append(last_count(counters))
             os.close(counters)
     ended: dict[int, list[int]] = {}
     unfinished: Counter[int] = Counter()

@@ -26,8 +26,9 @@ from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.schema import DETAILS
 from tests.support import workers
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
+from tests.support.processes import is_running, wait_until
+from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama, make_tokenizer
-from tests.tracing.test_collector import is_running, read_file, wait_until
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -57,13 +58,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_llama(folder, max_position_embeddings=1024)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
-from tests.tracing.test_ring import PLAIN, read_all, record_everything
+from tests.support.rings import PLAIN, read_all, record_everything
 
 SLOTS = 256
 GOOD = 150  # of the spans that the good file ends with
@@ -86,7 +86,7 @@ def export_all(folder: Path) -> list[ReadableSpan]:
 
 
 def _refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
+    raise AssertionError(f"{constant} is not JSON")
 
 
 def write_ring(folder: Path, data: bytearray) -> None:
@@ -248,7 +248,7 @@ _LAYOUTS = st.tuples(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts=st.lists(_LAYOUTS, min_size=1, max_size=12))
 def test_layouts_that_say_anything(tmp_path: Path, layouts: list[Any]) -> None:
-    """Functions are made of them: of none that is no layout, and spans of the others are read."""
+    """Readers are generated from layouts: a damaged one is refused, and spans of the others are read."""
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     (tmp_path / "run").mkdir()
     recorder = RingRecorder(str(tmp_path / "run"))

@@ -34,15 +34,8 @@ from sgl_aspects.tracing.records import (
 from sgl_aspects.tracing.schema import STEP
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
-from tests.tracing.test_collector import REQUEST, begin, read_file, run_scheduler, wait_until
-from tests.tracing.test_sampling import unsampled
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
+from tests.support.processes import wait_until
+from tests.support.sessions import REQUEST, begin, read_file, run_scheduler, unsampled
 
 
 @pytest.fixture

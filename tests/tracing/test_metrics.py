@@ -27,9 +27,9 @@ from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import Point, Receiver, grpc_receiver, http_receiver
-from tests.support.processes import free_port
+from tests.support.processes import free_port, wait_until
+from tests.support.sessions import run_scheduler
 from tests.support.tiny_models import make_llama
-from tests.tracing.test_collector import run_scheduler, wait_until
 
 SECOND = 1_000_000_000
 COMMON = {
@@ -38,13 +38,6 @@ COMMON = {
     "gen_ai.request.model": "m",
     "gen_ai.response.model": "m",
 }
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture

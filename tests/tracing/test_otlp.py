@@ -33,9 +33,9 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.export import otlp
 from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
+from tests.support.processes import peak_megabytes
+from tests.support.sessions import begin
 from tests.support.tls_files import make_certificate
-from tests.tracing.test_backend import peak_megabytes
-from tests.tracing.test_collector import begin
 
 PARTIAL = ExportTraceServiceResponse(
     partial_success=ExportTracePartialSuccess(rejected_spans=2, error_message="too old")
@@ -43,10 +43,7 @@ PARTIAL = ExportTraceServiceResponse(
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
 
 
@@ -363,7 +360,6 @@ def test_an_exporter_named_twice_exports_once(monkeypatch: pytest.MonkeyPatch) -
 
 FULL = """
 from sgl_aspects.tracing import attach
-from tests.tracing.test_collector import begin
 
 with attach(level=1, endpoint="http://127.0.0.1:9") as session:
     begin(session, "r")()

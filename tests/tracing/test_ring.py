@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from sgl_aspects.tracing.collector.run_reader import RunReader
-from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import (
     Record,
     RequestBegin,
@@ -33,44 +32,9 @@ from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.ring_page_reader import read_page
+from tests.support.rings import PLAIN, TEXT, TOO_LARGE, last_count, read_all, record_everything
 
 spawn = multiprocessing.get_context("spawn")
-STEP = SpanType("step", {"mode": str, "size": int, "usage": float, "last": bool, "none": int})
-PLAIN = SpanType("plain", {"number": int})
-TEXT = SpanType("text", {"text": str})
-LIST = SpanType("list", {"list": list})
-# For 64 bits: no backend has room for it, so that it is read as a text.
-TOO_LARGE = 1 << 70
-
-
-def read_all(reader: RunReader) -> list[Record]:
-    """Everything that can be read now, in the order of each ring."""
-    found = [record for _, record in reader.poll()]
-    while reader.has_more:
-        found += [record for _, record in reader.poll()]
-    return found
-
-
-def record_everything(recorder: RingRecorder) -> None:
-    """Every kind of record, small and large."""
-    attributes: Any = {"text": "é" * 600, "list": ["a", "b"], "number": 7, "share": 0.25, "yes": True}
-    recorder.write(
-        RequestBegin(11, "rid-1", 5, *TraceContext(1 << 100, 3, True, "v=1", True), "chat m", attributes)
-    )
-    recorder.write(RequestSent(11))
-    recorder.write(RequestSeen(12, "rid-1", 6))
-    recorder.announce(PLAIN, 13, 12, 12, 7)
-    for _ in range(3):  # a text is defined when it comes again
-        recorder.spans(STEP)(14, 14, 0, 8, 9, ["decode", -5, 0.125, True, None], links=[11, 12])
-    recorder.spans(STEP)(15, 14, 14, 10, 11, ["extend", 1 << 62, -1e300, False, None], "ValueError")
-    recorder.spans(STEP)(16, 14, 14, 10, 11, ["extend", TOO_LARGE, 0.0, False, None], "ValueError")
-    recorder.spans(PLAIN)(17, 17, 0, 12, 13, [1], links=list(range(100, 200)))
-    wide = SpanType("wide", {f"a{n}": int for n in range(40)})
-    recorder.spans(wide)(18, 17, 17, 14, 15, list(range(40)))
-    recorder.spans(LIST)(19, 17, 17, 16, 17, [["stop"]])
-    recorder.spans(SpanType("none"))(20, 17, 17, 18, 19)
-    recorder.spans(PLAIN)(21, 17, 17, 18, 19, [TOO_LARGE])
-    recorder.spans(TEXT)((1 << 64) - 1, 17, 17, 18, 19, ["x" * 5000])
 
 
 def comparable(record: Record) -> tuple[Any, ...]:
@@ -202,7 +166,7 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         time.sleep(chance.random() * 0.004)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        finished = _last_count(counters)
+        finished = last_count(counters)
         os.close(counters)
         reader = RunReader(str(folder))
         records = read_all(reader)
@@ -227,14 +191,6 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert totals["finished"] > 1000
     assert totals["open"] > 3  # many were hit in the middle of a span
     assert totals["damaged"] == 0
-
-
-def _last_count(descriptor: int) -> int:
-    data = b""
-    while piece := os.read(descriptor, 1 << 16):
-        data += piece
-    whole = len(data) // 8 * 8
-    return int.from_bytes(data[whole - 8 : whole], "little") if whole else 0
 
 
 def test_four_threads_are_all_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,17 +23,10 @@ from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Receiver, http_receiver
-from tests.tracing.test_collector import run_scheduler
+from tests.support.sessions import run_scheduler, unsampled
 
 SECOND = 1_000_000_000
 CHILD = SpanType("tokenize")
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -200,10 +192,6 @@ def record(
     recorder.write(RequestSent(span_id))
     recorder.spans(REQUEST)(span_id, span_id, 0, start, end, (), error)
     return span_id
-
-
-def unsampled() -> TraceContext:
-    return TraceContext(context.new().trace_id, sampled=False)
 
 
 def test_failed_requests_are_kept_and_the_rest_is_sampled(

@@ -15,8 +15,8 @@ import pytest
 
 from sgl_aspects.tracing import attach
 from tests.support.otlp_receiver import spans_of
+from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
-from tests.tracing.test_collector import read_file
 
 # In a process of its own: a provider is set once and for all.
 PROGRAM = """

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.http_server import LOCAL, Server, serving
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.slow
@@ -66,12 +67,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             response = leaves.getresponse()
             response.readline()
             waits = ask(server, 4, max_tokens=12000)
-            wait_for(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 1)
+            wait_until(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 1)
             waits.close()
-            wait_for(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 0)
+            wait_until(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 0)
             response.close()
             leaves.close()
-            wait_for(server.is_quiet)
+            wait_until(server.is_quiet)
             assert answer_to(server, 5, prompt=SECRET * 5000)[0] == 400
             killed = ask(server, 6, max_tokens=12000, stream=True)
             answer = killed.getresponse()

@@ -17,13 +17,6 @@ from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE", "ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "choices"),
     [

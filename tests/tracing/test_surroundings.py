@@ -28,19 +28,12 @@ from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.session import current
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
+from tests.support.processes import command, is_running, wait_until
+from tests.support.rings import PLAIN, read_all
+from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
-from tests.tracing.test_collector import begin, is_running, read_file, wait_until
-from tests.tracing.test_control import command
-from tests.tracing.test_ring import PLAIN, read_all
 
 spawn = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
 
 
 def test_two_engines_on_one_machine_do_not_mix(tmp_path: Path) -> None:

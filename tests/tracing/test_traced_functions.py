@@ -20,7 +20,7 @@ from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.weaving import argument_reader
 from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Span, spans_of
-from tests.tracing.test_collector import read_file
+from tests.support.sessions import read_file
 
 WORK = """
 import asyncio, enum, threading

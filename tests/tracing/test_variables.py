@@ -22,13 +22,6 @@ from tests.support.tls_files import make_certificate
 SECRET = "sk-live-4711"
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE", "ASPECTS_TRACE")):
-            monkeypatch.delenv(name)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

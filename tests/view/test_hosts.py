@@ -19,7 +19,7 @@ ROOM = 200 * MS
 
 
 def request(number: int, ahead_ns: int) -> list[Span]:
-    """One request on a prefill and a decode server, whose clock is ahead by so much."""
+    """One request on a prefill and a decode server, whose clock is ahead by ``ahead_ns``."""
     luck, at, trace = random.Random(number), number * ROOM, f"{number + 1:032x}"
     took = [luck.randint(1, 10) * MS for _ in range(3)]
     met, fed, sent = at + took[0], at + took[0] + took[1], at + sum(took)

@@ -22,19 +22,9 @@ from sgl_aspects.view.payload import payload_of
 from sgl_aspects.view.sources import Run, load_run
 from sgl_aspects.view.spans import Span, read_spans
 from tests.support import workers
-from tests.support.simulated_run import SimulatedRun
+from tests.support.simulated_run import HOSTILE, SimulatedRun
 
 spawn = multiprocessing.get_context("spawn")
-
-HOSTILE = [
-    "</script><script>document.title='broken'</script>",
-    '"><img src=x onerror="document.title=\'broken\'">',
-    "<!--<script>",
-    "{{script}}{{data}}",
-    "\u2028\u2029\x00\x1b[31m\ud800",
-    "__proto__",
-    "constructor",
-]
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -147,19 +137,22 @@ def test_a_file_whose_writer_is_at_work(tmp_path: Path) -> None:
     assert 0 < len(read_spans(whole)) - len(read_spans(cut)) <= 20
     lines = whole.read_text().splitlines(keepends=True)
     cut.write_text(lines[0] + lines[1][:100] + "\n" + lines[2])
-    with pytest.raises(ConfigError, match=r"cut\.jsonl:2 is no line"):
+    with pytest.raises(ConfigError, match=r"cut\.jsonl:2 is not a line"):
         read_spans(cut)
 
 
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        (b"not json", "is no line of OTLP-JSON"),
-        (b"[]\n", "is no line of OTLP-JSON"),
-        (b"\xff\xfe\x00", "is no file of OTLP-JSON lines"),
-        (b"[" * 100_000, "is no line of OTLP-JSON"),
+        (b"not json", "is not a line of OTLP-JSON"),
+        (b"[]\n", "is not a line of OTLP-JSON"),
+        (b"\xff\xfe\x00", "is not a file of OTLP-JSON lines"),
+        (b"[" * 100_000, "is not a line of OTLP-JSON"),
         (b"", "holds no spans"),
-        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a"}]}]}]}\n', "is no line of OTLP-JSON"),
+        (
+            b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a"}]}]}]}\n',
+            "is not a line of OTLP-JSON",
+        ),
     ],
 )
 def test_a_file_that_is_none(

@@ -17,8 +17,7 @@ import pytest
 from sgl_aspects.view.page import page_of
 from sgl_aspects.view.sources import Run, load_run
 from sgl_aspects.view.spans import Span
-from tests.support.simulated_run import SimulatedRun
-from tests.view.test_report import HOSTILE
+from tests.support.simulated_run import HOSTILE, SimulatedRun
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

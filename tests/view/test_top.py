@@ -30,7 +30,7 @@ from sgl_aspects.tracing.schema import STEP
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen, spark
 from tests.support import workers
-from tests.tracing.test_control import command
+from tests.support.processes import command
 
 spawn = multiprocessing.get_context("spawn")
 

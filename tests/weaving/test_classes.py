@@ -502,7 +502,7 @@ def test_a_function_hook_on_a_class_says_how_to_mend_it(both: Any, hook_type: Ho
 def test_a_class_cannot_replace_a_function(both: Any) -> None:
     _, plugin = both
     for target in ("engine:default", "engine:Scheduler.run"):
-        with pytest.raises(HookError, match="no class, so a class cannot replace it; pass a function"):
+        with pytest.raises(HookError, match="is not a class: a class cannot replace it; pass a function"):
             aspects.weave(replacing(target, plugin.Better))
 
 

@@ -618,7 +618,7 @@ def test_a_task_that_an_async_target_returns_is_not_awaited_for_it(engine: Any, 
         (HookType.OBSERVE, Watch, r"engine:f: the observer .* is a class: pass an instance"),
         (HookType.OBSERVE, hand_on, r"engine:f: the observer .* has no enter and no exit\(\)"),
         (HookType.BEFORE, 5, r"engine:f: the hook 5 cannot be called"),
-        ("around", hand_on, r"engine:f: 'around' is no HookType; choose one of BEFORE, AFTER, AROUND"),
+        ("around", hand_on, r"engine:f: 'around' is not a HookType; choose one of BEFORE, AFTER, AROUND"),
     ],
 )
 def test_wrong_hooks_are_refused_when_they_are_made(engine: Any, kind: Any, hook: Any, message: str) -> None:
@@ -635,7 +635,7 @@ def test_an_order_that_cannot_be_compared_is_refused_when_the_hook_is_made(engin
 
 def test_a_class_does_not_replace_a_function_nor_a_function_a_class(engine: Any) -> None:
     with pytest.raises(
-        TypeError, match="engine:f is no class, so a class cannot replace it; pass a function"
+        TypeError, match="engine:f is not a class: a class cannot replace it; pass a function"
     ):
         aspects.weave(advice("engine:f", HookType.REPLACE, Watch))
     for kind in (HookType.AROUND, HookType.REPLACE):

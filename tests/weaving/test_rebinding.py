@@ -1,4 +1,4 @@
-"""Stale bindings: whoever took a copy before the hook came is hooked too, or is named in the report."""
+"""Stale bindings: copies taken before the hook was woven are rebound, or named in the report."""
 
 from __future__ import annotations
 
@@ -550,7 +550,7 @@ def test_the_rest_of_a_holder_stays_as_it_was(engine: Any) -> None:
     assert list(as_dict) == ["z", "f", "a"]
 
 
-# -- callables that are no plain functions --------------------------------------------------------------
+# -- callables other than plain functions ---------------------------------------------------------------
 
 PROXIED = """
 import functools, math, operator

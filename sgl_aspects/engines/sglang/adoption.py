@@ -1,7 +1,7 @@
 """SGLang's other plugins: the hooks that they register with SGLang's registry are woven by ours.
 
 SGLang applies a hook by importing its target and setting one attribute. With ours in its place nothing is
-imported, and copies are found wherever they are. To whoever asks it, SGLang's registry is as before: what it
+imported, and copies are found wherever they are. Asked, SGLang's registry answers as before: what it
 refuses, forgets, warns of and lists as patched is the same, and a hook gets its arguments as they were
 written. ``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
 """
@@ -121,7 +121,7 @@ def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice:
     try:
         ours = HookType(hook_type.value)
     except (AttributeError, ValueError):
-        raise HookError(f"{target}: {hook_type!r} is no HookType") from None
+        raise HookError(f"{target}: {hook_type!r} is not a HookType") from None
     origin = HookSource(*source) if source else None
     return Advice(Target.parse(target), ours, hook, source=origin)
 

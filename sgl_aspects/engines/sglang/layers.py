@@ -1,7 +1,7 @@
 """From an engine's layer to the operator: the call as SGLang's and vLLM's fused layers are called.
 
-Each is named after the operator, and takes the layer and its call's arguments. NotImplemented: the call asks
-for something that the operator does not do, and whoever bridges runs the layer's own forward.
+Each is named after the operator, and takes the layer and its call's arguments. NotImplemented: the
+operator does not do what the call asks for, and the bridge runs the layer's own forward.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sys
 from sgl_aspects.tracing.collector.process import main
 
 code = main(sys.argv[1:])
-with contextlib.suppress(OSError):  # whoever read the console's spans may be gone
+with contextlib.suppress(OSError):  # the reader of the console's spans may be gone
     sys.stdout.flush()
     sys.stderr.flush()
 # An exporter may still hang in a call that nothing can interrupt; its time is over.

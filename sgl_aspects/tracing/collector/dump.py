@@ -19,7 +19,7 @@ from sgl_aspects.tracing.ring.reader import RingReader
 
 # In seconds: whatever a ring can hold is younger.
 _LONGEST = 1e12
-# So many requests of a step are named.
+# The most requests that are named for a step.
 _REQUESTS = 4
 FORMATS = ("text", "otlp-json", "perfetto")
 
@@ -31,7 +31,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     """
     found: list[ReadableSpan] = []
     joiner = Joiner(Resource.create(), found.append, joins_partial=True)
-    # Whoever received the requests was there first: what the others say of them need not wait.
+    # The process that received the requests started first: read first, it leaves nothing waiting.
     rings = sorted(rings, key=lambda ring: ring.started_ns)
     for ring in rings:
         ring.skip_to_newest()

@@ -46,7 +46,7 @@ _SEEN_LATE_SECONDS = 1.0
 _ENDED_ROOTS = 4096
 # Ends of requests that wait until everything written so far is read.
 _HELD_ENDS = 10_000
-# Spans that have begun. Whose end a full ring had no room for would stay for ever.
+# Cap on open spans: one whose end record was dropped would leak.
 _OPEN = 100_000
 
 # Time that a request spent in these children is an attribute of the request span, in seconds.
@@ -91,7 +91,7 @@ class _Root:
         return None if begun is None else begun.attributes.get(BOOTSTRAP_ROOM)
 
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
-        """Whether the request had begun by then, and had not ended so many seconds before."""
+        """Whether the request had begun by then, and had not ended more than ``grace`` seconds before."""
         if self.begin is None or self.begin.start_ns > time_ns:
             return False
         # An end before the beginning (the clock was set back meanwhile) says nothing.
@@ -347,7 +347,7 @@ class Joiner:
                 root.context.trace_flags,
                 root.context.trace_state,
             )
-        # One of several answers to a request is no request of its own.
+        # One of several answers to a request is not a request of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
         # Of one that was seen in part, because we came or went meanwhile, no figure is right.
         in_part = ATTACHED_FLAG in attributes or (record.error == UNFINISHED and writer.was_let_go)

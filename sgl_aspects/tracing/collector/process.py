@@ -89,7 +89,7 @@ class Collector:
 
     def finish(self) -> TraceSummary:
         """Returns when everything is exported or given up."""
-        # Whoever was alive a moment ago may have written since.
+        # A process that was alive a moment ago may have written since.
         self._read()
         while self._reader.has_more:
             self._read()
@@ -176,7 +176,7 @@ def take_run(folder: str) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Tries some times: whoever asks for the state of the run's collector holds the lock for a moment."""
+    """Lock it, in three tries: a process that reads the collector's state holds the lock for a moment."""
     for is_last in (False, False, True):
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         collector.follow()
-        _lower_session(0)  # nobody to let go first; whoever has ended the run waits
+        _lower_session(0)  # there is nothing to yield to now: the process that ended the run waits
         summary = collector.finish()
     except ConfigError as error:
         summary = TraceSummary(problem=f"the collector could not start: {error}")

@@ -15,7 +15,7 @@ from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import CLOSING
 
 _TICKS_NS = 100_000_000
-# Of the rings whose processes are gone so many stay: each takes up memory, and open files are few.
+# Cap on open rings of ended processes: each takes up memory and a file descriptor.
 _STAYING = 64
 # Files that others in this process may have open.
 _OTHERS = 64

@@ -43,7 +43,7 @@ class _ProcessResource(Resource):
 class RunResource(Resource):
     """The resource of a run: learns what its processes say of themselves while exporters hold it already.
 
-    What is named by whoever started the run stays: its service's name above all.
+    What the run's starter named stays, its service's name above all.
     """
 
     def __init__(self, attributes: Mapping[str, Any], schema_url: str, named: Container[str]) -> None:
@@ -81,7 +81,7 @@ def engine_resource() -> RunResource:
 
 
 def _is_callers_mistake(status_code: Any) -> bool:
-    """By the HTTP conventions a server's span is no error where the response has such a status."""
+    """By the HTTP conventions such a status is not an error of the server's span."""
     return isinstance(status_code, int) and 400 <= status_code < 500
 
 

@@ -1,4 +1,4 @@
-"""What became of a run's spans: written by the collector, read by whoever started it."""
+"""What became of a run's spans: written by the collector, read by the process that started it."""
 
 from __future__ import annotations
 

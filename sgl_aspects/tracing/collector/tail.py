@@ -1,6 +1,6 @@
 """The tail choice: a request that sampling left out is exported nonetheless where it failed or was slow.
 
-Its spans are held until it ends, for so many at once: beyond, the one that has waited longest is given up.
+Its spans are held until it ends. Beyond a number of such requests the oldest is given up.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def from_headers(headers: Mapping[str, str] | None) -> TraceContext | None:
 
 
 def new(sample: int = 1 << 32) -> TraceContext:
-    """A trace of its own, with 128 random bits for its id. ``sample``: so many in 2**32 are wanted.
+    """A trace of its own, with 128 random bits for its id. ``sample``: the sampled share × 2**32.
 
     Decided by the id, as OpenTelemetry's ratio sampler does it, so that every service decides the same.
     """

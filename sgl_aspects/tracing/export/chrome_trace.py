@@ -42,7 +42,7 @@ _COUNTERS = {
 }
 # Tracks of a process: steps and other work from 1 on, devices from 100 on, requests from 1000 on.
 _WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
-# So many requests that may still send spans keep their tracks.
+# Cap on requests that keep their tracks, since they may still send spans.
 _MOST_TRACKS = 1 << 16
 _FLOW_IDS = (1 << 63) - 1
 # Beyond any process's own number.

@@ -41,7 +41,7 @@ _CHOICES = {
 _COMPRESSIONS = {"grpc": ("none", "gzip"), "http/protobuf": ("none", "gzip", "deflate")}
 _QUEUE = 8192
 _BATCH = 512
-# What is shorter is no secret, and may be a part of any word.
+# A shorter value is not a secret, and may be part of any word.
 _SHORTEST_SECRET = 6
 # Elsewhere the same variable is in milliseconds.
 _UNLIKELY_SECONDS = 1000
@@ -238,7 +238,7 @@ def _check_headers(name: str) -> None:
             continue
         if not (is_pair and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", header)):
             raise ConfigError(
-                f"{name}: part {number} of {len(pairs)} is no header: write name=value,name=value, "
+                f"{name}: part {number} of {len(pairs)} is not a header: write name=value,name=value, "
                 "and a comma within a value as %2C"
             )
         if re.search(r'[";\\]', value):

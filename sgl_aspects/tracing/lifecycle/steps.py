@@ -5,7 +5,7 @@ its result has been processed, possibly after the next batch was launched. In be
 moments straight into ``step.words``, one store each: a step of a fast engine lasts two milliseconds, and a
 call for each moment would cost more than the moment.
 
-Nothing is told to OpenTelemetry, and no context variable is set: whoever asks what is current is told by
+Nothing is told to OpenTelemetry, and no context variable is set: the current span is
 :meth:`StepTracker.current_span`, in the thread that runs the step.
 """
 

@@ -205,7 +205,7 @@ class CallingObserver:
         return self._recorder.begin(type, span_id, root, parent_id, start_ns, live.origin)
 
     def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # On entry: the call wakes whoever waits for the request, and that may end the process.
+        # On entry: the call wakes the request's waiters, and they may end the process.
         if self._came_late:
             self._begin_attached(args[0])
         state = self._finished(args, kwargs)

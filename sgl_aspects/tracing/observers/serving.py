@@ -187,7 +187,7 @@ class ServingObserver:
     def _serve_exit(self, serving: _Serving, result: Any, error: BaseException | None) -> None:
         if _serving.get() is serving:
             _serving.set(None)
-        # Whoever wants one answer only takes it and closes the generator: an end like any other, then.
+        # A caller that wants one answer takes it and closes the generator: a normal end.
         closed = isinstance(error, GeneratorExit)
         problem = "" if error is None else "cancelled" if closed else error_type(error)
         root = serving.root

@@ -22,7 +22,7 @@ from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.span_readers import SpanReader, make_reader
 from sgl_aspects.tracing.ring.steps import spans_of
 
-# Parts of records whose end has not come; beyond so many the oldest are given up.
+# Caps on parts of records whose end has not come: beyond, the oldest are given up.
 _PENDING_PIECES = 1 << 17
 _PENDING_LINKS = 1 << 16
 # Groups of requests that steps link to; a scheduler has one at a time, or one for each stage of a pipeline.
@@ -187,13 +187,13 @@ class Decoder:
     def _layout(self, index: int) -> _Layout:
         found = self._definition(index)
         if not isinstance(found, _Layout):
-            raise DamagedError(f"definition {index} is no layout")
+            raise DamagedError(f"definition {index} is not a layout")
         return found
 
     def _defined_text(self, index: int) -> str:
         found = self._definition(index)
         if not isinstance(found, str):
-            raise DamagedError(f"definition {index} is no text")
+            raise DamagedError(f"definition {index} is not a text")
         return found
 
     def _definition(self, index: int) -> _Layout | str | None:

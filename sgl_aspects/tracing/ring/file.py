@@ -16,7 +16,7 @@ from sgl_aspects.tracing.ring import format as layout
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
-# A ring takes at most one in so many of the bytes that are free.
+# A ring takes at most 1 / _SHARE of the free bytes.
 _SHARE = 32
 
 

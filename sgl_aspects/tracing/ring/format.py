@@ -32,7 +32,7 @@ WORD_DEFINITIONS_END = 16  # the rest: written while the ring is in use, first b
 WORD_DROPPED = 17
 WORD_CLOSED = 18
 WORD_TAKEN = 24  # by the collector
-WORD_LEVEL = 32  # by whoever controls the run
+WORD_LEVEL = 32  # written by `sgl-aspects ctl`
 WORD_WANTED_LEVEL = 33
 WORD_SAMPLE = 34
 #: Values of WORD_CLOSED: the process writes no more; it was let go of, and goes on without us.
@@ -40,7 +40,7 @@ CLOSED, LET_GO = 1, 2
 #: The value of WORD_SAMPLE that keeps every request.
 SAMPLE_ALL = 1 << 32
 
-#: The header's open steps: so many blocks of the size of a slot, from this word on, up to its end.
+#: The header's open steps: blocks of a slot's size, from this word to the header's end.
 OPEN_STEPS_WORD = 64
 OPEN_STEPS = (HEADER_BYTES // 8 - OPEN_STEPS_WORD) // (SLOT_BYTES // 8)
 

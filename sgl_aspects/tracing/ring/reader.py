@@ -16,10 +16,10 @@ from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.decoder import DamagedError, Decoder
 
-# So many slots are read at once, and so many to see whether there is anything: it is asked often.
+# Slots read at once, and slots read to see whether there is anything: that is asked often.
 _CHUNK = 512
 _GLANCE = 16
-# So many where it is written to at the same time: 16 MB, a whole ring as it comes.
+# Slots read at once while it is being written: 16 MB, a whole ring by default.
 _SNAPSHOT = 1 << 16
 # A slot that a living process took and never filled (its thread was interrupted there) is then passed over.
 _PATIENCE_SECONDS = 5.0
@@ -61,7 +61,7 @@ class RingReader:
             or self.slots & (self.slots - 1)
             or size < layout.SLOTS_OFFSET + self.slots * layout.SLOT_BYTES
         ):
-            raise DamagedError(f"{self.path} is no ring of version {layout.VERSION}")
+            raise DamagedError(f"{self.path} is not a ring of version {layout.VERSION}")
         self.process_id = words[layout.WORD_PROCESS_ID]
         self.started_ns = words[layout.WORD_STARTED_NS]
         offset = struct.unpack("<q", struct.pack("<Q", words[layout.WORD_CLOCK_OFFSET_NS]))[0]
@@ -164,7 +164,7 @@ class RingReader:
         os.close(self._descriptor)
 
     def _marks(self, first: int, count: int) -> Iterator[int]:
-        """The numbers of the finished records in so many slots, from that of number ``first`` on."""
+        """The numbers of the finished records in ``count`` slots, from the one of number ``first`` on."""
         mask = self.slots - 1
         while count:
             start = first & mask

@@ -104,7 +104,7 @@ class RingRecorder:
 
     @property
     def sample(self) -> int:
-        """Of requests that no caller decided about, so many in 2**32 are wanted."""
+        """Sampled share of requests that no caller decided about, times 2**32."""
         return self.steps.words[layout.WORD_SAMPLE]  # type: ignore[no-any-return]
 
     def open(self) -> bool:
@@ -235,7 +235,7 @@ class RingRecorder:
             self._write_span_as_text(*span)
 
     def _declare(self, type: SpanType, links: int, has_error: bool) -> bool:
-        """Whether spans of this type with so many links and an error or none have a layout from here on."""
+        """Declare a layout for spans with ``links`` links; False where there is no room."""
         with self._lock:
             layouts = self._layouts.setdefault(type, {})
             if shape(links, has_error) in layouts:

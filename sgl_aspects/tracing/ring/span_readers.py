@@ -28,7 +28,7 @@ _VALUES = {
 
 @functools.lru_cache(maxsize=1024)
 def make_reader(codes: str, has_error: bool, links: int) -> SpanReader:
-    """The reader of spans with values of these codes and so many links."""
+    """The reader of spans with values of these codes and ``links`` links."""
     names = [f"value_{number}" for number in range(len(codes))]
     link_names = [f"link_{number}" for number in range(links)]
     source = _SOURCE.format(

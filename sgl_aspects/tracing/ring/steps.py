@@ -1,7 +1,7 @@
 """A step as one record: the blocks in which steps are open, and the spans that a record stands for.
 
-While a step runs, its moments are stored straight into a block of the ring's header: one word each, read by
-whoever looks after the process was killed. When its result has been processed, the block is copied into a
+While a step runs, its moments are stored straight into a block of the ring's header: one word each, read
+by the collector if the process is killed. When its result has been processed, the block is copied into a
 slot, whose reader makes the step's spans of it: their ids follow from the step's.
 """
 

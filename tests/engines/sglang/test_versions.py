@@ -12,10 +12,8 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import pytest
 from sgl_aspects import env
 from sgl_aspects.engines import SGLANG
 from sgl_aspects.engines.source import Source
-from tests.support.processes import free_port
+from tests.support.processes import free_port, wait_until
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import serve
 from tests.support.stand_ins import Engine
@@ -199,13 +197,6 @@ def names_in(spans: list[dict[str, Any]], number: int) -> Counter[str]:
 
 def roots(file: Path) -> list[dict[str, Any]]:
     return [span for span in read(file) if span.get("parentSpanId") == CALLER]
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def read(file: Path) -> list[dict[str, Any]]:

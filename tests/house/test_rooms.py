@@ -1,23 +1,12 @@
-"""The rules of the house: which room may import which, what importing costs, what the wheel holds."""
+"""Which room may import which, how large a folder is, and what stands in one place only."""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
-import zipfile
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
-import pytest
-
-import sgl_aspects
 from sgl_aspects.engines import BUILT_IN
-
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "sgl_aspects"
+from tests.support.tree import PACKAGE, ROOT, classes, imported, modules, tree_of, written
 
 
 def rooms() -> dict[str, set[str]]:
@@ -33,34 +22,6 @@ def rooms() -> dict[str, set[str]]:
 
 
 ALLOWED = rooms()
-
-
-def modules() -> Iterator[tuple[str, Path]]:
-    """Every module of the package with its room; the links lead into platforms/ and runtime/."""
-    for room in ("platforms", "runtime"):
-        for path in (ROOT / room).rglob("*.py"):
-            yield room, path
-    for path in PACKAGE.rglob("*.py"):
-        relative = path.relative_to(PACKAGE)
-        if relative.parts[0] not in ("platforms", "runtime"):
-            yield relative.parts[0].removesuffix(".py"), path
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Every module name that ``path`` imports anywhere, with its line."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
 
 
 def test_imports_point_one_way() -> None:
@@ -91,26 +52,6 @@ PUBLIC_NAMES = (
 PUBLIC_FILES = ("platforms/sglang_bridge.py", "sgl_aspects/cli/new_platform.py")
 
 
-def written(path: Path) -> Iterator[tuple[int, str]]:
-    """Every name, attribute, import and text of a module, but for comments and docstrings."""
-    tree = tree_of(path)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield node.lineno, node.value
-        elif isinstance(node, ast.Name):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.lineno, node.attr
-    yield from imported(path)
-
-
 def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
     targets = {
         engine.name: {target for role in engine.roles.values() for target in role.targets}
@@ -135,12 +76,6 @@ def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
                 if found.search(kept) and relative not in PUBLIC_FILES:
                     faults.append(f"{relative}:{line}: {text!r} is {name}'s")
     assert not faults, "\n".join(faults)
-
-
-def classes(path: Path) -> Iterator[ast.ClassDef]:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ClassDef):
-            yield node
 
 
 # Within tracing, low to high: a layer imports its own and those before it.
@@ -256,75 +191,6 @@ def test_no_room_is_imported_by_its_bare_folder_name() -> None:
             assert name.split(".")[0] not in ("platforms", "runtime"), f"{path}:{line}"
 
 
-@pytest.mark.parametrize(
-    ("statement", "absent"),
-    [
-        ("import sgl_aspects", ["torch", "opentelemetry", "numpy", "sgl_aspects.tracing"]),
-        ("import sgl_aspects.platforms", ["opentelemetry", "sgl_aspects.tracing"]),
-        ("import sgl_aspects.runtime", ["opentelemetry", "sgl_aspects.tracing"]),
-        ("import sgl_aspects; sgl_aspects.load_plugins()", ["torch", "opentelemetry"]),
-    ],
-)
-def test_importing_loads_no_more_than_it_must(statement: str, absent: list[str]) -> None:
-    program = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_importing_does_nothing_else() -> None:
-    program = (
-        "import sys, threading, logging; path, hooks = list(sys.meta_path), list(sys.path_hooks);"
-        "import sgl_aspects; assert sys.meta_path == path and sys.path_hooks == hooks;"
-        "assert threading.active_count() == 1; assert not logging.getLogger('sgl_aspects').handlers"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_the_face_is_what_all_says() -> None:
-    public = {name for name in vars(sgl_aspects) if not name.startswith(("_", "@"))}  # @: pytest's
-    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
-    assert public - rooms == set(sgl_aspects.__all__) - {"__version__"}
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel made from a source distribution, as the package index would get both."""
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return next(out.glob("*.whl"))
-
-
-def test_the_wheel_holds_every_module_and_no_top_level_rooms(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for room, path in modules():
-        linked = room in ("platforms", "runtime")
-        inside = path.relative_to(ROOT if linked else PACKAGE)
-        assert f"sgl_aspects/{inside}" in names
-    assert "sgl_aspects/py.typed" in names
-    assert "sgl_aspects/runtime/dispatch/platform_files/sample.yaml" in names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sgl_aspects"}
-
-
-def test_the_wheel_holds_the_templates_of_new_platform(wheel: Path) -> None:
-    from sgl_aspects.cli.new_platform import TEMPLATES
-
-    held = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/vendor_template/" in name}
-    assert held == {f"{name}.tmpl" for name in TEMPLATES}
-
-
-def test_the_wheel_holds_the_report_page(wheel: Path) -> None:
-    folder = PACKAGE / "view" / "page"
-    parts = {
-        path.relative_to(PACKAGE.parent)
-        for path in folder.rglob("*")
-        if path.suffix in (".js", ".css", ".html")
-    }
-    assert {str(part) for part in parts} <= set(zipfile.ZipFile(wheel).namelist())
-    assert "sgl_aspects/view/page/vendor/uPlot-LICENSE" in zipfile.ZipFile(wheel).namelist()
-
-
 def test_the_runtime_names_no_device() -> None:
     """It asks the platform. A form of an operator for one dispatch key is named by its own name."""
     devices = {"cuda", "npu", "xpu", "musa", "mps", "hpu", "xla", "mtia"}
@@ -349,15 +215,3 @@ def test_the_runtime_names_no_device() -> None:
             if name.split(".")[0] == "torch" and devices & set(name.split(".")[1:]):
                 faults.append(f"{path}:{line}: imports {name}")
     assert not faults, "\n".join(faults)
-
-
-def test_installed_from_the_wheel_the_rooms_are_found_without_the_checkout(
-    wheel: Path, tmp_path: Path
-) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import sgl_aspects, sgl_aspects.platforms, sgl_aspects.runtime\n"
-        "assert sgl_aspects.runtime.__file__.startswith(sys.argv[1]), sgl_aspects.runtime.__file__"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=tmp_path)

@@ -1,0 +1,99 @@
+"""The habits of test files, and plain words in all files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.tree import ROOT, imported
+
+MOST_LINES = 400
+#: Older files that are longer, with the length that they may not exceed: the list only shrinks.
+LONGER = {
+    "dispatch/test_dispatch.py": 879,
+    "dispatch/test_faults.py": 432,
+    "dispatch/test_watch.py": 600,
+    "engines/sglang/test_server.py": 700,
+    "platforms/test_devices.py": 440,
+    "platforms/test_discovery.py": 500,
+    "platforms/test_platforms.py": 536,
+    "runtime/test_parts.py": 542,
+    "runtime/test_scheduler.py": 432,
+    "runtime/test_server.py": 450,
+    "support/broken_platforms.py": 493,
+    "support/sglang_registry_cases.py": 774,
+    "test_plugins.py": 403,
+    "tracing/test_collector.py": 426,
+    "tracing/test_current.py": 495,
+    "tracing/test_engine.py": 455,
+    "tracing/test_metrics.py": 408,
+    "tracing/test_otlp.py": 429,
+    "weaving/test_classes.py": 771,
+    "weaving/test_hooks.py": 689,
+    "weaving/test_hostile.py": 461,
+    "weaving/test_importing.py": 906,
+    "weaving/test_kinds.py": 1077,
+    "weaving/test_rebinding.py": 793,
+    "weaving/test_registry.py": 530,
+    "weaving/test_soak.py": 447,
+    "weaving/test_targets.py": 584,
+}
+
+
+def test_a_test_file_has_at_most_four_hundred_lines() -> None:
+    faults = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        name, count = str(path.relative_to(ROOT / "tests")), path.read_text().count("\n")
+        most = LONGER.get(name, MOST_LINES)
+        if count > most:
+            faults.append(f"tests/{name}: {count} lines, {most} are allowed: split it by behaviour")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_list_of_longer_test_files_shrinks_with_them() -> None:
+    for name, most in LONGER.items():
+        path = ROOT / "tests" / name
+        count = path.read_text().count("\n") if path.exists() else 0
+        assert count > MOST_LINES, f"LONGER: {name} has {count} lines: take it off the list"
+        assert most - count < 40, f"LONGER: {name} has {count} lines: lower its number"
+
+
+def test_no_test_file_imports_another() -> None:
+    """Helpers of several files stand in tests/support."""
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for line, name in imported(path)
+        if name.startswith("tests.") and re.search(r"\.test_", name)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+#: What a reader has to translate, and what to say.
+PLAIN = {
+    r"(?<!here )\b(is|are|was|were) no (?!longer|more|other|less|later|earlier|need|way|such|matter)[a-z]": (
+        "is not a"
+    ),
+    r"\bso (many|much)\b(?! (as|that|more|less|faster))": "the number, or its name",
+    r"\bfor ever\b": "forever, or what never happens",
+    r"\bwhoever\b": "the caller, the reader, the process",
+}
+FOLDERS = ("sgl_aspects", "platforms", "runtime", "tests", "benchmarks", "examples", "docs")
+#: Rooms with such words, and how many: the list only shrinks.
+LEFT: dict[str, int] = {}
+
+
+def test_texts_are_plain() -> None:
+    faults: dict[str, list[str]] = {}
+    pages = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    for path in pages:
+        if path.suffix not in (".py", ".md", ".tmpl") or path == Path(__file__):
+            continue
+        name = str(path.relative_to(ROOT))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for pattern, better in PLAIN.items():
+                if match := re.search(pattern, line, re.IGNORECASE):
+                    room = "/".join(name.split("/")[:2])
+                    faults.setdefault(room, []).append(f"{name}:{number}: {match[0]!r}: say {better}")
+    more = [each for room, found in faults.items() if len(found) > LEFT.get(room, 0) for each in found]
+    assert not more, "\n".join(more)

@@ -1,0 +1,78 @@
+"""Schedulers driven step by step, without an engine around them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sgl_aspects.runtime import SamplingParams, ServerArgs
+from sgl_aspects.runtime.processes.messages import ReadyMessage, TokenizedRequest
+from sgl_aspects.runtime.scheduling.batch import Req
+from sgl_aspects.runtime.scheduling.scheduler import Scheduler
+
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 2, 5, 16, 17, 40, 63, 100)
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    draw = random.Random(3)
+    return [[draw.randrange(3, vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def run_in_process(
+    args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
+) -> tuple[list[list[int]], set[str]]:
+    """Drive a Scheduler step by step, a new request every second step. Returns outputs and forward modes."""
+    reqs, modes, _ = drive(args, prompts, new_tokens, **sampling)
+    return [req.output_ids for req in reqs], modes
+
+
+def drive(
+    args: ServerArgs, prompts: list[list[int]], new_tokens: int, **sampling: Any
+) -> tuple[list[Req], set[str], Scheduler]:
+    ours, theirs = multiprocessing.Pipe()
+    scheduler = Scheduler(args, theirs)
+    arriving = [
+        TokenizedRequest(
+            str(i), prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **sampling)
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    reqs, modes = [], set()
+    schedule = scheduler.schedule
+
+    def watched_schedule() -> Any:
+        batch = schedule()
+        if batch is not None:
+            modes.add(batch.forward_mode.value)
+            assert sum(batch.num_new_tokens[batch.num_decodes :]) <= args.chunked_prefill_size
+        return batch
+
+    scheduler.schedule = watched_schedule  # type: ignore[method-assign]
+    while arriving or scheduler.has_work:
+        if arriving and scheduler.step_id % 2 == 0:
+            reqs.append(scheduler.add_request(arriving.pop(0)))
+        scheduler.step()
+        drain(ours)
+    assert scheduler.kv_cache.available_size() == scheduler.kv_cache.total_size
+    return reqs, modes, scheduler
+
+
+def drain(connection: Connection) -> None:
+    while connection.poll(0):
+        assert not isinstance(connection.recv(), ReadyMessage)
+
+
+class Memory:
+    """Stands for a pool: what was computed into each slot is the tokens up to there, nothing else."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: dict[int, tuple[int, ...]] = {}
+
+    def clear(self, pages: list[int]) -> None:
+        for page in pages:
+            for slot in range(page * self.page_size, (page + 1) * self.page_size):
+                self.slots.pop(slot, None)

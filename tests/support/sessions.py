@@ -1,0 +1,67 @@
+"""Tracing without an engine: a caller's side and a scheduler's, and the spans in the file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from sgl_aspects.tracing import TraceSession, context
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
+from tests.support import workers
+
+spawn = multiprocessing.get_context("spawn")
+REQUEST = SpanType("request", {"gen_ai.usage.output_tokens": int})
+
+
+def begin(session: TraceSession, rid: str, origin: TraceContext | None = None) -> Callable[..., int]:
+    """Records the caller's side of a request; the function returned ends it and gives its span id."""
+    recorder, start = session.recorder, time.time_ns()
+    span_id = recorder.new_id()
+    recorder.write(
+        RequestBegin(span_id, rid, start, *(origin or context.new()), "chat m", {"gen_ai.request.id": rid})
+    )
+    recorder.write(RequestSent(span_id))
+
+    def end(error: str = "") -> int:
+        recorder.spans(REQUEST)(span_id, span_id, 0, start, time.time_ns(), [3], error)
+        return span_id
+
+    return end
+
+
+def run_scheduler(session: TraceSession, rids: list[str], ending: str = "end") -> None:
+    process = spawn.Process(target=workers.record_like_a_scheduler, args=(session.run_folder, rids, ending))
+    process.start()
+    process.join(60)
+    process.close()
+
+
+def read_file(path: Path) -> Iterator[TracesData]:
+    """The lines of an OTLP-JSON file as protobuf, whose own JSON has ids in base64."""
+
+    def restore(value: Any) -> Any:
+        if isinstance(value, list):
+            return [restore(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: base64.b64encode(bytes.fromhex(item)).decode() if key in ids else restore(item)
+            for key, item in value.items()
+        }
+
+    ids = ("traceId", "spanId", "parentSpanId")
+    for line in path.read_text().splitlines():
+        yield ParseDict(restore(json.loads(line)), TracesData())
+
+
+def unsampled() -> TraceContext:
+    return TraceContext(context.new().trace_id, sampled=False)
