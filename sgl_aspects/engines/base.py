@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.generated import execute
 
 #: ``(args, kwargs, result=None)`` → one thing of a whole call: its arguments as the caller wrote them, and
 #: its result, which on entry is None.
@@ -29,12 +30,31 @@ GROUP = "sgl_aspects.engines"
 
 
 class Outcome(str, enum.Enum):
-    """How a request ended; each engine translates its own reasons (``"reason.outcome"``)."""
+    """How a request ended, whatever its engine calls it.
+
+    FINISHED: as long as it was to be. STOPPED: by a token or a text that ends an answer. ABORTED: somebody
+    gave it up. FAILED: the engine could not answer it.
+    """
 
     FINISHED = "finished"
     STOPPED = "stopped"
     ABORTED = "aborted"
     FAILED = "failed"
+
+    @property
+    def problem(self) -> str:
+        """What ``error.type`` says of it; "" where there is an answer."""
+        return _PROBLEMS.get(self, "")
+
+
+_PROBLEMS = {Outcome.ABORTED: "abort", Outcome.FAILED: "error"}
+#: The words that most engines have from OpenAI's interface.
+_OUTCOMES = {
+    "length": Outcome.FINISHED,
+    "stop": Outcome.STOPPED,
+    "abort": Outcome.ABORTED,
+    "error": Outcome.FAILED,
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,8 @@ class Engine:
     ``attributes`` maps ``"noun.attribute"`` to an attribute path (``"sampling_params.top_p"``) or to a
     function of the object. What an engine or a version does not have is left out, or reads as None.
     ``observers``: observations of the room's own, beside the generic ones: ``(trackers) -> observations``.
+    ``outcomes``: what the engine's words for why a request ended mean, where they are not the usual ones:
+    ``"length"`` (finished), ``"stop"`` (stopped), ``"abort"`` (aborted), ``"error"`` (failed).
     """
 
     name: str
@@ -82,6 +104,11 @@ class Engine:
     roles: Mapping[str, Role]
     attributes: Mapping[str, str | AttributeReader] = field(default_factory=dict)
     observers: Callable[[Any], Iterable[Any]] | None = None
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+
+    def outcome(self, reason: str) -> Outcome:
+        """How a request ended, by the engine's own word for it: ``outcomes``, else the usual words."""
+        return self.outcomes.get(reason) or _OUTCOMES.get(reason, Outcome.FINISHED)
 
     def position(self, role: str, noun: str) -> int:
         """Where a noun stands among a call's positional arguments; beyond any where it is read otherwise.
@@ -152,8 +179,7 @@ def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise:
         else:
             known[f"get_{number}"] = source
             terms.append(f"get_{number}(subject)")
-    exec(_SOURCE.format(form.format(*terms)), known)
-    return known["read"]
+    return execute(_SOURCE.format(form.format(*terms)), "attribute reader", known)["read"]
 
 
 def _no_noun(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:

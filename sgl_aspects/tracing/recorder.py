@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sgl_aspects.tracing.context import Opened, TraceContext, close_span
+from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanEnd, SpanType
 
 if TYPE_CHECKING:
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class SpanWriter(Protocol):
-    """Records one whole span of a type; its arguments are the fields of :class:`~.records.SpanEnd`.
-
-    ``opened``: what ``begin`` gave for it; the span is no longer current.
-    """
+    """Records one whole span of a type; its arguments are the fields of :class:`~.records.SpanEnd`."""
 
     def __call__(
         self,
@@ -30,7 +27,6 @@ class SpanWriter(Protocol):
         values: Sequence[AttributeValue] = (),
         error: str = "",
         links: Sequence[int] = (),
-        opened: Opened | None = None,
     ) -> None: ...
 
 
@@ -60,7 +56,7 @@ class Recorder(Protocol):
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         """Records that a span has begun: of roots and long spans, so that unfinished ones can be shown."""
 
-    def begin(
+    def enter(
         self,
         type: SpanType,
         span_id: int,
@@ -69,9 +65,8 @@ class Recorder(Protocol):
         start_ns: int,
         trace: TraceContext | None = None,
     ) -> Opened:
-        """A span that this process will record has begun.
+        """A span that this process will record is current, until ``context.leave`` of what this gives.
 
-        It is current until it is written, or given to ``context.close_span``.
         ``trace``: that of the root, for what belongs to a request.
         """
 
@@ -101,11 +96,7 @@ class Recorder(Protocol):
 def span_writer(type: SpanType, take: Callable[[SpanEnd], None]) -> SpanWriter:
     """A writer that hands each span on as one record."""
 
-    def write(*fields: Any, opened: Opened | None = None, **named: Any) -> None:
-        if len(fields) == len(SpanEnd._fields):  # opened in the place of the type
-            *fields, opened = fields  # type: ignore[assignment]
-        if opened is not None:
-            close_span(opened)
+    def write(*fields: Any, **named: Any) -> None:
         take(SpanEnd(type, *fields, **named))
 
     return write

@@ -105,7 +105,6 @@ REQUEST = SpanType(
     "request",
     {
         RESPONSE_ID: str,
-        RESPONSE_MODEL: str,
         FINISH_REASONS: list,
         TIME_TO_FIRST_CHUNK: float,
         INPUT_TOKENS: int,
@@ -114,7 +113,7 @@ REQUEST = SpanType(
         TIME_TO_FIRST_TOKEN: float,
         END_TO_END: float,
         OUTPUT_MESSAGES: str,
-        # Of a request that failed: the last, where others end before it.
+        # Of a request that failed.
         STATUS_CODE: int,
     },
 )

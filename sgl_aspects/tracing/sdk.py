@@ -19,7 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, S
 
 from sgl_aspects import __version__
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.context import Opened, TraceContext, open_span
+from sgl_aspects.tracing.context import Opened, TraceContext, enter
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
@@ -94,7 +94,7 @@ class SdkRecorder:
     def spans(self, type: SpanType) -> SpanWriter:
         return span_writer(type, self._take)
 
-    def begin(
+    def enter(
         self,
         type: SpanType,
         span_id: int,
@@ -105,7 +105,7 @@ class SdkRecorder:
     ) -> Opened:
         with self._lock:
             span = self._begin(SpanBegin(type, span_id, root_id, parent_id, start_ns))
-        return open_span(root_id, span_id, trace, span)
+        return enter(root_id, span_id, trace, span)
 
     def close(self) -> None:
         """What is open stays so; flushing is the application's, whose provider it is."""

@@ -28,7 +28,6 @@ from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving import weaver
@@ -278,15 +277,15 @@ def test_log_records_carry_the_ids_of_what_is_open(caplog: pytest.LogCaptureFixt
     before = logging.getLogRecordFactory()
     undo = correlate_logs()
     logger = logging.getLogger("engine")
-    opened = context.open_span(5, 6)
+    opened = context.enter(5, 6)
     logger.warning("in a step")
     mine = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(0)))
     with trace.use_span(mine):
         logger.warning("in a span of the user's")
-    inner = context.open_span(9, 10, context.TraceContext(11, sampled=False))
+    inner = context.enter(9, 10, context.TraceContext(11, sampled=False))
     logger.warning("in a request")
-    context.close_span(inner)
-    context.close_span(opened)
+    context.leave(inner)
+    context.leave(opened)
     logger.warning("outside")
     undo()
     logger.warning("afterwards")
@@ -376,65 +375,27 @@ def innermost_id() -> int:
 
 
 def test_a_span_that_nobody_closed_ends_with_the_one_around_it() -> None:
-    around = context.open_span(5, 6)
-    context.open_span(5, 7)
-    context.close_span(around)
+    around = context.enter(5, 6)
+    context.enter(5, 7)
+    context.leave(around)
     assert innermost_id() == 0
-    context.close_span(around)  # once more changes nothing
+    context.leave(around)  # once more changes nothing
     assert innermost_id() == 0
 
 
 def test_a_span_that_is_closed_elsewhere_changes_nothing_there() -> None:
     elsewhere = contextvars.copy_context()
-    foreign = elsewhere.run(context.open_span, 5, 6)
-    mine = context.open_span(7, 8)
-    context.close_span(foreign)
+    foreign = elsewhere.run(context.enter, 5, 6)
+    mine = context.enter(7, 8)
+    context.leave(foreign)
     assert innermost_id() == 8
     assert trace.get_current_span().get_span_context().span_id == 8
-    context.close_span(mine)
+    context.leave(mine)
     assert context.innermost() is None
     assert not trace.get_current_span().get_span_context().is_valid
 
 
 CLOSED = SpanType("closed", {"number": int})
-
-
-def ring_of_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RingRecorder:
-    monkeypatch.setattr(ring_format, "SLOTS", ring_format.FEWEST_SLOTS)
-    return RingRecorder(str(folder))
-
-
-@pytest.mark.parametrize("kind", ["ring", "sdk", "values"])
-def test_a_span_that_is_written_is_no_longer_current(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However it is written: the first of its layout, plainly, as text, with an error, or not at all."""
-    recorder = SdkRecorder(4) if kind == "sdk" else ring_of_few(tmp_path, monkeypatch)
-    type = SpanType("closed", {"number": object if kind == "values" else int})
-    write = recorder.spans(type)
-    around = context.open_span(5, 6)
-    for number in range(2 * ring_format.FEWEST_SLOTS):  # nobody reads: the later ones are dropped
-        for value, error, links in ((1, "", ()), ("no number", "", ()), (2, "OSError", [7, 8])):
-            opened = recorder.begin(type, 1000 + number, 1000, 0, 1)
-            assert innermost_id() == 1000 + number
-            write(1000 + number, 1000, 0, 1, 2, [value], error, links, opened)
-            assert innermost_id() == 6
-    opened = recorder.begin(type, 1, 1, 0, 1)
-    write(1, 1, 0, 1, 2, opened=opened)
-    assert innermost_id() == 6
-    context.close_span(around)
-    recorder.close()
-
-
-def test_a_span_that_is_written_where_it_is_not_open_changes_nothing_there(tmp_path: Path) -> None:
-    recorder = RingRecorder(str(tmp_path))
-    foreign = contextvars.copy_context().run(recorder.begin, CLOSED, 5, 5, 0, 1)
-    mine = recorder.begin(CLOSED, 6, 6, 0, 1)
-    recorder.spans(CLOSED)(5, 5, 0, 1, 2, [1], "", (), foreign)
-    assert innermost_id() == 6
-    recorder.spans(CLOSED)(6, 6, 0, 1, 2, [1], opened=mine)
-    assert context.innermost() is None
-    recorder.close()
 
 
 def current_ids() -> tuple[int, int]:
@@ -445,9 +406,9 @@ def current_ids() -> tuple[int, int]:
 def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
     """As instrumentation of thread pools and of callbacks does it: capture, carry elsewhere, attach there."""
     outside = otel_context.get_current()
-    first = context.open_span(5, 6)
+    first = context.enter(5, 6)
     captured, ids = otel_context.get_current(), current_ids()
-    inner = context.open_span(5, 7)
+    inner = context.enter(5, 7)
     assert trace.get_current_span(captured).get_span_context().span_id == 6
     token = otel_context.attach(captured)  # inside a later span of ours
     assert current_ids() == ids
@@ -457,8 +418,8 @@ def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
     assert current_ids() == (0, 0)
     otel_context.detach(token)
     assert current_ids()[1] == 7
-    context.close_span(inner)
-    context.close_span(first)
+    context.leave(inner)
+    context.leave(first)
     seen: list[tuple[int, int]] = []
 
     def elsewhere() -> None:
@@ -475,21 +436,21 @@ def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
 
 
 def test_spans_and_baggage_of_the_user_s_between_ours() -> None:
-    outer = context.open_span(5, 6)
+    outer = context.enter(5, 6)
     token = otel_context.attach(baggage.set_baggage("tenant", "a"))
     assert current_ids()[1] == 6
     mine = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
     with trace.use_span(mine):
-        inner = context.open_span(5, 9)
+        inner = context.enter(5, 9)
         assert (current_ids()[1], baggage.get_baggage("tenant")) == (9, "a")
-        context.close_span(inner)
+        context.leave(inner)
         assert trace.get_current_span() is mine
-        inner = context.open_span(5, 10)
+        inner = context.enter(5, 10)
     # Theirs ended before ours did.
     assert (current_ids()[1], baggage.get_baggage("tenant")) == (10, "a")
-    context.close_span(inner)
+    context.leave(inner)
     assert (current_ids()[1], baggage.get_baggage("tenant")) == (6, "a")
     otel_context.detach(token)
     assert (current_ids()[1], baggage.get_baggage("tenant")) == (6, None)
-    context.close_span(outer)
+    context.leave(outer)
     assert current_ids() == (0, 0)

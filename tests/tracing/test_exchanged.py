@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_aspects.tracing.observers.exchanged import operation_of
+from sgl_aspects.tracing.lifecycle.exchanges import operation_of
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ EMBEDDED = Engine(
         "sample": Role((f"{_RUNNER}.sample",), ("model_runner:self", "logits", "batch")),
     },
     attributes={
-        "request.rid": "rid",
+        "request.rids": lambda request: (request.rid,),
         "request.headers": "headers",
         "request.group": "group",
         "request.messages": _messages,
@@ -112,6 +112,7 @@ EMBEDDED = Engine(
         "request.choice.count": lambda request: request.sampling_params.n if request.group else None,
         "manager.model": "model",
         "manager.in_flight": _in_flight,
+        "tokenized.count": lambda tokens: len(tokens) if isinstance(tokens, list) else None,
         "state.rid": "rid",
         "state.model": "model",
         "state.prompt_tokens": "prompt_tokens",

@@ -312,7 +312,7 @@ SGLANG = Engine(
         "request.is_single": "is_single",
         "request.headers": "external_trace_header",
         "request.received_ns": _received_ns,
-        "request.choice_count": _samples,
+        "request.choice.count": _samples,
         "request.answer_count": _answer_count,
         "request.answer_rids": _answer_rids,
         "request.stream": "stream",

@@ -248,7 +248,7 @@ VLLM = Engine(
         "request.is_single": lambda request: _answers(request) == 1,
         "request.answer_count": _answers,
         "request.answer_rids": _answer_rids,
-        "request.choice_count": _choice_count,
+        "request.choice.count": _choice_count,
         "request.stream": _streams,
         "request.max_tokens": _sampling("max_tokens"),
         "request.temperature": _sampling("temperature"),

@@ -2,16 +2,14 @@
 
 from sgl_aspects.tracing.context.bridge import bridge_opentelemetry, from_current_span, of_request
 from sgl_aspects.tracing.context.current import (
-    NOT_OPEN,
     Fields,
     Opened,
     OpenSpan,
     add_source,
-    begin_span,
-    close_span,
+    enter,
+    enter_span,
     innermost,
-    open_span,
-    restore,
+    leave,
 )
 from sgl_aspects.tracing.context.w3c import (
     TraceContext,
@@ -25,24 +23,22 @@ from sgl_aspects.tracing.context.w3c import (
 )
 
 __all__ = [
-    "NOT_OPEN",
     "Fields",
     "OpenSpan",
     "Opened",
     "TraceContext",
     "add_source",
-    "begin_span",
     "bridge_opentelemetry",
-    "close_span",
+    "enter",
+    "enter_span",
     "from_current_span",
     "from_headers",
     "innermost",
     "is_wanted",
+    "leave",
     "new",
     "of_request",
     "of_shared",
-    "open_span",
-    "restore",
     "root_of_trace_id",
     "span_id_of_shared",
     "trace_id_of_root",

@@ -1,6 +1,6 @@
 """The span of ours that is current where code runs.
 
-A span that is opened is current in its context until it is closed or written. What a scheduler's step has
+A span that is entered is current in its context until it is left. What a scheduler's step has
 open costs nothing to be current: it is asked for (:func:`add_source`).
 """
 
@@ -39,23 +39,21 @@ Fields: TypeAlias = "tuple[int, int, TraceContext | None, Any, Any]"
 Opened: TypeAlias = "Token[Fields | None]"
 
 _fields: ContextVar[Fields | None] = ContextVar("sgl_aspects_open_span", default=None)
-_get, _set, restore = _fields.get, _fields.set, _fields.reset
-#: What ``restore`` raises where the span is not open: in another context, or because it was closed before.
-NOT_OPEN = (ValueError, RuntimeError)
+_get, _set, _restore = _fields.get, _fields.set, _fields.reset
 _sources: list[Callable[[], Fields | None]] = []
 _modules = sys.modules
 #: Whether the bridge to OpenTelemetry stands.
 is_bridged = False
 
 
-def open_span(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
-    """Makes a span of ours the current one, until ``close_span`` of what this gives, or its being written."""
+def enter(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
+    """Makes a span of ours the current one, until ``leave`` of what this gives."""
     if not is_bridged and "opentelemetry.trace" in _modules:
         _bridge()
     return _set((root_id, span_id, trace, span, current_fields()))
 
 
-def begin_span(
+def enter_span(
     type: SpanType,
     span_id: int,
     root_id: int,
@@ -63,7 +61,7 @@ def begin_span(
     start_ns: int,
     trace: TraceContext | None = None,
 ) -> Opened:
-    """A recorder's ``begin`` that does no more than ``open_span``, without the time of a call to it."""
+    """A recorder's ``enter`` that does no more than :func:`enter`, without the time of a call to it."""
     if not is_bridged and "opentelemetry.trace" in _modules:
         _bridge()
     return _set((root_id, span_id, trace, None, current_fields()))
@@ -75,15 +73,15 @@ def _bridge() -> None:
     bridge_opentelemetry()
 
 
-def close_span(opened: Opened) -> None:
+def leave(opened: Opened) -> None:
     """What was current before is current again.
 
     A coroutine may be closed where it never ran, by the garbage collector or another task: nothing of it is
     open there, so that nothing is changed.
     """
     try:
-        restore(opened)
-    except NOT_OPEN:
+        _restore(opened)
+    except (ValueError, RuntimeError):  # in another context, or left before
         return
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgl_aspects.engines.base import Engine
+from sgl_aspects.tracing.lifecycle.calls import Call, CallTracker
 from sgl_aspects.tracing.lifecycle.requests import RequestTracker
 from sgl_aspects.tracing.lifecycle.steps import Step, StepTracker
 from sgl_aspects.tracing.options import TraceOptions
@@ -17,13 +18,15 @@ class Trackers(NamedTuple):
     engine: Engine
     recorder: Recorder
     options: TraceOptions
+    calls: CallTracker
     requests: RequestTracker
     steps: StepTracker
 
     @classmethod
     def of(cls, engine: Engine, recorder: Recorder, options: TraceOptions) -> Trackers:
         requests = RequestTracker(recorder)
-        return cls(engine, recorder, options, requests, StepTracker(recorder, options.measures))
+        calls = CallTracker(engine, recorder, options)
+        return cls(engine, recorder, options, calls, requests, StepTracker(recorder, options.measures))
 
 
-__all__ = ["RequestTracker", "Step", "StepTracker", "Trackers"]
+__all__ = ["Call", "CallTracker", "RequestTracker", "Step", "StepTracker", "Trackers"]

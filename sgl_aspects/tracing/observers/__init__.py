@@ -43,11 +43,11 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
     """
     undo: list[Callable[[], None]] = []
     bridge_opentelemetry()
-    by_http: list[Engine] = []
+    by_http: list[Trackers] = []
     for engine in find_engines():
-        if not _is_called(engine):
-            by_http.append(engine)
         trackers = Trackers.of(engine, recorder, options)
+        if not _is_called(engine):
+            by_http.append(trackers)
         undo.append(add_source(trackers.steps.current_span))
         worker = WorkerObserver(trackers)
         woven = WovenLevels(engine, [*_observations(trackers), *worker.observations()])
@@ -56,7 +56,7 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
         undo.append(trackers.steps.flush)
         trackers.steps.on_level = woven.set_level
         woven.set_level(recorder.level)
-    exchanges = ExchangeObserver(recorder, by_http, options).observations()
+    exchanges = ExchangeObserver(by_http, options).observations()
     undo.append(aspects.weave(*_advices(HTTP_ROLES, exchanges)).remove)
     undo += _trace_declared(recorder)
     return undo

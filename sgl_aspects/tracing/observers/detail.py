@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.tracing.context import Opened
+from sgl_aspects.tracing.context import Opened, leave
 from sgl_aspects.tracing.lifecycle import StepTracker, Trackers
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.records import SpanType
@@ -40,13 +40,14 @@ class _Detail:
         if not step_id:
             return start_ns, 0, 0, 0, None
         span_id = self._recorder.new_id()
-        opened: Opened = self._recorder.begin(self._type, span_id, step_id, parent_id, start_ns)
+        opened: Opened = self._recorder.enter(self._type, span_id, step_id, parent_id, start_ns)
         return start_ns, span_id, step_id, parent_id, opened
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         start_ns, span_id, step_id, parent_id, opened = token
         end_ns, problem = time_ns(), error_type(error)
         if step_id:
-            self._write(span_id, step_id, parent_id, start_ns, end_ns, (), problem, (), opened)
+            leave(opened)
+            self._write(span_id, step_id, parent_id, start_ns, end_ns, (), problem)
         else:
             self._tracker.keep_detail(self._write, start_ns, end_ns, problem)

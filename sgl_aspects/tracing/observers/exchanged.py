@@ -13,36 +13,25 @@ times stand.
 
 from __future__ import annotations
 
-import contextvars
 import re
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.base import Engine, Role
-from sgl_aspects.tracing import context
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
 from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin
-from sgl_aspects.tracing.schema import OPERATION, PROVIDER, REQUEST
 
 _SERVER = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
 #: The functions of the HTTP server; they belong to no engine.
 HTTP_ROLES = {
     "exchange": Role((f"{_SERVER}.run_asgi",), ("cycle:self",)),
     "respond": Role((f"{_SERVER}.send",), ("cycle:self", "message")),
-}
-
-# What is asked for at paths that end so: OpenAI's names, Anthropic's, and those of the engines themselves.
-_OPERATIONS = {
-    "chat": ("/chat/completions", "/messages", "/responses", "/chat"),
-    "embeddings": ("/embeddings", "/embed", "/encode", "/pooling"),
-    "text_completion": ("/completions", "/generate"),
 }
 
 # The id that an answer begins with, as OpenAI's and Anthropic's do, streamed and whole.
@@ -52,62 +41,16 @@ _RESPONSE_ID = re.compile(
 _FIRST_BYTES = 400
 
 
-def operation_of(path: str) -> str | None:
-    """The GenAI operation that is asked for at a path; None where no model is to be run."""
-    for operation, endings in _OPERATIONS.items():
-        if path.endswith(endings):
-            return operation
-    return None
-
-
-@dataclass(eq=False)
-class Exchange:
-    """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
-
-    ``scope``: what ASGI says of the request. ``status``, ``response_id``: the response's. ``is_taken``: it is
-    an engine's request; further ones in the same exchange have times of their own. ``is_whole``: the client
-    got all of the response. ``tokenized``: what an engine tokenized before it had a request (start, end,
-    tokens, error), in order. ``at_end``: called when the response is complete, or its client is gone.
-    """
-
-    scope: Mapping[str, Any]
-    start_ns: int
-    first_ns: int = 0
-    status: int = 0
-    response_id: str = ""
-    is_taken: bool = False
-    is_whole: bool = False
-    tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
-    at_end: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def path(self) -> str:
-        return str(self.scope.get("path", ""))
-
-    @property
-    def headers(self) -> dict[str, str]:
-        pairs: Sequence[tuple[bytes, bytes]] = self.scope.get("headers", ())
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
-
-
-# Set in the task that serves an HTTP request, and so in those that it starts.
-_exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
-    "sgl_aspects_exchange", default=None
-)
-current_exchange: Callable[[], Exchange | None] = _exchange.get
-
-
 class ExchangeObserver:
-    """Spans of requests that are refused; for all others what it notes belongs to the request's span.
+    """Notes when exchanges begin and end, for the requests in them; tells of what is refused.
 
-    ``engines``: those whose requests come by HTTP. A refused request belongs to the one that is loaded.
+    ``engines``: the trackers of those whose requests come by HTTP. A refused request belongs to the engine
+    that is loaded.
     """
 
-    def __init__(self, recorder: Recorder, engines: Sequence[Engine], options: TraceOptions) -> None:
-        self._recorder = recorder
+    def __init__(self, engines: Sequence[Trackers], options: TraceOptions) -> None:
         self._engines = engines
-        self._options = options
-        self._write_request = recorder.spans(REQUEST)
+        self._takes_context = options.takes_context
         self._cycle = HTTP_ROLES["exchange"].reader("cycle")
         self._message = HTTP_ROLES["respond"].reader("message")
 
@@ -120,20 +63,20 @@ class ExchangeObserver:
     def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, Any]:
         cycle = self._cycle(args, kwargs, None)
         exchange = Exchange(cycle.scope, time_ns() - _unread_ns(cycle.transport))
-        _exchange.set(exchange)
+        current_exchange.set(exchange)
         return exchange, cycle
 
     def _exchange_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        _exchange.set(None)
+        current_exchange.set(None)
         exchange, cycle = token
         exchange.is_whole = cycle.response_complete and not cycle.disconnected
         for end in exchange.at_end:
             end()
-        if exchange.status >= 400 and not exchange.is_taken and self._recorder.level:
-            self._refused(exchange)
+        if exchange.status >= 400 and not exchange.is_taken:
+            self._tell_refused(exchange)
 
     def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        exchange = _exchange.get()
+        exchange = current_exchange.get()
         if exchange is None:
             return
         message = self._message(args, kwargs, None)
@@ -146,21 +89,12 @@ class ExchangeObserver:
             if found is not None:
                 exchange.response_id = found[1].decode()
 
-    def _refused(self, exchange: Exchange) -> None:
-        operation, recorder = operation_of(exchange.path), self._recorder
-        engine = next((engine for engine in self._engines if _is_loaded(engine)), None)
-        if operation is None or engine is None:
-            return
-        headers = exchange.headers if self._options.takes_context else None
-        origin = context.of_request(headers, recorder.sample, self._options.asks_parent)
-        attributes: dict[str, AttributeValue] = {
-            OPERATION: operation,
-            PROVIDER: engine.provider_name,
-        }
-        span_id, start_ns, status = recorder.new_id(), exchange.start_ns, exchange.status
-        recorder.write(RequestBegin(span_id, "", start_ns, *origin, operation, attributes))
-        values = [None] * (len(REQUEST.attributes) - 1)
-        self._write_request(span_id, span_id, 0, start_ns, time_ns(), [*values, status], str(status))
+    def _tell_refused(self, exchange: Exchange) -> None:
+        operation = operation_of(exchange.path)
+        trackers = next((one for one in self._engines if _is_loaded(one.engine)), None)
+        if operation is not None and trackers is not None and trackers.recorder.level:
+            headers = exchange.headers if self._takes_context else None
+            trackers.calls.refuse(exchange, operation, headers)
 
 
 def _is_loaded(engine: Engine) -> bool:

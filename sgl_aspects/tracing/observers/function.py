@@ -10,7 +10,7 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
-from sgl_aspects.tracing.context import close_span, innermost
+from sgl_aspects.tracing.context import innermost, leave
 from sgl_aspects.tracing.observers.observation import error_type
 from sgl_aspects.tracing.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType
@@ -84,7 +84,7 @@ class TracedFunction:
         opened = None
         if not self._is_generator:
             trace = None if outer is None else outer.trace
-            opened = recorder.begin(self._type, span_id, root_id, parent_id, start_ns, trace)
+            opened = recorder.enter(self._type, span_id, root_id, parent_id, start_ns, trace)
         return opened, root_id, parent_id, span_id, start_ns, args, kwargs
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -93,7 +93,7 @@ class TracedFunction:
         opened, root_id, parent_id, span_id, start_ns, args, kwargs = token
         end_ns = time_ns()
         if opened is not None:
-            close_span(opened)
+            leave(opened)
         values = [_plain(read(args, kwargs, result)) for read in self._readers]
         if self._is_generator and isinstance(error, GeneratorExit):
             error = None  # its reader had enough

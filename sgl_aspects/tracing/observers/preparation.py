@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.tracing.context import leave
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.recorder import Recorder
@@ -38,9 +39,10 @@ class _Preparation:
         span_id, start_ns = self._recorder.new_id(), time_ns()
         # It may take minutes, and may be what a process dies of.
         self._recorder.announce(self._type, span_id, span_id, 0, start_ns)
-        return span_id, start_ns, self._recorder.begin(self._type, span_id, span_id, 0, start_ns)
+        return span_id, start_ns, self._recorder.enter(self._type, span_id, span_id, 0, start_ns)
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
             span_id, start_ns, opened = token
-            self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error), (), opened)
+            leave(opened)
+            self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))

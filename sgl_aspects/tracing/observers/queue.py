@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines import Outcome
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 
@@ -13,7 +14,7 @@ class QueueObserver:
     """Tells the tracker of requests when they come, give way, and end without a batch's result."""
 
     def __init__(self, trackers: Trackers) -> None:
-        engine = trackers.engine
+        engine = self._engine = trackers.engine
         self._recorder, self._requests = trackers.recorder, trackers.requests
         call, reader = engine.call_reader, engine.reader
         self._added = call("add_request", "message")
@@ -87,5 +88,6 @@ class QueueObserver:
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: before the engine tells the caller, whose span is to end after this one.
         req, reason = self._ended(args, kwargs), self._end_reason(args, kwargs)
-        problem = reason if reason == "error" else ""
+        has_failed = reason is not None and self._engine.outcome(reason) is Outcome.FAILED
+        problem = Outcome.FAILED.problem if has_failed else ""
         self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, time_ns())

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgl_aspects.tracing.context import begin_span
+from sgl_aspects.tracing.context import enter_span
 from sgl_aspects.tracing.control import Control, run_control
 from sgl_aspects.tracing.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.records import (
@@ -202,7 +202,7 @@ class RingRecorder:
         steps.words[block] = 0
 
     #: A ring is told of a span when it ends.
-    begin = staticmethod(begin_span)
+    enter = staticmethod(enter_span)
 
     def close(self, *, lets_go: bool = False) -> None:
         """``lets_go``: the process goes on untraced, so that what is open has not failed."""

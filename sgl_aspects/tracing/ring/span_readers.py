@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from sgl_aspects.generated import execute
 from sgl_aspects.tracing.ring import format as layout
 
 #: ``(data, position, text_of)`` -> the fields of a :class:`~sgl_aspects.tracing.records.SpanEnd` after its
@@ -41,6 +42,5 @@ def make_reader(codes: str, has_error: bool, links: int) -> SpanReader:
         "NONE": layout.NONE,
         "unpack_from": layout.span_struct(codes, has_error, links).unpack_from,
     }
-    exec(compile(source, f"<the reader of spans of {codes or 'no attributes'}>", "exec"), known)
-    reader: SpanReader = known["read"]
+    reader: SpanReader = execute(source, f"span reader {codes}", known)["read"]
     return reader

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from sgl_aspects.tracing import context
-from sgl_aspects.tracing.context import Opened
+from sgl_aspects.generated import execute
 from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import AttributeValue, SpanType
 from sgl_aspects.tracing.ring import format as layout
@@ -26,12 +25,7 @@ MISFITS = (struct.error, TypeError, ValueError, OverflowError)
 
 _SOURCE = """
 def make(slots, texts, layouts, learn, write_as_text):
-    def write(span_id, root_id, parent_id, start_ns, end_ns, values=(), error="", links=(), opened=None):
-        try:
-            if opened is not None:
-                restore(opened)
-        except NOT_OPEN:
-            pass
+    def write(span_id, root_id, parent_id, start_ns, end_ns, values=(), error="", links=()):
         try:
             {take_apart}
             if error or links:
@@ -91,7 +85,6 @@ def writer_by_values(type: SpanType, make: Callable[[SpanType], SpanWriter]) -> 
         values: Sequence[AttributeValue] = (),
         error: str = "",
         links: Sequence[int] = (),
-        opened: Opened | None = None,
     ) -> None:
         classes = (*map(_class, values),)
         if classes not in writers:
@@ -102,7 +95,7 @@ def writer_by_values(type: SpanType, make: Callable[[SpanType], SpanWriter]) -> 
             if classes not in writers:
                 writers[classes] = make(SpanType(type.name, dict(zip(type.attributes, kinds))))
         write = writers[classes]
-        write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links, opened)
+        write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
 
     return write_by_values
 
@@ -130,11 +123,5 @@ def make_writer(
     source = _SOURCE.format(
         take_apart=("\n" + " " * 12).join(filter(None, lines)), words="".join(f"{word}, " for word in words)
     )
-    names_in_it: dict[str, Any] = {
-        "MISFITS": MISFITS,
-        "NONE": layout.NONE,
-        "NOT_OPEN": context.NOT_OPEN,
-        "restore": context.restore,
-    }
-    exec(compile(source, f"<the writer of spans of {codes or 'no attributes'}>", "exec"), names_in_it)
-    return cast(SpanWriter, names_in_it["make"](slots, texts, layouts, learn, write_as_text))
+    known = execute(source, f"span writer {codes}", {"MISFITS": MISFITS, "NONE": layout.NONE})
+    return cast(SpanWriter, known["make"](slots, texts, layouts, learn, write_as_text))

@@ -1,0 +1,332 @@
+"""The life of a request as its caller sees it: received, tokenized, sent, answered, ended.
+
+A request is one span ``chat {model}`` or ``text_completion {model}``, with ``tokenize`` and ``detokenize``
+below it. One for several answers (a batch of prompts, or n > 1) has a child span for each answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from time import time_ns
+from typing import Any
+
+from sgl_aspects.engines.base import Engine
+from sgl_aspects.tracing import context
+from sgl_aspects.tracing.context import Opened, TraceContext
+from sgl_aspects.tracing.lifecycle.exchanges import Exchange
+from sgl_aspects.tracing.options import TraceOptions, no_headers
+from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
+from sgl_aspects.tracing.schema import (
+    ATTACHED_FLAG,
+    BOOTSTRAP_ROOM,
+    DETOKENIZE,
+    HEADER_REQUEST_ID,
+    INPUT_MESSAGES,
+    OPERATION,
+    PROVIDER,
+    REQUEST,
+    REQUEST_ATTRIBUTES,
+    REQUEST_ID,
+    REQUEST_MODEL,
+    REQUEST_PREFIX,
+    RESPONSE_MODEL,
+    TOKENIZE,
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """A request under way, or one of several answers to one. Times are in nanoseconds.
+
+    ``of``: the request that it is an answer to; ``rids``: the ids by which its answers are found.
+    ``exchange``: where it came by HTTP, and no other request of that exchange before it. ``latest``: the
+    message with its latest output, and where in it that is; ``tokens``: prompt, output and cached ones, where
+    they are not read from there. ``reason``: why it ended, once it has.
+
+    ``ends_with_output``: its last output ends it; else what serves it, or with ``ends_with_exchange`` its
+    exchange. Of a request for several answers: ``answers`` in the order in which they began, ``answers_left``
+    how many have not ended, ``samples`` of each prompt.
+    """
+
+    span_id: int
+    rid: str
+    start_ns: int
+    origin: TraceContext
+    name: str
+    of: Call | None = None
+    exchange: Exchange | None = None
+    streams: bool = True
+    ends_with_output: bool = True
+    ends_with_exchange: bool = False
+    is_attached: bool = False
+    is_group: bool = False
+    samples: int = 1
+    answers_left: int = 0
+    answers: list[Call] = field(default_factory=list)
+    rids: set[str] = field(default_factory=set)
+    text: str = ""
+    first_ns: int = 0
+    latest: tuple[Any, int] | None = None
+    tokens: tuple[int | None, int | None, int | None] | None = None
+    reason: str | None = None
+    has_ended: bool = False
+    #: Of all its calls: the span's id, its start and end, the time that they took, and how many there were.
+    detokenize: list[int] = field(default_factory=list)
+
+    @property
+    def answers_of_the_caller(self) -> list[Call]:
+        """Without those that only bring the prompts into the cache: one for each, before all samples."""
+        prompts = len(self.answers) // (self.samples + 1) if self.samples > 1 else 0
+        return self.answers[prompts:]
+
+
+class CallTracker:
+    """The requests that this process received, by id in ``live``: the only writer of their spans.
+
+    ``came_late``: requests may be under way that nobody saw begin: see ``begin_attached``.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder, options: TraceOptions) -> None:
+        self.live: dict[str, Call] = {}
+        self.came_late = options.attached
+        self.content = options.content
+        self._recorder, self._engine = recorder, engine
+        self._asks_parent = options.asks_parent
+        self._write_request = recorder.spans(REQUEST)
+        self._write_tokenize = recorder.spans(TOKENIZE)
+        self._write_detokenize = recorder.spans(DETOKENIZE)
+        reader = engine.reader
+        self._rids = reader("request.rids")
+        self._headers = reader("request.headers") if options.takes_context else no_headers
+        self._operation = reader("request.operation")
+        self._messages = reader("request.messages")
+        self._shared_key = reader("request.shared_key")
+        self._is_probe = reader("request.is_probe")
+        self._attributes = [(REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES]
+        self._is_first_server = reader("manager.is_first_server")
+        self._model = reader("manager.model")
+        self._in_flight = reader("manager.in_flight")
+        self._counts = reader("outputs.counts")
+        self._reason = reader("outputs.reason")
+
+    # -- begun ----------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        request: Any,
+        manager: Any,
+        start_ns: int,
+        *,
+        rid: str = "",
+        origin: TraceContext | None = None,
+        headers: Any = None,
+        operation: str | None = None,
+        more: dict[str, AttributeValue] | None = None,
+    ) -> Call:
+        """A request was received. ``origin``: its trace, where it is not that of its ``headers``."""
+        recorder = self._recorder
+        headers = self._headers(request) or headers
+        key = self._shared_key(request)
+        shared = None if key is None else (key, bool(self._is_first_server(manager)))
+        if origin is None:
+            origin = context.of_request(headers, recorder.sample, self._asks_parent, shared)
+        model = str(self._model(manager) or "unknown")
+        operation = operation or str(self._operation(request) or "text_completion")
+        rid = rid or str(self._rids(request)[0])
+        attributes: dict[str, AttributeValue] = {
+            OPERATION: operation,
+            PROVIDER: self._engine.provider_name,
+            REQUEST_MODEL: model,
+            RESPONSE_MODEL: model,
+            REQUEST_ID: rid,
+            **(more or {}),
+        }
+        for name, read in self._attributes:
+            value = read(request)
+            if value is not None and value != ():
+                attributes[name] = value
+        if key is not None:
+            attributes[BOOTSTRAP_ROOM] = key
+        callers_id = (headers or {}).get("x-request-id")
+        if callers_id:
+            attributes[HEADER_REQUEST_ID] = [callers_id]
+        if self.content is not None:
+            prompt = self.content.input(self._messages(request))
+            if prompt is not None:
+                attributes[INPUT_MESSAGES] = prompt
+        is_root_of_both = shared is not None and shared[1] and not origin.parent_id
+        span_id = context.span_id_of_shared(key) if is_root_of_both else recorder.new_id()
+        return self._begun(Call(span_id, rid, start_ns, origin, f"{operation} {model}"), attributes)
+
+    def begin_answers(self, call: Call, rids: tuple[str, ...]) -> None:
+        """It is a request for several answers, and these are among them."""
+        origin, now = call.origin, time_ns()
+        parent = TraceContext(origin.trace_id, call.span_id, origin.sampled, origin.state, False)
+        for rid in rids:
+            answer = Call(self._recorder.new_id(), rid, now, parent, call.name, of=call, streams=call.streams)
+            answer.exchange, answer.is_attached = call.exchange, call.is_attached
+            self.live[rid] = self._begun(answer, {REQUEST_ID: rid})
+            call.answers.append(answer)
+            call.rids.add(rid)
+
+    def begin_attached(self, manager: Any) -> None:
+        """What was under way when we came: from its first event on, under the context that it came with."""
+        self.came_late, now = False, time_ns()
+        for rid, request in dict(self._in_flight(manager) or {}).items():
+            if rid not in self.live and not self._is_probe(request):
+                call = self.live[rid] = self.begin(request, manager, now, rid=rid, more={ATTACHED_FLAG: True})
+                call.is_attached, call.streams = True, False
+                self._recorder.write(RequestSent(call.span_id))
+
+    def _begun(self, call: Call, attributes: dict[str, AttributeValue]) -> Call:
+        begin = RequestBegin(call.span_id, call.rid, call.start_ns, *call.origin, call.name, attributes)
+        self._recorder.write(begin)
+        return call
+
+    # -- on its way -----------------------------------------------------------------------------------------
+
+    def enter(self, call: Call) -> Opened:
+        """The request itself is current, until ``context.leave`` of what this gives."""
+        root = call.span_id
+        return self._recorder.enter(REQUEST, root, root, 0, call.start_ns, call.origin)
+
+    def enter_tokenize(self, call: Call) -> tuple[Call, int, int, Opened]:
+        """It is being tokenized; ``tokenized`` takes what this gives."""
+        span_id, root, now = self._recorder.new_id(), call.span_id, time_ns()
+        return call, span_id, now, self._recorder.enter(TOKENIZE, span_id, root, root, now, call.origin)
+
+    def tokenized(self, token: tuple[Call, int, int, Opened], count: int | None, problem: str) -> None:
+        """``count``: tokens, where that is known."""
+        (call, span_id, start_ns, opened), end_ns = token, time_ns()
+        context.leave(opened)
+        root = call.span_id
+        self._write_tokenize(span_id, root, root, start_ns, end_ns, (count,), problem)
+
+    def tokenized_before(self, call: Call, part: tuple[int, int, int | None, str]) -> None:
+        """It was tokenized before there was a request: start, end, tokens and error."""
+        start_ns, end_ns, count, problem = part
+        root = call.span_id
+        self._write_tokenize(self._recorder.new_id(), root, root, start_ns, end_ns, (count,), problem)
+
+    def sent(self, call: Call) -> None:
+        """It is about to be handed to whatever schedules it."""
+        self._recorder.write(RequestSent(call.span_id))
+
+    def enter_detokenize(self, call: Call) -> tuple[Call, int, Opened]:
+        """Tokens of it become text; ``detokenized`` takes what this gives. All calls are one span."""
+        now, root = time_ns(), call.span_id
+        if not call.detokenize:
+            call.detokenize = [self._recorder.new_id(), now, now, 0, 0]
+        span_id, start_ns = call.detokenize[:2]
+        return call, now, self._recorder.enter(DETOKENIZE, span_id, root, root, start_ns, call.origin)
+
+    def detokenized(self, token: tuple[Call, int, Opened]) -> None:
+        (call, start_ns, opened), now = token, time_ns()
+        context.leave(opened)
+        parts = call.detokenize
+        parts[2], parts[3], parts[4] = now, parts[3] + now - start_ns, parts[4] + 1
+
+    # -- ended ----------------------------------------------------------------------------------------------
+
+    def end(self, call: Call, reason: str | None, problem: str = "") -> None:
+        """Its last output is here, or there will be none. ``problem``: an exception's type."""
+        call.reason = reason
+        if call.of is not None:
+            self.record(call, problem)
+            call = call.of
+            call.answers_left -= 1
+            if call.answers_left:
+                return
+        if call.ends_with_output:
+            self.record(call, problem)
+
+    def abort(self, rid: str) -> None:
+        """It is given up; no-op where it is not under way."""
+        call = self.live.pop(rid, None)
+        if call is not None:
+            self.end(call, "abort")
+
+    def leave(self, call: Call, problem: str, is_closed: bool) -> None:
+        """What serves the request has ended: by an exception (``problem``), or because nobody wants more."""
+        for rid in call.rids:
+            answer = self.live.pop(rid, None)
+            if answer is not None and answer is not call:
+                self.record(answer, problem or "unfinished")
+        exchange = call.exchange
+        if call.ends_with_exchange and not problem and exchange is not None:
+            exchange.at_end.append(partial(self._end_streamed, call, exchange))
+            return
+        if call.reason is not None or (call.is_group and (is_closed or not call.answers_left)):
+            problem = ""  # it has all
+        if problem and exchange is not None and not exchange.first_ns:
+            exchange.at_end.append(partial(self.record, call, problem))  # the response will say how it failed
+        else:
+            self.record(call, problem)
+
+    def refuse(self, exchange: Exchange, operation: str, headers: Any) -> None:
+        """The server refused what came, before the engine heard of it: a request of its own."""
+        origin = context.of_request(headers, self._recorder.sample, self._asks_parent)
+        call = Call(self._recorder.new_id(), "", exchange.start_ns, origin, operation, exchange=exchange)
+        self._begun(call, {OPERATION: operation, PROVIDER: self._engine.provider_name})
+        values = [None] * (len(REQUEST.attributes) - 1)
+        self._write(call, time_ns(), [*values, exchange.status], str(exchange.status))
+
+    def _end_streamed(self, call: Call, exchange: Exchange) -> None:
+        """The response is complete, or its client is gone."""
+        self.live.pop(call.rid, None)
+        call.reason = self._reason(call.latest) if exchange.is_whole else "abort"
+        self.record(call)
+
+    def record(self, call: Call, problem: str = "") -> None:
+        """Writes its span, once; ``problem``: why it has failed, where its end does not say."""
+        if call.has_ended:
+            return
+        call.has_ended, end_ns, exchange = True, time_ns(), call.exchange
+        answers = call.answers_of_the_caller if call.is_group else [call]
+        counts = [one.tokens or self._counts(one.latest) for one in answers if one.tokens or one.latest]
+        prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
+        if call.is_group:  # a prompt counts once, however many samples there are of it
+            prompt, cached = (total and total // call.samples for total in (prompt, cached))
+        reasons = [one.reason for one in answers if one.reason]
+        # Where the answer comes in one piece, its first token is seen in the scheduler only.
+        first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
+        response_id, status = call.rid, None
+        if exchange is not None and call.of is None:
+            first_ns = first_ns and (exchange.first_ns or first_ns)
+            response_id = exchange.response_id or response_id
+        # Nothing is negative where the clock was set back meanwhile.
+        to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
+        problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")
+        if problem and exchange is not None and exchange.status >= 400:
+            status = exchange.status
+        if call.detokenize:
+            span_id, start_ns, until_ns, busy_ns, calls = call.detokenize
+            root, values = call.span_id, (calls, busy_ns / 1e9)
+            self._write_detokenize(span_id, root, root, start_ns, until_ns, values)
+        text = None
+        if self.content is not None:
+            text = self.content.output(call.text, call.reason or problem)
+        of_request: list[AttributeValue] = [
+            response_id,
+            reasons or None,
+            to_first,
+            prompt,
+            output,
+            cached,
+            to_first,
+            max(0, end_ns - call.start_ns) / 1e9 if not call.is_attached else None,
+            text,
+            status,
+        ]
+        self._write(call, end_ns, of_request, problem)
+
+    def _write(self, call: Call, end_ns: int, values: list[AttributeValue], problem: str) -> None:
+        root = call.span_id
+        self._write_request(root, root, 0, call.start_ns, end_ns, values, problem)
+
+
+def _total(counts: tuple[int | None, ...]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
