@@ -11,6 +11,7 @@
     target = "pkg.mod:Class.method"
     name = "my step"                         # of the span; the function's own where it is left out
     level = 1                                # of detail at which it is recorded: 1 (always) to 4
+    request = "task.req.rid"                 # the id of its request, where no span is open around it
     required = false
     [trace.attributes]                       # parameter names, or `result`, and what they lead to
     "batch.size" = "batch.reqs_info.size"
@@ -44,7 +45,7 @@ RESULT = "result"
 """In an attribute path: what the call returned."""
 
 _HOOK_KEYS = ("target", "hook", "type", "order", "required")
-_TRACE_KEYS = ("target", "name", "level", "attributes", "required")
+_TRACE_KEYS = ("target", "name", "level", "request", "attributes", "required")
 _TYPES = tuple(kind.value for kind in HookType)
 
 
@@ -78,11 +79,15 @@ class DeclaredHook:
 
 @dataclass(frozen=True)
 class DeclaredTrace:
-    """One ``[[trace]]``; ``attributes`` maps names of span attributes to the parts of their paths."""
+    """One ``[[trace]]``; ``attributes`` maps names of span attributes to the parts of their paths.
+
+    ``request``: the path to the id of the request that a call works for; empty where none is named.
+    """
 
     target: Target
     name: str | None
     level: int
+    request: tuple[str, ...]
     attributes: Mapping[str, tuple[str, ...]]
     required: bool
     where: str
@@ -187,21 +192,23 @@ def _hook(table: _Table) -> DeclaredHook:
 
 
 def _trace(table: _Table) -> DeclaredTrace:
-    _only(table.values, _TRACE_KEYS, table.where)
+    values, where = table.values, table.where
+    _only(values, _TRACE_KEYS, where)
     name = table.get("name", str, "", "a text")
-    if not name and "name" in table.values:
-        raise ConfigError(f"{table.where}: name = '': write a text, or leave it out")
+    if not name and "name" in values:
+        raise ConfigError(f"{where}: name = '': write a text, or leave it out")
     level = table.get("level", int, 1, "1, 2, 3 or 4")
     if not 1 <= level <= 4:
-        raise ConfigError(f"{table.where}: level = {level}: write 1, 2, 3 or 4")
+        raise ConfigError(f"{where}: level = {level}: write 1, 2, 3 or 4")
     attributes = table.get("attributes", Mapping, {}, "a table [trace.attributes]")
     return DeclaredTrace(
         target=table.target(),
         name=name or None,
         level=level,
-        attributes={key: _path(key, value, table.where) for key, value in attributes.items()},
+        request=_path("request", values["request"], where) if "request" in values else (),
+        attributes={key: _path(key, value, f"{where}: attributes") for key, value in attributes.items()},
         required=table.get("required", bool, False, "true or false"),
-        where=table.where,
+        where=where,
     )
 
 
@@ -209,13 +216,12 @@ def _path(key: str, value: Any, where: str) -> tuple[str, ...]:
     parts = tuple(value.split(".")) if isinstance(value, str) else ()
     if not key or not parts or not parts[0].isidentifier():
         raise ConfigError(
-            f"{where}: attributes: {key!r} = {value!r}: write a path such as 'batch.size', which begins with "
+            f"{where}: {key!r} = {value!r}: write a path such as 'batch.size', which begins with "
             f"the name of a parameter, or with {RESULT!r}"
         )
     for part in parts[1:]:
         if not part.isidentifier() and not part.isdecimal():
             raise ConfigError(
-                f"{where}: attributes: {key!r} = {value!r}: {part!r} is neither a name nor an index; "
-                "paths hold no code"
+                f"{where}: {key!r} = {value!r}: {part!r} is neither a name nor an index; paths hold no code"
             )
     return parts

@@ -420,7 +420,7 @@ class Weaver:
         if strict:
             raise fault
         if not known:
-            logger.warning("%s failed: %s", advice, fault)
+            self._tell_lost(advice, "failed")
 
     def _note_missing(self, advice: Advice, rank: int, detail: str) -> None:
         if self._fabric.of(advice):
@@ -434,7 +434,13 @@ class Weaver:
             return
         advice.state = State.MISSING
         if not known and not advice.required:
-            logger.warning("%s is not woven: %s", advice, advice.detail)
+            self._tell_lost(advice, "is not woven")
+
+    def _tell_lost(self, advice: Advice, what: str) -> None:
+        if advice.on_lost is not None:
+            advice.on_lost(advice.detail)
+        else:
+            logger.warning("%s %s: %s", advice, what, advice.detail)
 
     def _is_lost(self, advice: Advice) -> bool:
         """Nothing that loads later can make ``advice`` work."""

@@ -101,6 +101,7 @@ class Advice:
 
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
     :param required: the process stops, with a message that says why, if the target turns out to be missing.
+    :param on_lost: called with the reason instead of a warning, where nothing that loads later can help.
     """
 
     target: Target
@@ -113,6 +114,7 @@ class Advice:
     errors: int = 0
     state: State = State.REMOVED
     detail: str = ""
+    on_lost: Callable[[str], None] | None = None
     sequence: int = field(default_factory=lambda: next(_sequence))
 
     def __post_init__(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,12 @@ import torch
 
 from sgl_aspects import Target, config
 from sgl_aspects.config import DeclaredTrace
+from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.errors import ConfigError, HookError
+from sgl_aspects.tracing.context import OpenSpan, innermost, leave
+from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.function import FunctionObserver
+from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.weaving import argument_reader
 from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Span, spans_of
@@ -319,7 +325,7 @@ def test_arguments_are_read_through_decorators_that_hand_them_on() -> None:
     checked.__wrapped__ = forward  # type: ignore[attr-defined]
     recorder = Memory()
     paths = {"size": ("batch", "size"), "scale": ("scale",)}
-    declared = DeclaredTrace(Target.parse("m:forward"), None, 1, paths, False, "aspects.toml")
+    declared = DeclaredTrace(Target.parse("m:forward"), None, 1, (), paths, False, "aspects.toml")
     observer = FunctionObserver(recorder, declared).bound_to(forward)
     batch = SimpleNamespace(size=3)
     observer.exit(observer.enter(("model", batch), {"scale": 0.5}), None, None)
@@ -327,6 +333,41 @@ def test_arguments_are_read_through_decorators_that_hand_them_on() -> None:
     assert span.values == [3, 0.5]
     with pytest.raises(HookError, match="first"):
         FunctionObserver(recorder, declared).bound_to(checked)
+
+
+def test_work_in_another_thread_belongs_to_the_request_that_it_names() -> None:
+    """Where the thread was given no context; one that was nests as usual."""
+
+    def work(task: Any) -> OpenSpan | None:
+        return innermost()
+
+    recorder = Memory()
+    trackers = Trackers.of(EMBEDDED, recorder, TraceOptions())
+    asked = SimpleNamespace(rid="r", is_chat=False, headers=None, prompt="x")
+    call = trackers.calls.live["r"] = trackers.calls.begin(asked, None, 1)
+    key = trackers.requests.queued("scheduled").key
+    declared = DeclaredTrace(Target.parse("m:work"), None, 1, ("task", "rid"), {}, False, "aspects.toml")
+    observer = FunctionObserver(recorder, declared, trackers.span_of).bound_to(work)
+
+    def traced(rid: str) -> OpenSpan | None:
+        args = (SimpleNamespace(rid=rid),)
+        token = observer.enter(args, {})
+        current = work(*args)
+        observer.exit(token, None, None)
+        return current
+
+    with ThreadPoolExecutor() as pool:
+        current = pool.submit(traced, "r").result()
+        assert pool.submit(traced, "scheduled").result() is None  # nobody knows its trace here
+        pool.submit(traced, "unknown").result()
+        opened = trackers.calls.enter(call)
+        pool.submit(contextvars.copy_context().run, traced, "unknown").result()
+        leave(opened)
+    spans = recorder.named(f"{work.__qualname__}")
+    assert [span.parent_id for span in spans] == [call.span_id, key, 0, call.span_id]
+    assert [span.root_id for span in spans] == [call.span_id, key, spans[2].span_id, call.span_id]
+    assert current is not None
+    assert (current.trace, current.span_id) == (call.origin, spans[0].span_id)
 
 
 def test_arguments_are_read_however_the_hook_gets_them() -> None:

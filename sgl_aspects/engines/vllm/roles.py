@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.base import Engine, Outcome, Role
 from sgl_aspects.engines.vllm import processes
 
 _ENGINE = "vllm.v1.engine"
@@ -122,11 +122,15 @@ _PREFILL, _DECODE, _MIXED = _Mode("prefill"), _Mode("decode"), _Mode("mixed")
 
 
 def _mode(batch: Any) -> _Mode:
-    cached = batch.scheduled_cached_reqs
+    cached, tokens = batch.scheduled_cached_reqs, batch.num_scheduled_tokens
     prompts = len(batch.scheduled_new_reqs) + cached.num_output_tokens.count(0) + len(cached.resumed_req_ids)
     if not prompts:
-        return _DECODE
-    return _PREFILL if prompts >= len(batch.num_scheduled_tokens) else _MIXED
+        if batch.total_num_scheduled_tokens == len(tokens):
+            return _DECODE
+        # Of one that gave way prompt and output are worked on again, chunk by chunk; or tokens are guessed.
+        guessed = batch.scheduled_spec_decode_tokens
+        prompts = sum(count > 1 + len(guessed.get(rid, ())) for rid, count in tokens.items())
+    return _DECODE if not prompts else _PREFILL if prompts >= len(tokens) else _MIXED
 
 
 def shared_id(batch: Any) -> int | None:
@@ -279,4 +283,5 @@ VLLM = Engine(
         "model_runner.platform": lambda runner: _platform_of(str(runner.device)),
     },
     observers=lambda trackers: _scheduled().observations(trackers),
+    outcomes={"repetition": Outcome.STOPPED},
 )

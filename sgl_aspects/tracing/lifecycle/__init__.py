@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine
+from sgl_aspects.tracing.context import OpenSpan
 from sgl_aspects.tracing.lifecycle.calls import Call, CallTracker
 from sgl_aspects.tracing.lifecycle.requests import RequestTracker
 from sgl_aspects.tracing.lifecycle.steps import Step, StepTracker
@@ -27,6 +28,16 @@ class Trackers(NamedTuple):
         requests = RequestTracker(recorder)
         calls = CallTracker(engine, recorder, options)
         return cls(engine, recorder, options, calls, requests, StepTracker(recorder, options.measures))
+
+    def span_of(self, rid: Any) -> OpenSpan | None:
+        """The span of the request with this id, where it is under way in this process."""
+        if not isinstance(rid, str):
+            return None
+        call = self.calls.live.get(rid)
+        if call is not None:
+            return OpenSpan(call.span_id, call.span_id, call.origin, None, None)
+        request = self.requests.requests.get(rid)
+        return None if request is None else OpenSpan(request.key, request.key, None, None, None)
 
 
 __all__ = ["Call", "CallTracker", "RequestTracker", "Step", "StepTracker", "Trackers"]

@@ -7,13 +7,15 @@ roles and how to read what they got and gave; a role that it does not have is no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import sgl_aspects as aspects
 from sgl_aspects import config
 from sgl_aspects.engines import Engine, Role, find_engines
-from sgl_aspects.tracing.context import add_source, bridge_opentelemetry
+from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.observers.detail import DetailObserver
@@ -31,6 +33,8 @@ from sgl_aspects.tracing.observers.worker import WorkerObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
 from sgl_aspects.tracing.recorder import Recorder
 
+logger = logging.getLogger(__name__)
+
 _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
 #: These are woven whatever the level is: they see that it has changed.
 _ALWAYS = 2
@@ -43,11 +47,10 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
     """
     undo: list[Callable[[], None]] = []
     bridge_opentelemetry()
-    by_http: list[Trackers] = []
+    all_trackers: list[Trackers] = []
     for engine in find_engines():
         trackers = Trackers.of(engine, recorder, options)
-        if not _is_called(engine):
-            by_http.append(trackers)
+        all_trackers.append(trackers)
         undo.append(add_source(trackers.steps.current_span))
         worker = WorkerObserver(trackers)
         woven = WovenLevels(engine, [*_observations(trackers), *worker.observations()])
@@ -56,9 +59,10 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
         undo.append(trackers.steps.flush)
         trackers.steps.on_level = woven.set_level
         woven.set_level(recorder.level)
+    by_http = [trackers for trackers in all_trackers if not _is_called(trackers.engine)]
     exchanges = ExchangeObserver(by_http, options).observations()
     undo.append(aspects.weave(*_advices(HTTP_ROLES, exchanges)).remove)
-    undo += _trace_declared(recorder)
+    undo += _trace_declared(recorder, all_trackers)
     return undo
 
 
@@ -67,10 +71,12 @@ class WovenLevels:
 
     def __init__(self, engine: Engine, observations: list[Observation]) -> None:
         self._advices: dict[int, list[aspects.Advice]] = {}
+        self._lost: set[str] = set()
+        self._engine = engine
         self._handles: dict[int, aspects.Handle] = {}
         for level in (_ALWAYS, 3, 4):
             own = [one for one in observations if max(one.level, _ALWAYS) == level]
-            self._advices[level] = [*_advices(engine.roles, own)]
+            self._advices[level] = [*_advices(engine.roles, own, self._tell_lost)]
 
     def set_level(self, level: int) -> None:
         """Weaves what ``level`` asks for, and takes off what it does not."""
@@ -79,6 +85,19 @@ class WovenLevels:
                 self._handles[own] = aspects.weave(*advices)
             elif own > max(level, _ALWAYS) and own in self._handles:
                 self._handles.pop(own).remove()
+
+    def _tell_lost(self, role: str, why: str) -> None:
+        """A required role is not there: one error, and the engine goes on."""
+        if role not in self._lost:
+            self._lost.add(role)
+            logger.error(
+                "%s is not traced whole: it has no function for the role %s; looked for %s (%s). "
+                "`sgl-aspects doctor --engine WHEEL` shows which roles a version has",
+                self._engine.name,
+                role,
+                " | ".join(self._engine.roles[role].targets),
+                why,
+            )
 
     def remove(self) -> None:
         """Gives every original back."""
@@ -91,13 +110,20 @@ def _is_called(engine: Engine) -> bool:
     return "finish_request" in engine.roles
 
 
-def _advices(roles: Mapping[str, Role], observations: Iterable[Observation]) -> Iterator[aspects.Advice]:
-    """Those whose role there is."""
+def _advices(
+    roles: Mapping[str, Role],
+    observations: Iterable[Observation],
+    tell_lost: Callable[[str, str], None] | None = None,
+) -> Iterator[aspects.Advice]:
+    """Those whose role there is. ``tell_lost``: of a required one that the engine does not have, and why."""
     for observation in observations:
         role = roles.get(observation.role)
         if role is not None:
             target = aspects.Target.parse(role.targets)
-            yield aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
+            advice = aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
+            if role.required and tell_lost is not None:
+                advice.on_lost = partial(tell_lost, observation.role)
+            yield advice
 
 
 def _observations(trackers: Trackers) -> Iterator[Observation]:
@@ -117,13 +143,18 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
         yield from engine.observers(trackers)
 
 
-def _trace_declared(recorder: Recorder) -> Iterator[Callable[[], None]]:
+def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterator[Callable[[], None]]:
     """Weaves the functions that the configuration file wants traced; yields what undoes it.
 
     One that cannot be is logged and stays in the report: the engine's own are traced all the same.
     """
+
+    def span_of(rid: Any) -> OpenSpan | None:
+        found = (trackers.span_of(rid) for trackers in all_trackers)
+        return next((span for span in found if span is not None), None)
+
     for declared in config.from_environment().traces:
-        target, observer = str(declared.target), FunctionObserver(recorder, declared)
+        target, observer = str(declared.target), FunctionObserver(recorder, declared, span_of)
         source = aspects.HookSource(declared.where)
         observe = aspects.HookType.OBSERVE
         aspects.HookRegistry.register(target, observer, observe, source=source, required=declared.required)

@@ -10,7 +10,7 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
-from sgl_aspects.tracing.context import innermost, leave
+from sgl_aspects.tracing.context import OpenSpan, innermost, leave
 from sgl_aspects.tracing.observers.observation import error_type
 from sgl_aspects.tracing.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType
@@ -21,17 +21,23 @@ _LONGEST_LIST = 256
 _PLAIN = (bool, int, float, str)
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+SpanOf = Callable[[Any], "OpenSpan | None"]
+
+
+def _no_span(rid: Any) -> None:
+    """There are no engines."""
 
 
 class FunctionObserver:
     """Observes the functions of one ``[[trace]]``: a span for each call.
 
-    Its parent is the traced function that is open around it, else the scheduler step that runs; with
-    neither it is the root of a trace of its own.
+    Its parent is the traced function that is open around it, else the scheduler step that runs, else the
+    request whose id it was declared to name; with none it is the root of a trace of its own.
+    ``span_of``: the span of the request with an id.
     """
 
-    def __init__(self, recorder: Recorder, declared: DeclaredTrace) -> None:
-        self._recorder, self._declared = recorder, declared
+    def __init__(self, recorder: Recorder, declared: DeclaredTrace, span_of: SpanOf = _no_span) -> None:
+        self._recorder, self._declared, self._span_of = recorder, declared, span_of
         self.__qualname__, self.__module__ = declared.name or str(declared.target), declared.where
 
     def bound_to(self, function: Callable[..., Any]) -> TracedFunction:
@@ -41,7 +47,11 @@ class FunctionObserver:
         # Of no type of their own: what a path leads to is known when it has been walked.
         type = SpanType(name, dict.fromkeys(self._declared.attributes, object))
         is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-        return TracedFunction(self._recorder, type, self._declared.level, readers, is_generator)
+        traced = TracedFunction(self._recorder, type, self._declared.level, readers, is_generator)
+        if self._declared.request:
+            rid = _reader(function, self._declared.request)
+            traced.request_of = lambda args, kwargs: self._span_of(rid(args, kwargs, None))
+        return traced
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Never called: each function has an observer of its own."""
@@ -68,12 +78,18 @@ class TracedFunction:
         self._write = recorder.spans(type)
         # Between two items of a generator its caller runs, whose spans are none of its children.
         self._is_generator = is_generator
+        #: The span of the request that a call is for, where it was declared to name one.
+        self.request_of: Callable[[tuple[Any, ...], dict[str, Any]], OpenSpan | None] = lambda *_: None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self._recorder
         if recorder.level < self._level:
             return None
-        outer = innermost()
+        outer, is_current = innermost(), not self._is_generator
+        if outer is None:
+            outer = self.request_of(args, kwargs)
+            # In a scheduler nobody knows a request's trace: nothing may go out under another one.
+            is_current = is_current and (outer is None or outer.trace is not None)
         root_id, parent_id = (0, 0) if outer is None else outer[:2]
         span_id, start_ns = recorder.new_id(), time_ns()
         if not root_id:
@@ -82,7 +98,7 @@ class TracedFunction:
             root_id = span_id
             recorder.announce(self._type, span_id, root_id, 0, start_ns)
         opened = None
-        if not self._is_generator:
+        if is_current:
             trace = None if outer is None else outer.trace
             opened = recorder.enter(self._type, span_id, root_id, parent_id, start_ns, trace)
         return opened, root_id, parent_id, span_id, start_ns, args, kwargs

@@ -23,9 +23,11 @@ def batch(
     cached: dict[str, tuple[int, int]] | None = None,
     resumed: tuple[str, ...] = (),
     tokens: dict[str, int] | None = None,
+    guessed: dict[str, list[int]] | None = None,
 ) -> Any:
     """A message: new requests with their tokens; of cached ones how far they are, and their output so far."""
     new, cached = new or {}, cached or {}
+    scheduled = {**new, **dict.fromkeys(cached, 1), **(tokens or {})}
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=rid, num_computed_tokens=0) for rid in new],
         scheduled_cached_reqs=SimpleNamespace(
@@ -34,7 +36,9 @@ def batch(
             num_output_tokens=[output for _, output in cached.values()],
             resumed_req_ids=set(resumed),
         ),
-        num_scheduled_tokens={**new, **dict.fromkeys(cached, 1), **(tokens or {})},
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens=guessed or {},
     )
 
 
@@ -62,6 +66,9 @@ def test_a_request_that_gave_way_gives_another_id_than_before() -> None:
         (batch(new={"a": 5}, cached={"b": (7, 3)}), "mixed"),
         (batch(cached={"a": (64, 0)}, tokens={"a": 36}), "prefill"),
         (batch(cached={"a": (0, 9)}, resumed=("a",), tokens={"a": 14}), "prefill"),
+        # The second chunk of what a request had, which gave way.
+        (batch(cached={"a": (256, 300), "b": (7, 3)}, tokens={"a": 45}), "mixed"),
+        (batch(cached={"a": (5, 1), "b": (7, 3)}, tokens={"a": 3}, guessed={"a": [8, 9]}), "decode"),
     ],
 )
 def test_the_mode_of_a_batch(message: Any, mode: str) -> None:

@@ -154,7 +154,8 @@ def test_each_concurrent_request_has_a_whole_trace_under_its_callers_id(run: Run
 
 
 def test_both_api_servers_answered(run: Run) -> None:
-    roots = [one(run.traces[trace_id(number)], "chat mini") for number in range(len(PROMPTS))]
+    """Whichever of them is awake takes all connections that wait: those of one burst may all be one's."""
+    roots = [span for spans in run.traces.values() for span in spans if span.parent_id == CALLER]
     assert len({root.resource["process.pid"] for root in roots}) == 2
 
 
@@ -265,7 +266,8 @@ def test_a_request_that_gives_way_is_queued_and_worked_on_again(run: Run) -> Non
         retracted = [
             span for span in spans if span.attributes.get("sgl_aspects.finish_reason") == "retracted"
         ]
-        assert counts["queue"] == counts["decode"] == len(retracted) + 1
+        # One that gives way before its first token had not begun to decode.
+        assert counts["queue"] >= counts["decode"] == len(retracted) + 1
         preempted += retracted
     assert preempted
 
@@ -302,10 +304,8 @@ def test_forward_passes_of_the_worker_belong_to_the_steps_that_asked_for_them(ru
         forward, sample, launch = (one(spans, name) for name in ("forward", "sample", "run_batch"))
         assert forward.parent_id == sample.parent_id == launch.span_id
         assert forward.resource["process.pid"] != step.resource["process.pid"]
-        for name in ("mode",):
-            key = f"sgl_aspects.forward.{name}"
+        for key in ("sgl_aspects.forward.mode", "sgl_aspects.batch.tokens"):
             assert forward.attributes[key] == step.attributes[key]
-        assert forward.attributes["sgl_aspects.batch.tokens"] == step.attributes["sgl_aspects.batch.tokens"]
         assert step.start <= forward.start < forward.end <= sample.end <= step.end
         assert forward.attributes["sgl_aspects.forward.device_time"] > 0
 
