@@ -10,6 +10,7 @@ What no generic observer can translate, the room observes itself (``Engine.obser
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,9 +125,12 @@ class Engine:
         found = self.roles.get(role)
         return _no_noun if found is None else found.reader(noun)
 
-    def reader(self, name: str) -> AttributeReader:
-        """Reads ``"noun.attribute"`` from a noun's object; None where the object does not have it."""
-        source = self.attributes.get(name, _nothing)
+    def reader(self, name: str, usual: str | AttributeReader | None = None) -> AttributeReader:
+        """Reads ``"noun.attribute"`` from a noun's object; None where the object does not have it.
+
+        ``usual``: how it is read where the room does not say.
+        """
+        source = self.attributes.get(name, usual or _nothing)
         read: AttributeReader = _make_reader("{}", [source], _nothing)
         return read
 
@@ -137,6 +141,14 @@ class Engine:
         otherwise: ValuesReader = lambda subject: [read(subject) for read in each]  # noqa: E731
         read_all: ValuesReader = _make_reader("{}, " * len(names), sources, otherwise)
         return read_all
+
+
+@functools.cache  # asked with each forward pass
+def platform_of(device: str) -> Any:
+    """The platform of a device, as PyTorch names it; importing it imports torch."""
+    from sgl_aspects.engines import device as devices
+
+    return devices.platform_of(device)
 
 
 def find_engines() -> tuple[Engine, ...]:

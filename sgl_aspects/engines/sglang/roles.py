@@ -326,7 +326,6 @@ SGLANG = Engine(
         "request.frequency_penalty": _sampling("frequency_penalty"),
         "request.presence_penalty": _sampling("presence_penalty"),
         "request.stop_sequences": _stop,
-        "http.headers": "headers",
         "http.path": "url.path",
         "manager.model": "served_model_name",
         "manager.in_flight": lambda manager: {rid: state.obj for rid, state in manager.rid_to_state.items()},

@@ -1,90 +1,142 @@
 """transformers 5.19: which functions of `transformers serve` play which role.
 
 One process. With continuous batching a thread of its own schedules and runs batches; without, it runs one
-request after the other (``generate.py``), and there are no steps.
+request after the other (the roles with "alone"), and there are no steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines.base import Engine, Role
-from sgl_aspects.engines.transformers import readers
+from sgl_aspects.engines.base import Engine, Outcome, Role, platform_of
 
 _SERVING = "transformers.cli.serving"
 _MANAGERS = f"{_SERVING}.utils:*GenerateManager"
 _BATCHING = "transformers.generation.continuous_batching"
 _PROCESSOR = f"{_BATCHING}.continuous_api:ContinuousBatchProcessor"
+_RUNNER = f"{_BATCHING}.model_runner:ModelRunner"
 _SCHEDULER = f"{_BATCHING}.scheduler:Scheduler"
 _CACHE = f"{_BATCHING}.cache:PagedAttentionCache"
+_MODEL = "transformers.generation.utils:GenerationMixin"
+_ASKED = Role((), ("manager:self", "model", "processor", "inputs", "settings:gen_config", "rid:request_id"))
+_inputs, _settings, _rid = (_ASKED.reader(noun) for noun in ("inputs", "settings", "rid"))
 
 
-def _observers(trackers: Any) -> Any:
-    from sgl_aspects.engines.transformers.generate import GenerateObserver
+def _asked(streams: bool) -> Callable[..., Any]:
+    """What an HTTP handler asks a manager to generate. ``streams``: the answer is an object that grows."""
+    return lambda *call: SimpleNamespace(
+        inputs=_inputs(*call), settings=_settings(*call), rid=_rid(*call), streams=streams
+    )
 
-    return GenerateObserver(trackers).observations()
 
+def _prompt_length(inputs: Any) -> int:
+    ids = inputs["input_ids"]
+    return len(ids) if isinstance(ids, list) else int(ids.shape[-1])
+
+
+def _counts(answer: tuple[Any, Any]) -> tuple[int, int | None, None]:
+    """Of what a manager gave: a queue and a streamer, or a text, the prompt's length and the tokens."""
+    asked, given = answer
+    output = None if given is None else int(given[1].total_tokens) if asked.streams else len(given[2])
+    return _prompt_length(asked.inputs), output, None
+
+
+def _generated(args: Any, kwargs: dict[str, Any], result: Any = None) -> int | None:
+    """New tokens by now; a result holds the prompt, too."""
+    if kwargs.get("streamer") is not None:
+        return int(kwargs["streamer"].total_tokens)
+    return None if result is None else int(result.shape[-1]) - _prompt_length(kwargs)
+
+
+def _reason(count: int | None, most: int | None) -> str:
+    return "length" if most is not None and (count or 0) >= most else "stop"
+
+
+def _batch(args: Any, kwargs: dict[str, Any], result: Any = None) -> Any:
+    """The batch at hand; where batches overlap there are two sets of inputs and outputs."""
+    inputs = args[0].inputs_and_outputs
+    pairs = getattr(inputs, "io_pairs", None)
+    return (pairs[inputs.current_pair].host_io if pairs else inputs).requests_in_batch
+
+
+def _prefills(batch: Sequence[Any]) -> list[tuple[Any, int, bool]]:
+    return [
+        (part, part.query_length, part.has_new_token) for part in batch if not part.state.generated_tokens
+    ]
+
+
+def _mode(batch: Sequence[Any]) -> str:
+    prompts = len(_prefills(batch))
+    return "decode" if not prompts else "prefill" if prompts == len(batch) else "mixed"
+
+
+def _ended(args: Any, kwargs: dict[str, Any], result: Any = None) -> Any:
+    return args[0].active_requests.get(args[1] if len(args) > 1 else kwargs["request_id"])
+
+
+def _end_reason(state: Any) -> str:
+    return "error" if state.error is not None else _reason(len(state.generated_tokens), state.max_new_tokens)
+
+
+_QUEUED = {"rid": _rid, "key": lambda *call: id(_settings(*call))}
+_RUN: dict[str, Callable[..., Any]] = {
+    "key": lambda args, kwargs, *_: id(kwargs.get("generation_config")),
+    "prompt_tokens": lambda args, kwargs, *_: _prompt_length(kwargs),
+    "output_tokens": _generated,
+    "finish_reason": lambda *call: _reason(_generated(*call), call[1]["generation_config"].max_new_tokens),
+}
+_SERVED = {"manager": lambda args, *_: args[0].model_manager.force_model or args[1].get("model")}
+_PROCESSED = {"batch": _batch, "scheduler": lambda args, *_: args[0].scheduler}
 
 TRANSFORMERS = Engine(
     name="transformers",
     provider_name="transformers",
     roles={
-        "serve_request": Role(
-            (f"{_SERVING}.*:*Handler.handle_request",), reads={"manager": readers.model}, required=True
-        ),
+        "serve_request": Role((f"{_SERVING}.*:*Handler.handle_request",), reads=_SERVED, required=True),
         "tokenize_request": Role(("transformers.tokenization_utils_base:PreTrainedTokenizerBase.__call__",)),
-        "begin_request": Role(
-            (f"{_MANAGERS}.generate_non_streaming",), reads={"request": readers.Asked.of(False)}
-        ),
-        "begin_stream": Role((f"{_MANAGERS}.generate_streaming",), reads={"request": readers.Asked.of(True)}),
-        "wait": Role((f"{_SCHEDULER}.add_waiting_request",), ("scheduler:self", "state")),
-        "end_scheduled_request": Role(
-            (f"{_SCHEDULER}.finish_request",),
-            reads={"req": readers.ended, "finish_reason": readers.end_reason},
-        ),
-        "cancel_requests": Role((f"{_SCHEDULER}.clear_cancelled_requests",), ("scheduler:self",)),
-        "schedule": Role((f"{_PROCESSOR}.prepare_next_batch",), ("processor:self",)),
-        "run_batch": Role((f"{_PROCESSOR}._generation_step",), reads={"batch": readers.batch_of}),
-        "process_batch_result": Role(
-            (f"{_PROCESSOR}.update_batch",),
-            reads={"batch": readers.batch_of, "scheduler": lambda args, *_: args[0].scheduler},
-        ),
+        "begin_request": Role((f"{_MANAGERS}.generate_non_streaming",), reads={"request": _asked(False)}),
+        "begin_stream": Role((f"{_MANAGERS}.generate_streaming",), reads={"request": _asked(True)}),
+        "queue_alone": Role((f"{_SERVING}.utils:GenerateManager.generate_*streaming",), reads=_QUEUED),
+        "run_alone": Role((f"{_MODEL}.generate",), reads=_RUN),
+        "prefill_alone": Role((f"{_MODEL}._prefill",)),
+        "last_output_alone": Role((f"{_SERVING}.utils:DirectStreamer.end",)),
+        "add_request": Role((f"{_SCHEDULER}.add_waiting_request",), ("scheduler:self", "message:state")),
+        "end_scheduled_request": Role((f"{_SCHEDULER}.finish_request",), reads={"req": _ended}),
+        "cancel_requests": Role((f"{_SCHEDULER}.clear_cancelled_requests",)),
+        "schedule": Role((f"{_PROCESSOR}.prepare_next_batch",)),
+        "run_batch": Role((f"{_PROCESSOR}._generation_step",), reads={"batch": _batch}),
+        "process_batch_result": Role((f"{_PROCESSOR}.update_batch",), reads=_PROCESSED),
         "forward": Role(
             (f"{_BATCHING}.model_runner:ModelRunner.compute_batch",), ("self", "model_runner:model")
         ),
-        "generate": Role(("transformers.generation.utils:GenerationMixin.generate",)),
-        "generate_prefill": Role(("transformers.generation.utils:GenerationMixin._prefill",)),
-        "stream_end": Role((f"{_SERVING}.utils:DirectStreamer.end",), ("streamer:self",)),
         "load_model": Role((f"{_SERVING}.model_manager:ModelManager._load_model",)),
-        "cache_match": Role((f"{_CACHE}.search_prefix_match",), ("cache:self",)),
-        "kv_free": Role((f"{_CACHE}.free_blocks",), ("cache:self",)),
+        "cache_match": Role((f"{_CACHE}.search_prefix_match",)),
+        "kv_free": Role((f"{_CACHE}.free_blocks",)),
     },
     attributes={
         "manager.model": "",
         "request.rids": lambda asked: (asked.rid,),
-        "request.is_single": lambda asked: True,
         "request.stream": "streams",
         "request.ends_with_exchange": "streams",
-        "request.max_tokens": readers.setting("max_new_tokens"),
-        "request.temperature": readers.setting("temperature"),
-        "request.top_p": readers.setting("top_p"),
-        "request.top_k": readers.setting("top_k"),
-        "http.headers": "headers",
-        "tokenized.count": readers.prompt_length,
-        "outputs.counts": readers.counts,
-        "outputs.reason": readers.finish_reason,
-        "req.rid": readers.rid,
+        "request.max_tokens": "settings.max_new_tokens",
+        **{f"request.{name}": f"settings.{name}" for name in ("temperature", "top_p", "top_k")},
+        "tokenized.count": _prompt_length,
+        "outputs.counts": _counts,
+        "outputs.reason": lambda answer: _reason(_counts(answer)[1], answer[0].settings.max_new_tokens),
+        "message.rid": "request_id",
+        "req.rid": lambda req: (req.state if hasattr(req, "state") else req).request_id,
+        "req.finish_reason": _end_reason,
         "req.output_tokens": lambda state: len(state.generated_tokens),
-        "batch.mode": readers.mode,
-        "batch.reqs": lambda batch: batch,
+        "batch.mode": _mode,
+        "batch.reqs": "",
         "batch.num_tokens": lambda batch: sum(part.query_length for part in batch),
-        "batch.prefills": lambda batch: [
-            (part, part.query_length, part.has_new_token) for part in batch if readers.works_on_prompt(part)
-        ],
+        "batch.prefills": _prefills,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting_requests),
         "scheduler.running": lambda scheduler: len(scheduler.active_requests),
         "scheduler.kv_usage": lambda scheduler: 1.0 - scheduler.cache.compute_free_capacity(),
-        "model_runner.platform": lambda model: readers.platform_of(str(model.device)),
+        "model_runner.platform": lambda model: platform_of(str(model.device)),
     },
-    observers=_observers,
+    outcomes={"_GenerationCancelled": Outcome.ABORTED},
 )

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Outcome, Role
+from sgl_aspects.engines.base import Engine, Outcome, Role, platform_of
 from sgl_aspects.engines.vllm import processes
 
 _ENGINE = "vllm.v1.engine"
@@ -157,13 +157,6 @@ def _graph(result: Any) -> str | None:
     return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
 
 
-@functools.cache  # asked with each forward pass
-def _platform_of(device: str) -> Any:
-    from sgl_aspects.engines.device import platform_of
-
-    return platform_of(device)
-
-
 @functools.cache
 def _scheduled() -> Any:
     from sgl_aspects.engines.vllm.scheduler import Scheduled
@@ -262,7 +255,6 @@ VLLM = Engine(
         "request.frequency_penalty": lambda request: _sampling("frequency_penalty")(request) or None,
         "request.presence_penalty": lambda request: _sampling("presence_penalty")(request) or None,
         "request.stop_sequences": lambda request: _sampling("stop")(request) or None,
-        "http.headers": "headers",
         "manager.model": "model_config.served_model_name",
         "tokenized.rid": "request_id",
         "tokenized.count": _tokenized_count,
@@ -280,7 +272,7 @@ VLLM = Engine(
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.kv_usage": "kv_cache_manager.usage",
-        "model_runner.platform": lambda runner: _platform_of(str(runner.device)),
+        "model_runner.platform": lambda runner: platform_of(str(runner.device)),
     },
     observers=lambda trackers: _scheduled().observations(trackers),
     outcomes={"repetition": Outcome.STOPPED},

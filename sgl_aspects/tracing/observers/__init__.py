@@ -17,6 +17,7 @@ from sgl_aspects import config
 from sgl_aspects.engines import Engine, Role, find_engines
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.alone import AloneObserver
 from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.observers.detail import DetailObserver
 from sgl_aspects.tracing.observers.detokenizer import DetokenizerObserver
@@ -135,6 +136,7 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
         yield from DetokenizerObserver(trackers).observations()
     yield from ProcessObserver(trackers).observations()
     yield from QueueObserver(trackers).observations()
+    yield from AloneObserver(trackers).observations()
     yield from StepObserver(trackers).observations()
     yield from ForwardObserver(trackers).observations()
     yield from PreparationObserver(trackers).observations()

@@ -24,8 +24,11 @@ class QueueObserver:
         self._aborted = call("abort_scheduled_request", "message")
         self._refused = call("reject_request", "req")
         self._retracted = call("retract", "req")
+        # Where no function says that a request gives way, it is one that waits again.
+        self._adds_again = "retract" not in engine.roles
         self._ended = call("end_scheduled_request", "req")
         self._end_reason = call("end_scheduled_request", "finish_reason")
+        self._finish_reason = reader("req.finish_reason")
         self._message_rid = reader("message.rid")
         self._is_probe = reader("message.is_probe")
         self._elsewhere = reader("message.elsewhere")
@@ -42,6 +45,7 @@ class QueueObserver:
             Observation("reject_request", self._reject_enter),
             Observation("retract", self._retract_enter),
             Observation("end_scheduled_request", self._end_enter),
+            Observation("cancel_requests", None, self._cancel_exit),
         ]
 
     def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,6 +59,9 @@ class QueueObserver:
         if self._is_follower(self._adding(args, kwargs)):
             self._requests.follow()
             elsewhere = self._elsewhere(message)
+        if self._adds_again and rid in self._requests.requests:
+            self._requests.preempted(rid, None)
+            return rid
         # Before the call, so that an end inside it (a request that is refused) finds the request.
         self._requests.queued(rid, elsewhere=elsewhere)
         return rid
@@ -87,7 +94,14 @@ class QueueObserver:
 
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: before the engine tells the caller, whose span is to end after this one.
-        req, reason = self._ended(args, kwargs), self._end_reason(args, kwargs)
+        req = self._ended(args, kwargs)
+        reason = self._end_reason(args, kwargs) or self._finish_reason(req)
         has_failed = reason is not None and self._engine.outcome(reason) is Outcome.FAILED
         problem = Outcome.FAILED.problem if has_failed else ""
         self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, time_ns())
+
+    def _cancel_exit(self, token: None, reqs: Any, error: BaseException | None) -> None:
+        """Requests whose callers are gone; most often there are none."""
+        for req in reqs or ():
+            problem = Outcome.ABORTED.problem
+            self._requests.finished(self._rid(req), self._output_tokens(req), "abort", problem)

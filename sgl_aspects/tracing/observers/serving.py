@@ -65,14 +65,14 @@ class ServingObserver:
         self._begun = {role: call(role, "request") for role in ("begin_request", "begin_stream")}
         self._rids = reader("request.rids")
         self._is_probe = reader("request.is_probe")
-        self._is_single = reader("request.is_single")
+        self._is_single = reader("request.is_single", lambda _: True)
         self._received_ns = reader("request.received_ns")
         self._answer_count = reader("request.answer_count")
         self._answer_rids = reader("request.answer_rids")
         self._samples = reader("request.choice.count")
         self._streams = reader("request.stream")
         self._ends_with_exchange = reader("request.ends_with_exchange")
-        self._http_headers = reader("http.headers") if options.takes_context else no_headers
+        self._http_headers = reader("http.headers", "headers") if options.takes_context else no_headers
         self._path = reader("http.path")
         self._sent_rid = reader("tokenized.rid")
         self._token_count = reader("tokenized.count")
