@@ -77,10 +77,9 @@ def record_request(
 ) -> None:
     recorder, start = session.recorder, time.time_ns()
     span_id = recorder.new_id()
-    attributes = {key: COMMON[key] for key in list(COMMON)[:3]}
     origin = TraceContext(context.new().trace_id, 7 if not sampled else 0, sampled)
-    recorder.write(RequestBegin(span_id, rid, start, *origin, "chat m", dict(attributes)))
-    values = [rid, "m", ["stop"], first, 10, tokens, 6, first, seconds]
+    recorder.write(RequestBegin(span_id, rid, start, *origin, "chat m", dict(COMMON)))
+    values = [rid, ["stop"], first, 10, tokens, 6, first, seconds]
     recorder.spans(REQUEST)(span_id, span_id, 0, start, start + int(seconds * SECOND), values, error)
 
 
@@ -158,7 +157,7 @@ def test_an_answer_in_one_piece_has_its_first_token_from_the_scheduler(receiver:
         recorder.write(RequestBegin(span_id, "r1", start, *context.new(), "chat m", {}))
         recorder.write(RequestSent(span_id))
         run_scheduler(session, ["r1"])
-        values = ["r1", "m", ["stop"], None, 1, 3, 0, None, 5.0]
+        values = ["r1", ["stop"], None, 1, 3, 0, None, 5.0]
         recorder.spans(REQUEST)(span_id, span_id, 0, start, time.time_ns(), values)
     (decode,) = receiver.named("decode")
     assert of(receiver.points("gen_ai.server.time_to_first_token")).value == pytest.approx(
