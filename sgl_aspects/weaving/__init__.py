@@ -3,8 +3,8 @@
 Read in this order; each module imports only from those above it:
 
 targets      what a target's text means
-hooks        hook types, their rules, reading an argument
 attributes   where a target leads in a module: attribute references
+hooks        hook types, their rules, reading an argument
 chain        an original and its behavioural hooks as one callable
 functions    the function that stands for a target, and its hooks
 proxies      what stands for callables of other types

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -308,8 +309,15 @@ class HookRegistry:
         return [
             advice
             for advice in cls._advices
-            if _same_target(advice.target, parsed) and advice.hook == hook and advice.hook_type is hook_type
+            if _same_target(advice.target, parsed)
+            and _same_hook(advice.hook, hook)
+            and advice.hook_type is hook_type
         ]
+
+
+def _same_hook(one: Any, other: Any) -> bool:
+    """By identity; of a method, each access makes another object."""
+    return one is other or (type(one) in (types.MethodType, types.BuiltinMethodType) and bool(one == other))
 
 
 def _same_target(one: Target, other: Target) -> bool:

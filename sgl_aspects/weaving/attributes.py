@@ -64,6 +64,14 @@ def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
     return issubclass(type(obj), kinds)
 
 
+def claims_to_be(obj: Any, kinds: type | tuple[type, ...]) -> bool:
+    """As isinstance(), which a proxy answers for what it wraps; False where it raises."""
+    try:
+        return isinstance(obj, kinds)
+    except Exception:  # noqa: BLE001  an object's __getattribute__ may raise anything
+        return False
+
+
 def is_class(obj: Any) -> bool:
     """Whether ``obj`` is a class, asked of its type only."""
     return is_a(obj, type)
@@ -80,9 +88,20 @@ def class_name(cls: type) -> str:
     return f"{class_module(cls)}:{type.__dict__['__qualname__'].__get__(cls)}"
 
 
-def class_module(cls: type) -> Any:
-    """The name of the module that ``cls`` says it was defined in."""
-    return type.__dict__["__module__"].__get__(cls)
+def class_module(cls: type) -> str:
+    """The name of the module that ``cls`` says it was defined in; "?" where it says none."""
+    name = type.__dict__["__module__"].__get__(cls)
+    return name if is_a(name, str) else "?"
+
+
+def derives(cls: type, base: type) -> bool:
+    """As issubclass(), by identity: a metaclass may compare, hash and check its classes in its own way."""
+    return holds(bases(cls), base)
+
+
+def holds(items: Iterable[Any], wanted: Any) -> bool:
+    """As ``in``, by identity."""
+    return any(item is wanted for item in items)
 
 
 def is_module(obj: Any) -> bool:
@@ -99,7 +118,10 @@ def namespace(owner: Any) -> dict[str, Any]:
     else:
         # A property of this name would be somebody's own code.
         descriptor = _among(type(owner).__mro__, "__dict__")
-        found = descriptor.__get__(owner) if is_a(descriptor, types.GetSetDescriptorType) else None
+        try:
+            found = descriptor.__get__(owner) if is_a(descriptor, types.GetSetDescriptorType) else None
+        except AttributeError:  # a proxy in C, around something without a dictionary
+            found = None
     return found if is_a(found, dict) else _EMPTY
 
 
@@ -137,7 +159,7 @@ def _is_covered(place: Place, alternate: Alternate) -> bool:
         name = type.__dict__["__qualname__"].__get__(base)
         defines = current(base, place.name) is not MISSING
         has = defines or inherited(base, place.name) is not MISSING
-        if has and alternate.names_class(str(class_module(base)), name) and _is_reached(base, name):
+        if has and alternate.names_class(class_module(base), name) and _is_reached(base, name):
             return True
         if defines:
             return False
@@ -196,14 +218,14 @@ def inherited(owner: Any, name: str) -> Any:
     raw = _among(bases(owner)[1:], name)
     if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
         # What a metaclass says of `__call__` and the like is about the class itself, not its instances.
-        raw = _among([meta for meta in bases(type(owner)) if not issubclass(type, meta)], name)
+        raw = _among([meta for meta in bases(type(owner)) if not derives(type, meta)], name)
     return raw
 
 
 def found_after(cls: type, base: type, name: str) -> Any:
     """What `super(base, ...)` finds in ``cls`` under ``name``, descriptors unopened; or MISSING."""
-    order = bases(cls)
-    return _among(order[order.index(base) + 1 :], name)
+    following = iter(bases(cls))
+    return _among(following, name) if holds(following, base) else MISSING
 
 
 def _among(classes: Iterable[type], name: str) -> Any:
@@ -227,12 +249,12 @@ def getattr_static(obj: Any, name: str) -> Any:
 
 
 def _with_subclasses(cls: type) -> Iterator[type]:
-    seen: set[type] = set()
+    seen: set[int] = set()  # by id: a metaclass may leave its classes without a hash
     waiting = [cls]
     while waiting:
         found = waiting.pop()
-        if found not in seen:
-            seen.add(found)
+        if id(found) not in seen:
+            seen.add(id(found))
             yield found
             waiting.extend(type.__subclasses__(found))
 

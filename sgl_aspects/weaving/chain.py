@@ -7,6 +7,7 @@ calling it runs `hook(next, *args, **kwargs)` with no Python frame of ours in be
 from __future__ import annotations
 
 import inspect
+import reprlib
 import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ def _changed_arguments(changed: Any, advice: Advice) -> tuple[tuple[Any, ...], d
     except (TypeError, ValueError):
         args, kwargs = None, None
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
-        raise HookError(f"{advice} returned {changed!r}; return None, or a pair (args, kwargs)")
+        raise HookError(f"{advice} returned {reprlib.repr(changed)}; return None, or a pair (args, kwargs)")
     return tuple(args), kwargs
 
 

@@ -11,14 +11,15 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
 from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving.attributes import (
-    class_module,
+    class_name,
     current,
     find,
     find_once,
@@ -95,6 +96,8 @@ _COMPILER = "torch._dynamo"
 _SCRIPTING = "torch.jit.frontend"
 """Once this module is loaded, torch.jit may compile the source of a woven function, without its hooks."""
 
+_Change = Callable[[list[Any], bool], None]
+
 Work = Iterable[tuple[Advice, str, Any]]
 """Hooks, each with the name of a module to look for its target in, and that module."""
 
@@ -104,6 +107,8 @@ class Weaver:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._changing = False
+        self._deferred: deque[tuple[_Change, list[Any]]] = deque()
         self._advices: dict[Advice, None] = {}
         self._fabric = Fabric()
         self._interest = Interest()
@@ -134,68 +139,107 @@ class Weaver:
         :raises MissingTargetError: a required hook's module is loaded and has no such attribute.
         """
         advices = list(advices)
-        self._add(advices, strict)
+        for advice in advices:
+            if advice.state is State.REMOVED:
+                advice.state, advice.detail = State.PENDING, "another change of hooks is going on"
+        self._change(self._add, advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
         if wanted and until_registered(name for one in wanted for name in one.target.module_names()):
-            with self._lock:
-                self._weave(self._in_loaded_modules(wanted), strict=False)
+            self._change(self._look_again, wanted)
+
+    def remove(self, advices: Iterable[Advice]) -> None:
+        """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
+        gone = list(advices)
+        with self._lock:
+            for change, waiting in list(self._deferred):
+                for advice in gone if change == self._add else ():
+                    if advice in waiting:
+                        waiting.remove(advice)
+                        advice.state, advice.detail = State.REMOVED, ""
+            here = [advice for advice in gone if advice in self._advices]
+            if here:
+                self._change(self._remove, here)
+
+    def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
+        """Switch hooks off and on; they keep their place in the order."""
+        self._change(self._enable if enabled else self._disable, list(advices))
+
+    def _change(self, change: _Change, subjects: list[Any], strict: bool = False) -> None:
+        """Run ``change`` under the lock; within a change, after that one and not strict.
+
+        A signal handler, a ``__del__`` or the ``__setattr__`` of a target's class may call at any moment.
+        """
+        with self._lock:
+            if self._changing:
+                self._deferred.append((change, subjects))
+                return
+            self._changing = True
+            try:
+                change(subjects, strict)
+            finally:
+                self._changing = False
+                while self._deferred:
+                    try:
+                        self._change(*self._deferred.popleft())
+                    except Exception:
+                        logger.exception("a change of hooks that was asked for during another one failed")
 
     def _add(self, advices: list[Advice], strict: bool) -> None:
-        with self._lock:
-            new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
-            if not new:
-                return
-            for advice in new:
-                self._advices[advice] = None
-                self._interest.add(advice)
-                advice.state = State.PENDING
-                advice.detail = waiting(advice.target)
-            self._watcher.install()
-            self._note_compiler()
-            try:
-                self._weave(self._in_loaded_modules(new), strict=strict)
-                lost = [advice for advice in new if strict and advice.required and self._is_lost(advice)]
-                if lost:
-                    raise MissingTargetError(f"required {lost[0]}: {lost[0].detail}")
-            except BaseException:
-                self.remove(new)
-                raise
-            self._forget_compiled_code(new, [point for one in new for point, _ in self._fabric.of(one)])
+        new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
+        if not new:
+            return
+        for advice in new:
+            self._advices[advice] = None
+            self._interest.add(advice)
+            advice.state, advice.detail = State.PENDING, waiting(advice.target)
+        self._watcher.install()
+        self._note_compiler()
+        try:
+            self._weave(self._in_loaded_modules(new), strict=strict)
+            lost = [advice for advice in new if strict and advice.required and self._is_lost(advice)]
+            if lost:
+                raise MissingTargetError(f"required {lost[0]}: {lost[0].detail}")
+        except BaseException:
+            self._remove(new)
+            raise
+        self._forget_compiled_code(new, [point for one in new for point, _ in self._fabric.of(one)])
 
-    def remove(self, advices: Sequence[Advice]) -> None:
-        """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
-        with self._lock:
-            gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
-            points = []
-            for advice in gone:
-                points += self._fabric.detach(advice)
-                del self._advices[advice]
-                self._interest.discard(advice)
-                self._families.forget(advice)
-                self._chosen.pop(advice, None)
-                self._missing.pop(advice, None)
-                advice.state, advice.detail = State.REMOVED, ""
-            self._settle(points, strict=False)
-            self._forget_compiled_code(gone, points)
-            if not self._advices:
-                self._uninstall_watcher()
-                self._lazy.restore()
-                if self._unwatch_scripting is not None:
-                    self._unwatch_scripting()
-                    self._unwatch_scripting = None
+    def _remove(self, advices: list[Advice], strict: bool = False) -> None:
+        gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
+        points = []
+        for advice in gone:
+            points += self._fabric.detach(advice)
+            del self._advices[advice]
+            self._interest.discard(advice)
+            self._families.forget(advice)
+            self._chosen.pop(advice, None)
+            self._missing.pop(advice, None)
+            advice.state, advice.detail = State.REMOVED, ""
+        self._settle(points, strict=False)
+        self._forget_compiled_code(gone, points)
+        if not self._advices:
+            self._uninstall_watcher()
+            self._lazy.restore()
+            if self._unwatch_scripting is not None:
+                self._unwatch_scripting()
+                self._unwatch_scripting = None
 
-    def set_enabled(self, advices: Sequence[Advice], enabled: bool) -> None:
-        """Switch hooks off and on; they keep their place in the order."""
-        with self._lock:
-            points = []
-            for advice in advices:
-                advice.enabled = enabled
-                here = [point for point, _ in self._fabric.of(advice)]
-                if here:
-                    advice.state = State.WOVEN if enabled else State.DISABLED
-                points += here
-            self._settle(points, strict=False)
-            self._forget_compiled_code(advices, points)
+    def _enable(self, advices: list[Advice], strict: bool) -> None:
+        self._switch(advices, True)
+
+    def _disable(self, advices: list[Advice], strict: bool) -> None:
+        self._switch(advices, False)
+
+    def _switch(self, advices: list[Advice], enabled: bool) -> None:
+        points = []
+        for advice in advices:
+            advice.enabled = enabled
+            here = [point for point, _ in self._fabric.of(advice)]
+            if here:
+                advice.state = State.WOVEN if enabled else State.DISABLED
+            points += here
+        self._settle(points, strict=False)
+        self._forget_compiled_code(advices, points)
 
     def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` with the module ``name`` once its code has run: now, where it has.
@@ -225,10 +269,13 @@ class Weaver:
 
     def apply(self) -> None:
         """Look again at everything that is loaded, for hooks that still wait; safe to call at any time."""
-        with self._lock:
-            if self._advices:
-                self._watcher.install()
-            self._weave(self._in_loaded_modules(self._advices), strict=False)
+        if self._advices:
+            self._watcher.install()
+        self._change(self._look_again, self.advices)
+
+    def _look_again(self, advices: list[Advice], strict: bool) -> None:
+        here = [advice for advice in advices if advice in self._advices]
+        self._weave(self._in_loaded_modules(here), strict=strict)
 
     # -- looking ----------------------------------------------------------------------------------------
 
@@ -272,32 +319,33 @@ class Weaver:
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:
             return
-        lost: list[Advice] = []
-        with self._lock:
-            outer, self._just_run = self._just_run, module
-            try:
-                if name in (_COMPILER, _SCRIPTING):
-                    self._note_compiler()
-                concerned = list(self._interest.concerned(name, module))
-                self._weave(concerned, strict=False)
-                lost = [advice for advice, *_ in concerned if advice.required and self._is_lost(advice)]
-            except Exception:
-                logger.exception("hooks on %s failed; the import goes on", name)
-            finally:
-                self._just_run = outer
+        self._change(self._weave_loaded, [name, module])
         if name in self._listeners:
             self._tell_listeners(name, module)
+
+    def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
+        name, module = loaded
+        self._just_run = module
+        lost: list[Advice] = []
+        try:
+            if name in (_COMPILER, _SCRIPTING):
+                self._note_compiler()
+            concerned = list(self._interest.concerned(name, module))
+            self._weave(concerned, strict=strict)
+            lost = [advice for advice, *_ in concerned if advice.required and self._is_lost(advice)]
+        except Exception:
+            logger.exception("hooks on %s failed; the import goes on", name)
+        finally:
+            self._just_run = None
         if lost:
             _stop("; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost)))
 
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
-        with self._lock:
-            try:
-                concerned = self._families.concerned(cls)
-                self._weave(self._in_loaded_modules(concerned), strict=False)
-            except Exception:
-                logger.exception("hooks on %s.%s failed", class_module(cls), cls.__qualname__)
+        try:
+            self._change(self._look_again, self._families.concerned(cls))
+        except Exception:
+            logger.exception("hooks on %s failed", class_name(cls))
 
     def _scripted(self, function: Any) -> None:
         """torch.jit is about to compile the source of ``function``, and so leaves its hooks out."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.attributes import MISSING, Place, current, found_after, is_class
+from sgl_aspects.weaving.attributes import MISSING, Place, current, derives, found_after, is_class
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 from sgl_aspects.weaving.rebinding import rebuilt
@@ -89,7 +90,8 @@ def _open(place: Place) -> Opened:
 def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened:
     if not callable(content):
         raise HookError(
-            f"{place} is {type(content).__name__} {content!r:.80}, which cannot be called, so not hooked"
+            f"{place} is {type(content).__name__} {reprlib.repr(content)}, "
+            "which cannot be called, so not hooked"
         )
     return Opened(content, content, lambda woven: rebuild(woven[""]))
 
@@ -105,7 +107,7 @@ def _next_in_line(opened: Opened, place: Place) -> Callable[..., Any]:
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         cls = subject if is_class(subject) else type(subject)
-        if cls is owner or owner not in cls.__mro__:
+        if cls is owner or not derives(cls, owner):
             return inherited(subject, *args, **kwargs)
         found = found_after(cls, owner, name)
         if found is MISSING or found is place.raw:
@@ -235,7 +237,10 @@ class Home:
         elif self._place.inherited and not residents:
             delattr(owner, name)
         else:
+            before = current(owner, name)
             setattr(owner, name, wanted)
+            if is_class(owner) and current(owner, name) is before:
+                raise AttributeError(f"its metaclass {type(owner).__qualname__} ignores assignments")
         self._residents = residents
         self.standing = wanted
 

@@ -22,6 +22,7 @@ import types
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from sgl_aspects.weaving.attributes import claims_to_be
 from sgl_aspects.weaving.chain import NativeLink
 
 Observers = tuple[tuple[Any, Any, Any], ...]
@@ -46,11 +47,11 @@ class FunctionKind(enum.Enum):
     @classmethod
     def of(cls, function: Any) -> FunctionKind:
         """The kind of a function, of a partial or method around one, or of an instance's ``__call__``."""
-        if isinstance(function, (functools.partial, types.MethodType)):
-            return cls.of(function.func if isinstance(function, functools.partial) else function.__func__)
-        if not isinstance(function, types.FunctionType):
+        if claims_to_be(function, (functools.partial, types.MethodType)):
+            return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
+        if not claims_to_be(function, types.FunctionType):
             call = inspect.getattr_static(type(function), "__call__", None)
-            return cls.of(call) if isinstance(call, types.FunctionType) else cls.PLAIN
+            return cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
         if not function.__code__.co_flags & _SUSPENDS and not function.__dict__:
             return cls.PLAIN  # `inspect` asks for marks in its dictionary, and for more
         if inspect.iscoroutinefunction(function):

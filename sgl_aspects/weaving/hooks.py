@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
@@ -127,9 +128,10 @@ class Advice:
     @property
     def name(self) -> str:
         """The hook's own name, for messages."""
-        hook = self.hook
-        named = hook if hasattr(hook, "__qualname__") else type(hook)
-        return f"{getattr(named, '__module__', '?')}.{getattr(named, '__qualname__', repr(hook))}"
+        try:
+            return f"{self.hook.__module__}.{self.hook.__qualname__}"
+        except Exception:  # noqa: BLE001  an instance may answer in any way; its class has these names
+            return f"{type(self.hook).__module__}.{type(self.hook).__qualname__}"
 
     def __str__(self) -> str:
         origin = f" from {self.source}" if self.source else ""
@@ -137,7 +139,7 @@ class Advice:
 
     @property
     def is_class_replacement(self) -> bool:
-        return self.hook_type is HookType.REPLACE and isinstance(self.hook, type)
+        return self.hook_type is HookType.REPLACE and is_class(self.hook)
 
     def record_error(self, error: Exception) -> None:
         """An observer raised: count it, and say so the first time."""
@@ -151,7 +153,7 @@ class Advice:
             )
 
 
-def check_hook(hook: object, hook_type: object, target: str) -> None:
+def check_hook(hook: Any, hook_type: object, target: str) -> None:
     """Raise :class:`HookError`, with the fix, where ``hook`` can never work as ``hook_type``."""
     if not isinstance(hook_type, HookType):
         choices = ", ".join(kind.name for kind in HookType)
@@ -159,7 +161,7 @@ def check_hook(hook: object, hook_type: object, target: str) -> None:
     if hook_type is HookType.OBSERVE:
         parts = [getattr(hook, name, None) for name in ("enter", "exit", "bound_to")]
         fault = None
-        if isinstance(hook, type):
+        if is_class(hook):
             fault = "is a class: pass an instance"
         elif not any(map(callable, parts)):
             fault = "has no enter and no exit()"
@@ -169,7 +171,7 @@ def check_hook(hook: object, hook_type: object, target: str) -> None:
             raise HookError(
                 f"{target}: the observer {hook!r} {fault}; it needs enter(args, kwargs), exit(...) or both"
             )
-    elif isinstance(hook, type):
+    elif is_class(hook):
         if hook_type is not HookType.REPLACE:
             raise HookError(
                 f"{target}: class {hook.__name__} can only be a REPLACE hook, not {hook_type.name}; "

@@ -9,6 +9,7 @@ import abc
 import dataclasses
 import functools
 import gc
+import inspect
 import logging
 import sys
 import types
@@ -17,12 +18,23 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.attributes import Place, current, is_class, namespace
+from sgl_aspects.weaving.attributes import (
+    Place,
+    bases,
+    class_module,
+    class_name,
+    current,
+    derives,
+    holds,
+    is_a,
+    is_class,
+    namespace,
+)
 from sgl_aspects.weaving.chain import build_chain, own_containers
 from sgl_aspects.weaving.descriptors import Home, open_attribute
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.rebinding import Stale
+from sgl_aspects.weaving.rebinding import Stale, unfrozen
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -51,7 +63,7 @@ def give_back(hook: Any, standing: Any, original: Any) -> None:
 
     A class that derives from the one that stands there means that one, and keeps it.
     """
-    if is_class(hook) and is_class(standing) and issubclass(hook, standing):
+    if is_class(hook) and is_class(standing) and derives(hook, standing):
         return
     home = _home_of(hook)
     # In the module that defines it, it is the original and not a copy.
@@ -65,25 +77,26 @@ def give_back(hook: Any, standing: Any, original: Any) -> None:
 
 def _home_of(hook: Any) -> dict[str, Any] | None:
     """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
-    module = sys.modules.get(getattr(hook, "__module__", None) or "")
+    name = inspect.getattr_static(hook, "__module__", None) if not is_class(hook) else class_module(hook)
+    module = sys.modules.get(name) if is_a(name, str) else None
     return namespace(module) if module is not None else None
 
 
 def _holders_in(hook: Any) -> Iterator[Any]:
     """Only what lives as long as the hook does: what is kept is known by its id."""
     yield hook
-    if isinstance(hook, types.FunctionType):
+    if is_a(hook, types.FunctionType):
         held = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, hook.__dict__)
         yield from (holder for holder in held if holder is not None)
         yield from hook.__closure__ or ()
         if "__wrapped__" in hook.__dict__:
             yield from _holders_in(hook.__dict__["__wrapped__"])
-    elif isinstance(hook, types.MethodType):
+    elif is_a(hook, types.MethodType):
         yield from _holders_in(hook.__func__)
         yield hook.__self__
         if not is_class(hook.__self__):
             yield namespace(hook.__self__)
-    elif isinstance(hook, functools.partial):
+    elif is_a(hook, functools.partial):
         yield from _holders_in(hook.func)
     elif is_class(hook):
         for member in namespace(hook).values():
@@ -94,21 +107,24 @@ def _holders_in(hook: Any) -> Iterator[Any]:
 
 
 def _functions_of(member: Any) -> Iterator[types.FunctionType]:
-    if isinstance(member, (classmethod, staticmethod)):
+    if is_a(member, (classmethod, staticmethod)):
         member = member.__func__
-    parts = (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,)
-    yield from (part for part in parts if isinstance(part, types.FunctionType))
+    parts = (member.fget, member.fset, member.fdel) if is_a(member, property) else (member,)
+    yield from (part for part in parts if is_a(part, types.FunctionType))
 
 
 class OwnHolders:
     """What holds a class before it replaces another one."""
 
     def __init__(self, cls: type) -> None:
+        self.cls = cls
         namespaces = {id(namespace(module)) for module in list(sys.modules.values())}
         # Strong references, so that no other container can get the id of one of them.
         self._containers: list[Any] = []
         kept: set[Any] = set()
-        for holder in gc.get_referrers(cls):
+        with unfrozen():
+            holders = gc.get_referrers(cls)
+        for holder in holders:
             if id(holder) in namespaces:
                 kept.update((id(holder), name) for name, value in list(holder.items()) if value is cls)
             elif isinstance(holder, _CONTAINERS):
@@ -327,8 +343,11 @@ def _measure(installed: bool, applied: bool) -> int:
 # -- classes -------------------------------------------------------------------------------------------------
 
 
-_hooks: weakref.WeakSet[type] = weakref.WeakSet()
+_hooks: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()  # by id
 """Classes that were ever meant to replace another one: they keep their bases, whatever stands there."""
+
+
+_BASES: Any = vars(type)["__bases__"]
 
 
 class ClassPoint:
@@ -347,9 +366,9 @@ class ClassPoint:
         """The code of the module ran again: another point has the place now."""
         self.stale: list[Stale] = []
         self._kept: Kept = frozenset()
-        self._own: dict[type, OwnHolders] = {}
-        self._subclasses: set[type] = set()  # of the replacement, before it stood here
-        self._moved: set[type] = set()
+        self._own: list[OwnHolders] = []
+        self._subclasses: list[type] = []  # of the replacement, before it stood here
+        self._moved: list[type] = []
 
     def own_containers(self) -> set[int]:
         """Ids of everything of ours that holds the original on purpose."""
@@ -371,8 +390,8 @@ class ClassPoint:
                 f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
                 f"does, name one of its methods: '{self.place}.__init__'"
             )
-        _hooks.add(advice.hook)
-        if advice.hook in self._moved:
+        _hooks[id(advice.hook)] = advice.hook
+        if holds(self._moved, advice.hook):
             self._move(advice.hook, self.replacement, self.original)
         self.advices.append(advice)
 
@@ -384,7 +403,7 @@ class ClassPoint:
     def keeps(self) -> Kept:
         """What rebinding leaves alone: what holds a replacement, or what a replacement holds, by itself."""
         self._kept |= kept_by(self.advices)
-        return self._kept.union(*(own.kept for own in self._own.values()))
+        return self._kept.union(*(own.kept for own in self._own))
 
     @property
     def standing(self) -> type:
@@ -414,28 +433,29 @@ class ClassPoint:
         _forget_checks(self.original, self.replacement)
 
     def _install(self, replacement: type) -> None:
-        if replacement not in self._own:
-            self._own[replacement] = OwnHolders(replacement)
-        self._subclasses = set(type.__subclasses__(replacement))
+        if not any(own.cls is replacement for own in self._own):
+            self._own.append(OwnHolders(replacement))
+        self._subclasses = type.__subclasses__(replacement)
         setattr(self.place.owner, self.place.name, replacement)
         self.replacement = replacement
         self.installed = True
         subclasses: list[type] = type.__subclasses__(self.original)
         for subclass in subclasses:
-            if subclass not in _hooks and not issubclass(replacement, subclass):
+            if id(subclass) not in _hooks and not derives(replacement, subclass):
                 self._move(subclass, self.original, replacement)
 
     def _move(self, subclass: type, old: type, new: type) -> None:
         """Let a subclass of ``old`` inherit from ``new``, where Python allows it."""
-        bases = tuple(new if base is old else base for base in subclass.__bases__)
+        wanted = tuple(new if base is old else base for base in _BASES.__get__(subclass))
         try:
-            subclass.__bases__ = bases
+            _BASES.__set__(subclass, wanted)
         except TypeError as error:
-            fault = f"the bases of {subclass.__module__}:{subclass.__qualname__}: {error}"
+            fault = f"the bases of {class_name(subclass)}: {error}"
             self.stale.append(Stale(str(self.place), fault))
             logger.warning("%s: %s", self.place, fault)
         else:
-            (self._moved.discard if new is self.original else self._moved.add)(subclass)
+            self._moved = [one for one in self._moved if one is not subclass]
+            self._moved += [] if new is self.original else [subclass]
 
     def _restore(self) -> None:
         self.installed = False
@@ -443,7 +463,7 @@ class ClassPoint:
         subclasses: list[type] = type.__subclasses__(self.replacement)
         for subclass in subclasses:
             # Those it has had before are its own; all others were made, or moved, while it stood here.
-            if subclass not in self._subclasses and subclass not in _hooks:
+            if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
                 self._move(subclass, self.replacement, self.original)
         if self.superseded or current(self.place.owner, self.place.name) is not self.replacement:
             logger.info("%s: somebody else's class stands there; it is left in place", self.place)
@@ -459,5 +479,5 @@ class ClassPoint:
 
 def _forget_checks(*classes: type) -> None:
     """Abstract base classes remember who was a subclass of theirs; now others are."""
-    for base in {base for cls in classes for base in cls.__mro__ if isinstance(base, abc.ABCMeta)}:
+    for base in [base for cls in classes for base in bases(cls) if is_a(base, abc.ABCMeta)]:
         base._abc_caches_clear()  # type: ignore[attr-defined]

@@ -22,7 +22,9 @@ from sgl_aspects.weaving.attributes import (
     bases,
     class_module,
     current,
+    derives,
     find,
+    holds,
     is_a,
     is_class,
     namespace,
@@ -275,7 +277,7 @@ class Interest:
         defined = _classes_of(module, name) if self._families else []
         for advice in list(self._families):
             for home, base in _bases(advice):
-                if home != name and any(base in bases(cls) for cls in defined):
+                if home != name and any(derives(cls, base) for cls in defined):
                     yield advice, home, sys.modules[home]
 
 
@@ -311,7 +313,7 @@ def _classes_of(module: Any, name: str) -> list[type]:
         value for value in list(namespace(module).values()) if is_class(value) and class_module(value) == name
     ]
     for cls in found:
-        found += [value for value in namespace(cls).values() if is_class(value) and value not in found]
+        found += [value for value in namespace(cls).values() if is_class(value) and not holds(found, value)]
     return found
 
 
@@ -384,29 +386,29 @@ class Families:
 
     def __init__(self, made: Callable[[type], None]) -> None:
         self._made = made
-        self._waiting: dict[type, dict[Advice, None]] = {}
-        self._wrapped: dict[type, _Wrapped] = {}
+        self._bases: dict[int, tuple[type, dict[Advice, None]]] = {}  # by id: a class may have no hash
+        self._wrapped: dict[int, _Wrapped] = {}
 
     def wait(self, advice: Advice, base: type) -> None:
         """Wait for subclasses of ``base``."""
-        self._waiting.setdefault(base, {})[advice] = None
-        if base not in self._wrapped:
+        self._bases.setdefault(id(base), (base, {}))[1][advice] = None
+        if id(base) not in self._wrapped:
             try:
-                self._wrapped[base] = _Wrapped(base, _INIT_SUBCLASS, classmethod(self._deriving(base)))
+                self._wrapped[id(base)] = _Wrapped(base, _INIT_SUBCLASS, classmethod(self._deriving(base)))
             except (TypeError, AttributeError):
                 return  # a type made in C: its subclasses are found when their modules have loaded
 
     def forget(self, advice: Advice) -> None:
         """Wait no longer."""
-        for base in [base for base, waiting in self._waiting.items() if waiting.pop(advice, True) is None]:
-            if not self._waiting[base]:
-                del self._waiting[base]
-                if base in self._wrapped:
-                    self._wrapped.pop(base).restore()
+        for key, (_, waiting) in list(self._bases.items()):
+            if waiting.pop(advice, True) is None and not waiting:
+                del self._bases[key]
+                if key in self._wrapped:
+                    self._wrapped.pop(key).restore()
 
     def concerned(self, cls: type) -> list[Advice]:
         """The hooks that ``cls`` is about."""
-        waiting = [self._waiting.get(base, {}) for base in bases(cls)]
+        waiting = [self._bases[id(base)][1] for base in bases(cls) if id(base) in self._bases]
         return list(dict.fromkeys(advice for advices in waiting for advice in advices))
 
     def _deriving(self, base: type) -> Callable[..., None]:

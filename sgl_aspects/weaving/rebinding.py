@@ -28,7 +28,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_aspects import compat
-from sgl_aspects.weaving.attributes import class_name, is_a, is_class, is_filled, namespace, slots_of
+from sgl_aspects.weaving.attributes import (
+    bases,
+    class_name,
+    derives,
+    is_a,
+    is_class,
+    is_filled,
+    namespace,
+    slots_of,
+)
 from sgl_aspects.weaving.functions import holds_hooks
 
 # -- kinds of holders ----------------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ def _is_class_cell(cell: types.CellType) -> bool:
 
 
 def _is_of_class(holder: tuple[Any, ...], cls: type) -> bool:
-    return holder is cls.__mro__ or holder is type.__dict__["__bases__"].__get__(cls)
+    return holder is bases(cls) or holder is type.__dict__["__bases__"].__get__(cls)
 
 
 # -- one pass over all of them -------------------------------------------------------------------------------
@@ -228,7 +237,10 @@ def rebind(pairs: Iterable[Pair], ours: frozenset[int]) -> list[Stale]:
     wanted = {id(pair.old): pair for pair in every if pair.extra != 0}
     found = _rebind_modules(wanted) if wanted else {}
     left = [pair for key, pair in wanted.items() if not 0 <= pair.extra <= found.get(key, 0)]
-    stale = _Collected(left, ours).rebind() if left else []
+    stale = []
+    if left:
+        with unfrozen():
+            stale = _Collected(left, ours).rebind()
     return [*stale, *(_weak(pair) for pair in every if _stays_weakly_held(pair))]
 
 
@@ -415,7 +427,7 @@ def _concerns(only: Any, bound_to: Any) -> bool:
         return True
     if not is_class(only):
         return bound_to is only
-    return issubclass(bound_to if is_class(bound_to) else type(bound_to), only)
+    return derives(bound_to if is_class(bound_to) else type(bound_to), only)
 
 
 class Pieces:
@@ -446,6 +458,23 @@ def in_pieces() -> Iterator[Pieces]:
         yield pieces
     finally:
         _pieces.reset(token)
+
+
+@contextlib.contextmanager
+def unfrozen() -> Iterator[None]:
+    """Engines call `gc.freeze()`, which hides everything from `gc.get_referrers()`: undone for the block.
+
+    Afterwards all objects that are alive are frozen, those that were made since the engine froze them too.
+    """
+    if not gc.get_freeze_count():
+        yield
+        return
+    gc.collect()  # garbage must not be frozen
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
 
 
 def _referrers(objects: list[Any]) -> Iterator[Any]:

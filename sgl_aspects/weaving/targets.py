@@ -67,7 +67,8 @@ class Alternate:
             yield from self.module_names()
             return
         stem, fits = self.module.partition("*")[0].rstrip("."), _module_regex(self.module).fullmatch
-        yield from [name for name in modules if name.startswith(stem) and fits(name)]
+        # `sys.modules` may have keys of other types.
+        yield from [name for name in modules if type(name) is str and name.startswith(stem) and fits(name)]
 
     def module_names(self) -> Iterator[str]:
         """Every plain module name that this alternate may be found in; none for a pattern."""
