@@ -31,6 +31,8 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import STEP
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
@@ -292,6 +294,33 @@ def test_steps_are_linked_to_requests_of_another_host(receiver: Receiver) -> Non
     assert span.links == [(f"{7:032x}", f"{9:016x}")]
     assert (span.resource["service.name"], span.resource["sgl_aspects.rank"]) == ("mini", "tp1")
     assert span.resource["host.name"]
+
+
+@pytest.mark.parametrize("ranks", [["tp0 pp0"], ["tp0 pp0", "tp1 pp0"]])
+def test_spans_of_an_engine_with_several_ranks_say_which(receiver: Receiver, ranks: list[str]) -> None:
+    with attach(endpoint=receiver.endpoint) as session:
+        recorders = [RingRecorder(session.run_folder) for _ in ranks]
+        for recorder, rank in zip(recorders, ranks):
+            recorder.write(
+                ProcessDescribed({"sgl_aspects.rank": rank, "sgl_aspects.disaggregation.mode": "decode"})
+            )
+        wait_until(lambda: num_read(session.run_folder) == len(ranks))
+        for recorder in recorders:
+            step = recorder.new_id()
+            recorder.spans(STEP)(step, step, 0, 1, 2, [1, "decode", 1, 1, 0, 1, 0.5])
+            recorder.close()
+    steps = receiver.named("scheduler.step")
+    said = sorted(span.attributes.get("sgl_aspects.rank", "") for span in steps)
+    assert said == (ranks if len(ranks) > 1 else [""])
+    assert sorted(span.resource["sgl_aspects.rank"] for span in steps) == ranks
+
+
+def num_read(folder: str) -> int:
+    """How many rings the collector has taken something from."""
+    readers = [RingReader(path, read_only=True) for path in Path(folder).glob("*.ring")]
+    for reader in readers:
+        reader.close()
+    return sum(reader.taken > 0 for reader in readers)
 
 
 def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

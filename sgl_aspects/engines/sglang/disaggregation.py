@@ -40,13 +40,17 @@ ROLES = {
     "decode_bootstrapped": Role((f"{_DECODE}:DecodePreallocQueue.pop_preallocated",), ("queue:self",)),
     "decode_transferred": Role((f"{_DECODE}:DecodeTransferQueue.pop_transferred",), ("queue:self",)),
     "decode_begins": Role((f"{_PROCESSOR}.process_batch_result_prebuilt",), ("processor:self", "batch")),
-    # On both: a request that fails in between.
+    # On any server: what ends a request outside of a batch's result.
     "give_up_request": Role(
-        ("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "message:error_message")
+        ("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "message:error_message", "status_code")
+    ),
+    "retire_request": Role((f"{_SCHEDULER}.retire_unadmitted_request",), ("scheduler:self", "req")),
+    "abort_output": Role(
+        (f"{_SCHEDULER}.send_abort_output",), ("scheduler:self", "message:abort_req", "req")
     ),
 }
-#: What a failure in a phase is called; elsewhere the request was refused.
-_FAILURES = {"bootstrap": "bootstrap_failed", "kv_transfer": "kv_transfer_failed"}
+_BOOTSTRAP_FAILED, _TRANSFER_FAILED = "bootstrap_failed", "kv_transfer_failed"
+_FAILURES = {"bootstrap": _BOOTSTRAP_FAILED, "kv_transfer": _TRANSFER_FAILED}
 
 
 def bootstrap_room(request: Any) -> int | None:
@@ -71,6 +75,8 @@ def observers(trackers: Trackers) -> Iterable[Observation]:
         "decode_bootstrap": observer.meets_prefill_server,
         "decode_begins": observer.decodes,
         "give_up_request": observer.fails,
+        "retire_request": observer.is_refused,
+        "abort_output": observer.is_aborted,
     }
     left: dict[str, Callable[..., Any]] = {
         "prefill_bootstrapped": observer.waits,
@@ -93,6 +99,10 @@ class _DisaggregationObserver:
         self._is_retracted = call("decode_bootstrap", "is_retracted")
         self._batch = call("decode_begins", "batch")
         self._given_up = call("give_up_request", "req")
+        self._status = call("give_up_request", "status_code")
+        self._retired = call("retire_request", "req")
+        self._aborted = call("abort_output", "req")
+        self._abort_message = call("abort_output", "message")
         self._finish_reason = trackers.engine.reader("req.finish_reason")
 
     def meets_decode_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,8 +141,29 @@ class _DisaggregationObserver:
                 self._requests.finished(req.rid, len(req.output_ids), self._finish_reason(req))
 
     def fails(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rid = self._given_up(args, kwargs).rid
+        rid, status = self._given_up(args, kwargs).rid, self._status(args, kwargs)
         request = self._requests.requests.get(rid)
         if request is not None:
-            problem = _FAILURES.get(request.phase, "rejected")
+            problem = _refusal(status)
+            if not problem and status is not None:
+                # Between phases it is the latest exchange with the other server that failed.
+                is_prefill_server = self._requests.after_prefill == "kv_transfer"
+                latest = _BOOTSTRAP_FAILED if is_prefill_server else _TRANSFER_FAILED
+                problem = _FAILURES.get(request.phase, latest)
             self._requests.finished(rid, None, "abort", problem)
+
+    def is_refused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """By its server, before it did anything for it."""
+        self._requests.finished(self._retired(args, kwargs).rid, None, "abort", "rejected")
+
+    def is_aborted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """While it waited: by its caller, or because the queue is full or it waited too long."""
+        reason = getattr(self._abort_message(args, kwargs), "finished_reason", None) or {}
+        self._requests.finished(
+            self._aborted(args, kwargs).rid, None, "abort", _refusal(reason.get("status_code"))
+        )
+
+
+def _refusal(status: int | None) -> str:
+    """Whether a status says that the server did not want the request; None is its caller's abort."""
+    return "rejected" if status is not None and (status < 500 or status == 503) else ""

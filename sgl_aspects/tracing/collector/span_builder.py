@@ -20,12 +20,13 @@ from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
 from sgl_aspects.tracing.ring.decoder import encodable
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
-from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, SERVICE_NAME, TRANSFER_BACKEND
+from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 
 _HOST_NAME = "host.name"
 #: What all processes of a run have in common.
 _OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
 _NO_LIMITS = SpanLimits()
+_NO_RANK: dict[str, Any] = {}
 _UNSET = Status(StatusCode.UNSET)
 
 
@@ -96,6 +97,7 @@ class SpanBuilder:
         self._limits = None if limits == _NO_LIMITS else limits
         self._resources: dict[str, Resource] = {}
         self._described: dict[str, Mapping[str, Any]] = {}
+        self._ranks: dict[str, dict[str, Any]] = {}
         self._scope = InstrumentationScope("sgl_aspects", __version__)
 
     def build(
@@ -111,6 +113,8 @@ class SpanBuilder:
     ) -> ReadableSpan:
         """The span of ``record``; what else it is made of, the joiner has found out."""
         status = _UNSET
+        if self._ranks:
+            attributes.update(self._ranks.get(writer.name, _NO_RANK))
         if record.error == UNFINISHED and writer.was_let_go:
             attributes[schema.DETACHED_FLAG] = True
         elif record.error == UNFINISHED:
@@ -144,6 +148,13 @@ class SpanBuilder:
         if isinstance(self._resource, RunResource):
             self._resource.learn(attributes)
         self._resources.clear()
+        # Where an engine has several ranks, each of their spans says which: backends compare spans by that.
+        known = self._described.values()
+        if len({each.get(RANK) for each in known} - {None}) > 1 or any(NODE_RANK in each for each in known):
+            self._ranks = {
+                name: {key: each[key] for key in (RANK, NODE_RANK) if key in each}
+                for name, each in self._described.items()
+            }
 
     def _make_resource(self, writer: Writer) -> Resource:
         process = {"process.pid": encodable(writer.process_id), **self._described.get(writer.name, {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Callable
@@ -31,6 +32,7 @@ _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # What OTLP has room for.
 _IDS, _TRACE_IDS, _TIMES = range(1 << 64), range(1, 1 << 128), range(1 << 63)
 _new = tuple.__new__
+_scan = json.JSONDecoder().raw_decode
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 
 
@@ -152,10 +154,10 @@ class Decoder:
             while self._pieces > _PENDING_PIECES:
                 self._pieces -= len(self._texts.pop(next(iter(self._texts))))
             return None
-        whole = b"".join(pieces)
+        whole = b"".join(pieces) if index else piece
         if not 0 <= len(whole) - size < layout.TEXT_BYTES:
             raise DamagedError("a record of the wrong length")
-        name, *fields = json.loads(whole[:size])
+        (name, *fields), _ = _scan(whole[:size].decode())
         make, kinds = _TEXT_RECORDS[name]
         if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
             raise DamagedError("a record with fields of the wrong type")
@@ -164,12 +166,12 @@ class Decoder:
         return record
 
     def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
-        span = SpanEnd(_type_of(name, dict.fromkeys(names, object)), *fields)
-        return span._replace(
-            values=[*map(encodable, span.values)],
-            error=encodable(span.error),
-            links=[*self._take_links(span.span_id), *span.links],
-        )
+        span_id, root_id, parent_id, start_ns, end_ns, values, error, links = fields
+        type = _type_from_text(name, *names)
+        values, error = [*map(encodable, values)], _encodable_text(error)
+        if self._links:
+            links = [*self._take_links(span_id), *links]
+        return SpanEnd(type, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
 
     def _keep_links(self, span_id: int, links: list[int]) -> None:
         self._links.setdefault(span_id, []).extend(links)
@@ -238,19 +240,22 @@ def _type_of(name: Any, attributes: dict[Any, type]) -> SpanType:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _type_from_text(name: str, *names: Any) -> SpanType:
+    return _type_of(name, dict.fromkeys(names, object))
+
+
 def _request(_: Decoder, *fields: Any) -> RequestBegin:
-    request = RequestBegin(*fields)
-    attributes = {
-        _encodable_text(key): encodable(value)
-        for key, value in request.attributes.items()
-        if value is not None
-    }
-    return request._replace(name=_encodable_text(request.name), attributes=attributes)
+    *others, name, attributes = fields
+    return RequestBegin(*others, _encodable_text(name), _encodable_attributes(attributes))
 
 
-def _description(_: Decoder, attributes: dict[Any, Any]) -> ProcessDescribed:
-    known = {_encodable_text(str(key)): encodable(value) for key, value in attributes.items()}
-    return ProcessDescribed({key: value for key, value in known.items() if value is not None})
+def _description(_: Decoder, attributes: dict[str, Any]) -> ProcessDescribed:
+    return ProcessDescribed(_encodable_attributes(attributes))
+
+
+def _encodable_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {_encodable_text(key): encodable(value) for key, value in attributes.items() if value is not None}
 
 
 def _checked_times(record: Record) -> tuple[int, ...]:
@@ -290,7 +295,7 @@ def encodable(value: Any) -> Any:
         return None
     kind = type(value)
     if kind is str:
-        return _encodable_text(value)
+        return value if value.isascii() else _encodable_text(value)
     if kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
         return value
     if kind is list:

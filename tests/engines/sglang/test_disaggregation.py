@@ -29,8 +29,8 @@ class Server:
         if observation.exit:
             observation.exit(token, result, None)
 
-    def give_up(self, req: Any) -> None:
-        self.observed["give_up_request"].enter((req, "why"), {})
+    def give_up(self, req: Any, status: int | None = 500) -> None:
+        self.observed["give_up_request"].enter((req, "why"), {"status_code": status})
 
     @property
     def spans(self) -> list[tuple[str, str]]:
@@ -82,10 +82,41 @@ def test_what_fails_in_between_ends_with_the_reason() -> None:
         server.trackers.requests.enter("r", phase)
         server.give_up(one)
         assert server.spans[-1] == (phase, error)
-    server = Server()
+    for role, error in (
+        ("prefill_bootstrap", "bootstrap_failed"),
+        ("decode_bootstrap", "kv_transfer_failed"),
+    ):
+        server, one = Server(), req()
+        server.trackers.requests.queued("r")
+        server.call(role, one)
+        server.trackers.requests.enter("r", "queue")
+        server.give_up(one)  # as where the other server dies before the batch
+        assert server.spans[-1] == ("queue", error)
+
+
+def test_a_request_that_its_server_refuses_has_ended() -> None:
+    for status, error in ((400, "rejected"), (None, "")):  # None: aborted by its caller
+        server = Server()
+        server.trackers.requests.queued("r")
+        server.give_up(req(), status)
+        assert server.spans == [("queue", error)]
+    server, one = Server(), req()
     server.trackers.requests.queued("r")
-    server.give_up(req())
-    assert server.spans == [("queue", "rejected")]
+    server.call("prefill_bootstrap", one)
+    server.call("retire_request", one)
+    assert server.spans == [("bootstrap", "rejected")]
+    assert not server.trackers.requests.requests
+
+
+def test_a_request_that_is_aborted_as_it_waits_has_ended() -> None:
+    full = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+    for reason, error in ((full, "rejected"), (None, "")):
+        server = Server()
+        server.trackers.requests.queued("r")
+        server.call("abort_output", SimpleNamespace(rid="r", finished_reason=reason), req())
+        assert server.spans == [("queue", error)]
+        assert server.recorder.ended[-1].values == ("abort",)
+        assert not server.trackers.requests.requests
 
 
 def test_a_request_that_gave_way_is_in_the_queue() -> None:

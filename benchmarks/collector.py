@@ -1,0 +1,241 @@
+"""What a span costs the collector, stage by stage, and how many requests a second it keeps up with.
+
+    python -m benchmarks.collector [--level 1] [--rate 10000 --seconds 60 --writers 8]
+
+Writers record requests as an engine's processes do, one in two the process that receives requests, the other
+its scheduler. Without ``--rate`` they fill rings, and each stage takes what the stage before it made; with it
+they go on at that rate while a collector exports to a backend on loopback: what the collector spent, what was
+delivered and what was dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from opentelemetry.sdk.trace import ReadableSpan
+
+from benchmarks.receiver import counted, receiver
+from benchmarks.spans import processor_seconds
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collector.span_builder import engine_resource
+from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.lifecycle.requests import Chunk, RequestTracker
+from sgl_aspects.tracing.records import Record, RequestBegin, RequestSent
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST, STEP, TOKENIZE
+
+SPANS_OF_REQUEST = 6
+_BATCH = 512
+#: Requests that are under way at once, and steps that each of them is part of.
+_OPEN, _STEPS = 64, 8
+_TICK_SECONDS = 0.005
+spawn = multiprocessing.get_context("spawn")
+
+
+class Shapes:
+    """Requests and steps of one server, as SGLang's observers record them."""
+
+    def __init__(self, folder: str, number: int, level: int) -> None:
+        self.front, self.back = RingRecorder(folder), RingRecorder(folder)
+        self._tracker = RequestTracker(self.back)
+        self._open: list[tuple[str, int, int]] = []
+        self._number, self._count, self._level = number, 0, level
+        self._tokenize, self._detokenize, self._request, self._step = (
+            *(self.front.spans(each) for each in (TOKENIZE, DETOKENIZE, REQUEST)),
+            self.back.spans(STEP),
+        )
+
+    def request(self) -> None:
+        """One begins, and the one that began longest ago ends."""
+        recorder, now, rid = self.front, time.time_ns(), f"{self._number}-{self._count:030x}"
+        self._count += 1
+        span_id = recorder.new_id()
+        attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "sglang",
+            "gen_ai.request.model": "meta-llama/Llama-3.1-8B-Instruct",
+            "gen_ai.request.id": rid,
+            "gen_ai.request.max_tokens": 256,
+            "gen_ai.request.temperature": 0.7,
+            "gen_ai.request.top_p": 0.95,
+            "gen_ai.request.stream": True,
+        }
+        recorder.write(RequestBegin(span_id, rid, now, *context.new(), "chat model", attributes))
+        self._tokenize(recorder.new_id(), span_id, span_id, now, time.time_ns(), (412,))
+        recorder.write(RequestSent(span_id))
+        request = self._tracker.queued(rid)
+        self._tracker.launched(request, time.time_ns())
+        self._tracker.prefilled([Chunk(SimpleNamespace(), request, 412, now, True)])
+        self._open.append((rid, span_id, now))
+        if self._level > 1 and self._count % (_OPEN // _STEPS) == 0:
+            self._run_step()
+        if len(self._open) > _OPEN:
+            self._end(*self._open.pop(0))
+
+    def _run_step(self) -> None:
+        now, step_id = time.time_ns(), self.back.new_id() | 1 << 63
+        keys = [self._tracker.requests[rid].key for rid, *_ in self._open]
+        values = (self._count, "decode", len(keys), len(keys), 0, len(keys), 0.5)
+        self._step(step_id, step_id, 0, now, time.time_ns(), values, "", keys)
+
+    def _end(self, rid: str, span_id: int, start: int) -> None:
+        self._tracker.finished(rid, 120, "stop")
+        now = time.time_ns()
+        self._detokenize(self.front.new_id(), span_id, span_id, start, now, (120, 0.004))
+        values = [f"chatcmpl-{rid}", None, ["stop"], 0.031, 412, 120, 256, 0.031, 1.5, None]
+        self._request(span_id, span_id, 0, start, now, values)
+
+    def close(self) -> None:
+        while self._open:
+            self._end(*self._open.pop(0))
+        self.front.close()
+        self.back.close()
+
+
+class Stage(NamedTuple):
+    """Microseconds of processor time a span."""
+
+    name: str
+    microseconds: float
+
+
+def _fill(folder: str, number: int, level: int, requests: int) -> None:
+    shapes = Shapes(folder, number, level)
+    for _ in range(requests):
+        shapes.request()
+    shapes.close()
+
+
+def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
+    """Each stage over all that the one before it made, of rings that are already written."""
+    with tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-", dir="/dev/shm") as folder:
+        for number in range(servers):
+            process = spawn.Process(target=_fill, args=(folder, number, level, requests))
+            process.start()
+            process.join()
+        reader = RunReader(folder)
+        rounds: list[list[tuple[RingReader, Record]]] = []
+
+        def read() -> None:
+            rounds.append(list(reader.poll()))
+            while reader.has_more:
+                rounds.append(list(reader.poll()))
+
+        spans: list[ReadableSpan] = []
+        joiner = Joiner(engine_resource(), spans.append)
+
+        def join() -> None:
+            for records in rounds:
+                for writer, record in records:
+                    joiner.add(writer, record)
+                joiner.settle()
+            joiner.finish()
+
+        encoder, size = SpanEncoder(), 0
+
+        def encode() -> None:
+            nonlocal size
+            for start in range(0, len(spans), _BATCH):
+                size += len(encoder.encode(spans[start : start + _BATCH]))
+
+        spent = [(name, _time(work)) for name, work in (("read", read), ("join, build", join))]
+        spent.append(("encode", _time(encode)))
+        dropped = reader.dropped
+        reader.close()
+    found = [Stage(name, seconds * 1e6 / len(spans)) for name, seconds in spent]
+    found.append(Stage("total", sum(stage.microseconds for stage in found)))
+    print(f"level {level}: {len(spans)} spans, {size / len(spans):.0f} bytes each as OTLP", end="; ")
+    print(f"unjoined {joiner.unjoined}, dropped {dropped}")
+    return found
+
+
+def _time(work: Callable[[], None]) -> float:
+    gc.collect()
+    gc.freeze()
+    before = time.thread_time()
+    work()
+    return time.thread_time() - before
+
+
+def _load(folder: str, number: int, level: int, rate: float, seconds: float, told: Any) -> None:
+    shapes, started = Shapes(folder, number, level), time.monotonic()
+    done, spent = 0, time.process_time()
+    while (now := time.monotonic() - started) < seconds:
+        for _ in range(int(now * rate) - done):
+            shapes.request()
+            done += 1
+        time.sleep(_TICK_SECONDS)
+    told.put((done, time.process_time() - spent))
+    shapes.close()
+
+
+@contextmanager
+def _run(url: str) -> Iterator[Any]:
+    os.environ["OTEL_METRICS_EXPORTER"] = "otlp"
+    session = attach(level=1, endpoint=url)
+    try:
+        yield session
+    finally:
+        session.close(60)
+
+
+def load(level: int, rate: float, seconds: float, writers: int) -> str:
+    """A collector beside ``writers`` writers that begin ``rate`` requests a second between them."""
+    told = spawn.Queue()
+    servers = writers // 2
+    with receiver() as url:
+        with _run(f"{url}/load") as session:
+            arguments = (session.run_folder,)
+            processes = [
+                spawn.Process(target=_load, args=(*arguments, number, level, rate / servers, seconds, told))
+                for number in range(servers)
+            ]
+            for process in processes:
+                process.start()
+            results = [told.get() for _ in processes]
+            for process in processes:
+                process.join()
+            collector, began = session.collector_process_id, time.monotonic()
+            spent = processor_seconds(collector)
+            while processor_seconds(collector) - spent > 0.05 or time.monotonic() - began < 6:
+                spent = processor_seconds(collector)
+                time.sleep(1)
+        summary, delivered = session.summary, counted(url).get("load", 0)
+    done = sum(count for count, _ in results)
+    return (
+        f"level {level}: {done / seconds:,.0f} requests/s (asked for {rate:,.0f}), {writers} writers; "
+        f"spans delivered {delivered:,} = {delivered / done:.2f} a request, "
+        f"records dropped {summary.dropped:,}, unjoined {summary.unjoined:,}, "
+        f"collector {spent * 1e6 / delivered:.1f} µs a span ({spent / seconds:.2f} processors), "
+        f"writers {sum(each for _, each in results) * 1e6 / done:.0f} µs a request"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collector", description=__doc__)
+    parser.add_argument("--level", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=0, help="requests a second, of all writers")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--writers", type=int, default=8)
+    given = parser.parse_args()
+    if given.rate:
+        print(load(given.level, given.rate, given.seconds, given.writers))
+    else:
+        for stage in stages(given.level):
+            print(f"    {stage.name:<12}{stage.microseconds:6.2f} µs a span")
+
+
+if __name__ == "__main__":
+    main()
