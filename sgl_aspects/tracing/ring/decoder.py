@@ -247,7 +247,7 @@ def _type_from_text(name: str, *names: Any) -> SpanType:
 
 def _request(_: Decoder, *fields: Any) -> RequestBegin:
     *others, name, attributes = fields
-    return RequestBegin(*others, _encodable_text(name), _encodable_attributes(attributes))
+    return RequestBegin._make([*others, _encodable_text(name), _encodable_attributes(attributes)])
 
 
 def _description(_: Decoder, attributes: dict[str, Any]) -> ProcessDescribed:

@@ -1,0 +1,170 @@
+"""The requests and steps that records belong to: found by span id, by a process's key, by request id."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
+
+from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.context import trace_id_of_root
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, SpanEnd
+
+_ENDED = 4096
+_SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+# Time that a request spent in these children is an attribute of the request span, in seconds.
+_LATENCIES = {
+    "queue": schema.TIME_IN_QUEUE,
+    "prefill": schema.TIME_IN_PREFILL,
+    "decode": schema.TIME_IN_DECODE,
+}
+
+
+@dataclass(eq=False)
+class Root:
+    """A span with a trace of its own: a request, or a scheduler's step."""
+
+    context: SpanContext
+    begin: RequestBegin | None = None
+    #: The request that this is one of several answers to.
+    group: Root | None = None
+    is_sent: bool = False
+    seen_by: set[str] = field(default_factory=set)
+    ids: list[int] = field(default_factory=list)
+    latencies: dict[str, float] = field(default_factory=dict)
+    last_child_ns: int = 0
+    decode_ns: int = 0
+    #: 0 while it is under way.
+    end_ns: int = 0
+    has_ended: bool = False
+    is_sampled: bool = field(init=False)
+    #: Where it is on two servers: what both know of it, and each of its spans says.
+    room: AttributeValue = field(init=False)
+    _link: Link | None = None
+
+    def __post_init__(self) -> None:
+        self.is_sampled = self.context.trace_flags.sampled
+        begun = self.group.begin if self.group is not None else self.begin
+        self.room = None if begun is None else begun.attributes.get(schema.BOOTSTRAP_ROOM)
+
+    @property
+    def link(self) -> Link | None:
+        """What leads to it from the steps that served it: the same one from each of them."""
+        if self._link is None and self.is_sampled:
+            self._link = Link(self.context)
+        return self._link
+
+    def keep(self) -> None:
+        """It was left out by sampling, and is wanted after all."""
+        context = self.context
+        self.context = SpanContext(
+            context.trace_id, context.span_id, context.is_remote, _SAMPLED, context.trace_state
+        )
+        self.is_sampled = True
+
+    def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
+        """Whether the request had begun by then, and had not ended more than ``grace`` seconds before."""
+        if self.begin is None or self.begin.start_ns > time_ns:
+            return False
+        # An end before the beginning (the clock was set back meanwhile) says nothing.
+        return self.end_ns < self.begin.start_ns or time_ns <= self.end_ns + grace * 1e9
+
+    def add_child(self, record: SpanEnd) -> None:
+        """What the request's own span will say of a span below it."""
+        name, end_ns = record.type.name, record.end_ns
+        if end_ns > self.last_child_ns:
+            self.last_child_ns = end_ns
+        latency = _LATENCIES.get(name)
+        if latency is not None:
+            if name == "decode" and not self.decode_ns:  # one that was retracted has several
+                self.decode_ns = record.start_ns
+            seconds = max(0, end_ns - record.start_ns) / 1e9
+            self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
+
+
+class Roots:
+    """All that later records may name; of those that have ended the latest few thousand."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Root] = {}
+        self._requests: dict[str, list[Root]] = {}
+        self._ended: collections.deque[Root] = collections.deque()
+        self.get = self._by_id.get
+
+    def __contains__(self, span_id: int) -> bool:
+        return span_id in self._by_id
+
+    def name(self, span_id: int, root: Root) -> None:
+        """Records may name it so from now on."""
+        root.ids.append(span_id)
+        self._by_id[span_id] = root
+
+    def add_request(self, begin: RequestBegin) -> Root:
+        state = TraceState.from_header([begin.trace_state]) if begin.trace_state else None
+        context = SpanContext(begin.trace_id, begin.span_id, False, _flags(begin.sampled), state)
+        root = Root(context, begin, self._group_of(begin))
+        self.name(begin.span_id, root)
+        self._requests.setdefault(begin.request_id, []).append(root)
+        return root
+
+    def add_step(self, span_id: int) -> Root:
+        """A root that no request brought along has a trace of its own, whose id follows from the span's."""
+        root = Root(SpanContext(trace_id_of_root(span_id), span_id, False, _SAMPLED))
+        self.name(span_id, root)
+        return root
+
+    def add_elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> None:
+        """Of another host. As far as this one is concerned it has ended: nothing is below it here."""
+        root = Root(SpanContext(trace_id, span_id, True, _flags(sampled)))
+        self.name(key, root)
+        self.finish(root)
+
+    def _group_of(self, begin: RequestBegin) -> Root | None:
+        """The request that this is one of several answers to: what is said of each is said there.
+
+        Else what has its parent's id is somebody who asked, as a request inside another one's hook.
+        """
+        group = self._by_id.get(begin.parent_id)
+        is_answer = group is not None and group.begin is not None and not begin.remote
+        return group if is_answer and schema.OPERATION not in begin.attributes else None
+
+    def find(self, writer: str, seen: RequestSeen, grace: float | None = None) -> Root | None:
+        """Of the requests with this id the one that was under way; with ``grace`` (in seconds) else one that
+        ended just before and that nobody saw.
+
+        Two engines of one process may each have one under way: each scheduler hears of its own at once.
+        """
+        requests = self._requests.get(seen.request_id, ())
+        unseen = [root for root in requests if root.is_sent and writer not in root.seen_by]
+        found = [root for root in reversed(unseen) if root.was_under_way(seen.time_ns)]
+        if not found and grace is not None:
+            found = [root for root in unseen if not root.seen_by and root.was_under_way(seen.time_ns, grace)]
+        if not found:
+            return None
+        found[0].seen_by.add(writer)
+        return found[0]
+
+    def finish(self, root: Root) -> None:
+        """Kept for a while: later records of other processes may still name it."""
+        if not root.has_ended:
+            root.has_ended = True
+            self._ended.append(root)
+
+    def trim(self) -> None:
+        while len(self._ended) > _ENDED:
+            self._forget(self._ended.popleft())
+
+    def _forget(self, root: Root) -> None:
+        for span_id in root.ids:
+            self._by_id.pop(span_id, None)
+        if root.begin is not None:
+            same_id = self._requests.get(root.begin.request_id, [])
+            if root in same_id:
+                same_id.remove(root)
+            if not same_id:
+                self._requests.pop(root.begin.request_id, None)
+
+
+def _flags(sampled: bool) -> TraceFlags:
+    return _SAMPLED if sampled else _NOT_SAMPLED
