@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,21 @@ def send_from_the_host(result, self, *args, **kwargs):
 def activate():
     aspects.weave(send_from_the_host)
 """
+# A prefill server whose transfers wait as long as there is a file of this name. ``.waits`` beside it: one does.
+HELD_TRANSFERS = """
+import os, time
+import sgl_aspects as aspects
+
+@aspects.before("sglang.srt.disaggregation.mooncake.conn:MooncakeKVManager.send_kvcache")
+def wait(*args, **kwargs):
+    hold = os.environ["HOLD"]
+    while os.path.exists(hold):
+        open(hold + ".waits", "a").close()
+        time.sleep(0.05)
+
+def activate():
+    aspects.weave(wait)
+"""
 _BOOTSTRAP_HOST = "127.0.0.1"
 
 
@@ -52,31 +68,41 @@ class Disaggregated:
 
     def post(self, body: dict[str, Any], room: int, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """As a balancer does it: the same request to both, and the decode server's answer."""
-        requests = self._requests(body, room, headers)
+        requests = self.requests(body, room, headers=headers)
         with self.prefill.exchanging(requests), self.decode.exchanging(requests) as results:
             (found,) = results()
         return found
 
     def post_to_decode(self, body: dict[str, Any], room: int) -> dict[str, Any]:
         """As a balancer does it while the prefill server is gone."""
-        (found,) = self.decode.exchange(self._requests(body, room, None))
+        (found,) = self.decode.exchange(self.requests(body, room))
         return found
+
+    @contextmanager
+    def asking(self, body: dict[str, Any], room: int, *servers: Server) -> Iterator[None]:
+        """The request to these servers (both), from a caller that hangs up at the end of the block."""
+        (request,) = self.requests(body, room)
+        with ExitStack() as stack:
+            for server in servers or (self.prefill, self.decode):
+                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)
+                stack.callback(connection.close)
+                headers = {"content-type": "application/json"}
+                connection.request("POST", "/generate", json.dumps(request["body"]), headers)
+            yield
 
     def leave(self, body: dict[str, Any], room: int) -> None:
         """``post`` by a caller that hangs up after the first part of the answer."""
-        requests = self._requests(body, room, None)
+        requests = self.requests(body, room)
         with self.prefill.exchanging(requests):
             self.decode.leave("/generate", requests[0]["body"], {})
 
-    def _requests(
-        self, body: dict[str, Any], room: int, headers: dict[str, str] | None
+    def requests(
+        self, body: dict[str, Any], *rooms: int, headers: dict[str, str] | None = None
     ) -> list[dict[str, Any]]:
-        meeting = {
-            "bootstrap_host": _BOOTSTRAP_HOST,
-            "bootstrap_port": self.bootstrap_port,
-            "bootstrap_room": room,
-        }
-        return [{"path": "/generate", "headers": headers or {}, "body": {**body, **meeting}}]
+        """A request for each room, as ``EngineServer.exchange`` takes them."""
+        meeting = {"bootstrap_host": _BOOTSTRAP_HOST, "bootstrap_port": self.bootstrap_port}
+        bodies = [{**body, **meeting, "bootstrap_room": room} for room in rooms]
+        return [{"path": "/generate", "headers": headers or {}, "body": each} for each in bodies]
 
 
 def install_plugin(folder: Path, name: str, code: str, group: str = "sgl_aspects.plugins") -> None:
@@ -220,6 +246,8 @@ def _wait_until_routed(server: Server) -> None:
 
 
 __all__ = [
+    "HELD_TRANSFERS",
+    "LOOPBACK",
     "Disaggregated",
     "balancer",
     "between",
