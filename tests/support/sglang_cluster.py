@@ -40,7 +40,7 @@ def send_from_the_host(result, self, *args, **kwargs):
 def activate():
     aspects.weave(send_from_the_host)
 """
-# A prefill server whose transfers wait as long as there is a file of this name. ``.waits`` beside it: one does.
+# Transfers of KV caches wait as long as the file $HOLD is there; $HOLD.waits says that one does.
 HELD_TRANSFERS = """
 import os, time
 import sgl_aspects as aspects

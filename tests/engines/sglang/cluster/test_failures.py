@@ -158,15 +158,14 @@ def test_each_end_says_why(receiver: Receiver, name: str) -> None:
 
 
 def test_a_decode_server_that_is_full_is_waited_for(receiver: Receiver) -> None:
-    decodes, waits = [], []
-    for span in receiver.spans:
-        if span.resource["sgl_aspects.disaggregation.mode"] == "decode":
-            if span.attributes.get("sgl_aspects.bootstrap_room") in FULL:
-                decodes += [span] if span.name == "decode" else []
-                waits += [span] if span.name in ("bootstrap", "queue") else []
+    mode = "sgl_aspects.disaggregation.mode"
+    of_decode = [span for span in receiver.spans if span.resource[mode] == "decode"]
+    both = [span for span in of_decode if span.attributes.get("sgl_aspects.bootstrap_room") in FULL]
+    decodes = [span for span in both if span.name == "decode"]
     first, second = sorted(decodes, key=lambda span: span.start)
     assert first.end <= second.start
-    waits = [span for span in waits if span.parent_id == second.parent_id]
+    of_second = [span for span in both if span.parent_id == second.parent_id]
+    waits = [span for span in of_second if span.name in ("bootstrap", "queue")]
     assert any(span.start < first.end <= span.end for span in waits)
 
 
