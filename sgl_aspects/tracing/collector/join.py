@@ -39,9 +39,10 @@ from sgl_aspects.tracing.schema import ATTACHED_FLAG, BOOTSTRAP_ROOM
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
-# A caller may go away just before the scheduler hears of its request. Such a word of the scheduler's waits so
-# long, in which a later request with the same id would have been read.
+# A caller may go away before the scheduler, in the middle of a long step, hears of its request. Such a record
+# of the scheduler waits a second, in which a later request with the same id would have been read.
 _SEEN_LATE_SECONDS = 1.0
+_ENDED_BEFORE_SECONDS = 30.0
 # Ends of requests that wait until everything written so far is read.
 _HELD_ENDS = 10_000
 # Cap on open spans: one whose end record was dropped would leak.
@@ -222,7 +223,7 @@ class Joiner:
             self._builder.describe(writer, record.attributes)
 
     def _see_request(self, writer: Writer, record: RequestSeen, is_late: bool = False) -> bool:
-        root = self._roots.find(writer.name, record, _SEEN_LATE_SECONDS if is_late else None)
+        root = self._roots.find(writer.name, record, _ENDED_BEFORE_SECONDS if is_late else None)
         if root is None:
             return False
         self._roots.name(record.key, root)

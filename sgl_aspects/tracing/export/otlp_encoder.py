@@ -14,10 +14,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
 _DOUBLE = struct.Struct("<d").pack
-# kind, start and end: tags 0x30, 0x39 and 0x41.
-_TIMES = struct.Struct("<BBBQBQ").pack
-_FLAGS = struct.Struct("<HI").pack
-_FLAGS_TAG = 0x0185  # field 16, four bytes, as it is written
+# Ids are written as bytes, the most significant first: tags 0x0a, 0x12 and 0x22, each with its length.
+_IDS = struct.Struct(">HQQHQ").pack
+_PARENT = struct.Struct(">HQ").pack
+# kind, start, end and flags: tags 0x30, 0x39, 0x41, and 0x85 0x01 as it is written.
+_TIMES = struct.Struct("<BBBQBQHI").pack
+_FLAGS_TAG = 0x0185
 _LINK_FLAGS = struct.Struct("<BI").pack
 _HAS_REMOTE, _IS_REMOTE = 0x100, 0x200
 _KINDS = {
@@ -31,7 +33,8 @@ _CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
 _MASK = (1 << 64) - 1
 # Attributes that come again and again, such as modes and models.
 _MOST_KEPT = 4096
-_LONGEST_KEPT = 64
+_LONGEST_KEPT = 100
+_LARGEST_KEPT = 256
 
 
 class UnknownValueError(Exception):
@@ -61,8 +64,8 @@ class SpanEncoder:
     """Encodes batches of spans; keeps what is in every one of them. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, bytes] = {}
-        self._kept: dict[tuple[str, str], bytes] = {}
+        self._keys_of_doubles: dict[str, bytes] = {}
+        self._kept: dict[tuple[str, Any, type], bytes] = {}
         self._names: dict[str, bytes] = {}
         self._resources: dict[int, tuple[Any, bytes]] = {}  # by the object's id, which is kept alive
         self._scopes: dict[int, tuple[Any, bytes]] = {}
@@ -96,20 +99,15 @@ class SpanEncoder:
             if len(self._names) >= _MOST_KEPT:
                 self._names.clear()
             name = self._names[span.name] = _field(b"\x2a", span.name.encode())
-        parts = [
-            b"\x0a\x10",
-            context.trace_id.to_bytes(16, "big"),
-            b"\x12\x08",
-            context.span_id.to_bytes(8, "big"),
-            name,
-            _TIMES(0x30, _KINDS[span.kind], 0x39, span.start_time, 0x41, span.end_time),
-        ]
+        trace_id = context.trace_id
+        parts = [_IDS(0x0A10, trace_id >> 64, trace_id & _MASK, 0x1208, context.span_id), name]
         flags = _HAS_REMOTE
         if parent is not None:
-            parts.append(b"\x22\x08" + parent.span_id.to_bytes(8, "big"))
+            parts.append(_PARENT(0x2208, parent.span_id))
             if parent.is_remote:
                 flags |= _IS_REMOTE
-        parts.append(_FLAGS(_FLAGS_TAG, flags))
+        times = span.start_time, 0x41, span.end_time
+        parts.append(_TIMES(0x30, _KINDS[span.kind], 0x39, *times, _FLAGS_TAG, flags))
         if context.trace_state:
             parts.append(_field(b"\x1a", _state(context)))
         attributes = span.attributes
@@ -133,32 +131,37 @@ class SpanEncoder:
         kept = self._kept
         parts: list[bytes] = []
         for key, value in attributes.items():
-            if type(value) is str:
-                known = kept.get((key, value))
-                if known is None:
-                    known = self._attribute(key, value)
-                    if len(value) <= _LONGEST_KEPT:
-                        if len(kept) >= _MOST_KEPT:
-                            kept.clear()
-                        kept[key, value] = known
-                parts += tag, known
+            kind = type(value)
+            parts.append(tag)
+            if kind is float:
+                parts.append(self._keys_of_doubles.get(key) or self._keep_double(key))
+                parts.append(_DOUBLE(value))
+            elif (kind is int and 0 <= value < _LARGEST_KEPT) or kind is str:
+                known = kept.get((key, value, kind))
+                parts.append(known if known is not None else self._keep(key, value))
             else:
-                parts += tag, self._attribute(key, value)
+                parts.append(self._attribute(key, value))
         return parts
+
+    def _keep(self, key: str, value: str | int) -> bytes:
+        """An attribute that may come again."""
+        known = self._attribute(key, value)
+        if type(value) is int or len(known) <= _LONGEST_KEPT:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key, value, type(value)] = known
+        return known
+
+    def _keep_double(self, key: str) -> bytes:
+        """What stands before the eight bytes of a key's value."""
+        if len(self._keys_of_doubles) >= _MOST_KEPT:
+            self._keys_of_doubles.clear()
+        known = self._keys_of_doubles[key] = self._attribute(key, 0.0)[:-8]
+        return known
 
     def _attribute(self, key: str, value: Any) -> bytes:
         """A key and a value, with the length of both before them."""
-        start = self._keys.get(key)
-        if start is None:
-            if len(self._keys) >= _MOST_KEPT:
-                self._keys.clear()
-            start = self._keys[key] = _field(b"\x0a", key.encode())
-        content = _value(value)
-        size = len(content)
-        if size < 0x80:
-            both = start + b"\x12" + _SMALL[size] + content
-        else:
-            both = start + _field(b"\x12", content)
+        both = _field(b"\x0a", key.encode()) + _field(b"\x12", _value(value))
         return _varint(len(both)) + both
 
     def _link(self, link: Any) -> bytes:

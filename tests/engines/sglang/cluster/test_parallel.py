@@ -50,7 +50,7 @@ def test_the_steps_of_every_rank_are_linked_to_their_requests(kind: str, tmp_pat
     said = {span.attributes["sgl_aspects.rank"] for span in steps}
     assert {rank for rank in ranks for each in said if rank in each.split()} == ranks, said
     for trace in callers:
-        # The answering rank tells the phases, once, whoever else runs the request.
+        # The answering rank tells the phases, once, although others run the request, too.
         names = [span.name for span in receiver.spans if span.trace_id == trace and span.name in PHASES]
         assert sorted(names) == sorted(PHASES)
         linked = {
