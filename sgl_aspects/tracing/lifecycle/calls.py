@@ -17,7 +17,7 @@ from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange
 from sgl_aspects.tracing.options import TraceOptions, no_headers
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSent
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent
 from sgl_aspects.tracing.schema import (
     ATTACHED_FLAG,
     BOOTSTRAP_ROOM,
@@ -90,6 +90,8 @@ class CallTracker:
 
     def __init__(self, engine: Engine, recorder: Recorder, options: TraceOptions) -> None:
         self.live: dict[str, Call] = {}
+        #: Requests whose tokens become text here, and which others received: as ``Call.detokenize``, by id.
+        self.detokenizing: dict[str, list[int]] = {}
         self.came_late = options.attached
         self.content = options.content
         self._recorder, self._engine = recorder, engine
@@ -228,6 +230,21 @@ class CallTracker:
         parts = call.detokenize
         parts[2], parts[3], parts[4] = now, parts[3] + now - start_ns, parts[4] + 1
 
+    def detokenized_here(self, rid: str, start_ns: int, end_ns: int, busy_ns: int, *, is_last: bool) -> None:
+        """As ``detokenized``, of a request that another function or process received."""
+        parts = self.detokenizing.get(rid)
+        if parts is None:
+            parts = self.detokenizing[rid] = [self._recorder.new_id(), start_ns, end_ns, 0, 0]
+            self._recorder.write(RequestSeen(parts[0], rid, start_ns))
+        parts[2], parts[3], parts[4] = end_ns, parts[3] + busy_ns, parts[4] + 1
+        if is_last:
+            del self.detokenizing[rid]
+            self._write_detokenized(self._recorder.new_id(), parts[0], parts)
+
+    def _write_detokenized(self, span_id: int, root: int, parts: list[int]) -> None:
+        _, start_ns, end_ns, busy_ns, calls = parts
+        self._write_detokenize(span_id, root, root, start_ns, end_ns, (calls, busy_ns / 1e9))
+
     # -- ended ----------------------------------------------------------------------------------------------
 
     def end(self, call: Call, reason: str | None, problem: str = "") -> None:
@@ -302,9 +319,7 @@ class CallTracker:
         if problem and exchange is not None and exchange.status >= 400:
             status = exchange.status
         if call.detokenize:
-            span_id, start_ns, until_ns, busy_ns, calls = call.detokenize
-            root, values = call.span_id, (calls, busy_ns / 1e9)
-            self._write_detokenize(span_id, root, root, start_ns, until_ns, values)
+            self._write_detokenized(call.detokenize[0], call.span_id, call.detokenize)
         text = None
         if self.content is not None:
             text = self.content.output(call.text, call.reason or problem)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -45,6 +46,7 @@ class Run:
     cache: Path
     answers: list[Answer] = field(default_factory=list)
     untraced: list[Answer] = field(default_factory=list)
+    without_backend: list[Answer] = field(default_factory=list)
     alone: list[Answer] = field(default_factory=list)
     stopped: dict[str, Any] = field(default_factory=dict)
     top: str = ""
@@ -87,7 +89,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """`vllm serve` with nothing but variables; its own tracing is on, too."""
     folder = tmp_path_factory.mktemp("run")
     model = make_mini(folder / "mini")
-    with http_receiver() as receiver:
+    with contextlib.ExitStack() as backend:
+        receiver = backend.enter_context(http_receiver())
         environment = {
             "SGL_ASPECTS_TRACE": "4",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
@@ -120,10 +123,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 results = pool.submit(server.exchange, requests)
                 found.top = control(server, "top", "--once")
             assert all(result["status"] == 200 for result in results.result())
+            last = trace_id(110)
+            receiver.wait_for(lambda spans: any(s.trace_id == last and s.parent_id == CALLER for s in spans))
+            backend.close()
+            found.without_backend = server.chats(
+                PROMPTS, [parent(400 + number) for number in range(len(PROMPTS))]
+            )
             control(server, "ctl", "--level", "0")
             found.untraced = server.chats(PROMPTS, [parent(300 + number) for number in range(len(PROMPTS))])
-        last = trace_id(110)
-        receiver.wait_for(lambda spans: any(s.trace_id == last and s.parent_id == CALLER for s in spans))
         for span in receiver.spans:
             if span.name == "llm_request":
                 found.theirs.append(span)
@@ -336,6 +343,12 @@ def test_top_shows_it_without_being_told_what_it_is(run: Run) -> None:
 def test_vllms_own_tracing_goes_on_beside_ours(run: Run) -> None:
     ours = {trace_id(number) for number in range(len(PROMPTS))}
     assert ours <= {span.trace_id for span in run.theirs}
+
+
+def test_a_backend_that_is_down_costs_its_clients_nothing(run: Run) -> None:
+    assert [answer.text for answer in run.without_backend] == [answer.text for answer in run.untraced]
+    log = run.server.log.read_text()
+    assert re.search(r"sgl-aspects collector: \d+ spans recorded; otlp: \d+ delivered, [1-9]\d* ", log)
 
 
 def test_its_compiled_model_is_saved_as_without_us(run: Run) -> None:
