@@ -237,13 +237,11 @@ class Engine:
         stats: dict[str, int] = self._link.ask(StatsRequest(), timeout)
         return stats
 
-    def profile(
-        self, num_steps: int, folder: str | os.PathLike[str] | None = None, timeout: float | None = None
-    ) -> list[Path]:
+    def start_profile(self, num_steps: int, folder: str | os.PathLike[str] | None = None) -> list[Path]:
         """Profile the next steps with PyTorch's profiler: a Chrome trace for each rank, in ``folder``.
 
-        None: a new temporary folder. Returns after ``num_steps`` steps, which need requests;
-        TimeoutError after ``timeout`` seconds. InvalidRequestError where another profile is being taken.
+        None: a new temporary folder. Returns at once; the files are there after ``num_steps`` steps, which need
+        requests. InvalidRequestError where another profile is being taken.
         """
         if not is_integer(num_steps) or num_steps < 1:
             raise InvalidRequestError(f"num_steps={num_steps!r}: write a whole number of at least 1")
@@ -251,7 +249,8 @@ class Engine:
             folder = tempfile.mkdtemp(prefix="sgl-aspects-profile-")
         os.makedirs(folder, exist_ok=True)
         request = ProfileRequest(os.path.abspath(os.fspath(folder)), num_steps)
-        return [Path(file) for file in self._link.ask(request, timeout)]
+        files: list[Path] = self._link.ask(request)
+        return files
 
     def update_weights(self, model_path: str | os.PathLike[str]) -> None:
         """Go on with the weights of another checkpoint of the same model.

@@ -12,16 +12,17 @@ from sgl_aspects.platforms import SRTPlatform
 class ProfileWindow:
     """Begins when it is made, with the activities that the platform names; :meth:`write` ends it."""
 
-    def __init__(self, platform: SRTPlatform, last_step: int) -> None:
+    def __init__(self, platform: SRTPlatform, last_step: int, file: Path) -> None:
         self.last_step = last_step
+        self._file = file
         self._platform = platform
         self._profile = torch.profiler.profile(activities=platform.get_profiler_activities())
         self._profile.start()
 
-    def write(self, folder: Path, rank: int) -> Path:
-        """A Chrome trace in ``folder``."""
+    def write(self) -> None:
+        """A Chrome trace; the file is there when it is whole."""
         self._platform.synchronize()  # the device's part of the last step belongs to it
         self._profile.stop()
-        path = folder / f"rank{rank}.trace.json"
-        self._profile.export_chrome_trace(str(path))
-        return path
+        begun = self._file.with_name("unfinished." + self._file.name)
+        self._profile.export_chrome_trace(str(begun))
+        begun.rename(self._file)

@@ -52,7 +52,7 @@ class UpdateWeightsRequest:
 
 @dataclass
 class ProfileRequest:
-    """To the scheduler: profile the next steps, then answer with a Reply: the files, by rank."""
+    """To the scheduler: profile the next steps; answered at once with a Reply: the files to come, by rank."""
 
     folder: str
     num_steps: int

@@ -70,8 +70,8 @@ class Scheduler:
         self.weight_updates: deque[UpdateWeightsRequest] = deque()
         #: The requests that the scheduler is at work on: named where it dies of an error.
         self.at_work_on: list[str] = []
-        #: Who asked for the profile that is being taken, and the profile.
-        self.profile: tuple[ProfileRequest, ProfileWindow] | None = None
+        #: The profile that is being taken.
+        self.profile: ProfileWindow | None = None
         self._arrivals = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
         self._owner = os.getppid()
@@ -97,7 +97,7 @@ class Scheduler:
                     self.handle_message(message)
                 if self.has_work and not self.shutting_down:
                     self.step()
-                if self.profile is not None and self.step_id >= self.profile[1].last_step:
+                if self.profile is not None and self.step_id >= self.profile.last_step:
                     self.finish_profile()
                 if self.weight_updates and not self._is_any_begun():
                     self.update_weights(self.weight_updates.popleft())
@@ -225,18 +225,17 @@ class Scheduler:
             busy = InvalidRequestError("a profile is being taken: wait for its end")
             self._send(Reply(message.number, error=busy))
             return
+        files = [Path(message.folder, f"rank{rank}.trace.json") for rank in range(self.server_args.tp_size)]
         last_step = self.step_id + message.num_steps
-        self.profile = message, ProfileWindow(self.model_runner.platform, last_step)
+        self.profile = ProfileWindow(self.model_runner.platform, last_step, files[self.ranks.rank])
+        self._send(Reply(message.number, files))
 
     def finish_profile(self) -> None:
-        """Write it, on each rank, and tell who asked."""
+        """Write it, on each rank."""
         assert self.profile is not None
         self.collect()
-        message, window = self.profile
+        self.profile.write()
         self.profile = None
-        path = window.write(Path(message.folder), self.ranks.rank)
-        files = self.model_runner.communicator.gather_objects(str(path))
-        self._send(Reply(message.number, files))
 
     # -- one step ------------------------------------------------------------------------------------
 

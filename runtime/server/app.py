@@ -95,10 +95,10 @@ class ServerApp:
         return _json(protocol.WeightsUpdated(model_path=body.model_path))
 
     async def take_profile(self, request: Request) -> Response:
-        """Returns when the steps are done and their profile is written."""
+        """Returns at once: a server without requests takes no steps."""
         body = await read_body(request, self._settings, protocol.ProfileRequest)
-        files = await asyncio.to_thread(self.engine.profile, body.num_steps)
-        return _json(protocol.ProfileTaken(files=[str(file) for file in files]))
+        files = await asyncio.to_thread(self.engine.start_profile, body.num_steps)
+        return _json(protocol.ProfileStarted(files=[str(file) for file in files]))
 
     async def health(self, request: Request) -> Response:
         """200 while the server takes requests."""

@@ -30,7 +30,7 @@ _ANSWERS = (
     *(
         protocol.ModelList,
         protocol.Health,
-        protocol.ProfileTaken,
+        protocol.ProfileStarted,
         protocol.WeightsUpdated,
         protocol.ErrorResponse,
     ),
@@ -76,8 +76,8 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
             },
             "/start_profile": {
                 "post": _operation(
-                    "Profile the next steps; answers when they are done.",
-                    _json("ProfileTaken"),
+                    "Profile the next steps; answers at once with the files to come.",
+                    _json("ProfileStarted"),
                     *(400, 401, 405, 408, 413, 415, 503),
                     body="ProfileRequest",
                 )

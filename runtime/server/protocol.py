@@ -253,11 +253,11 @@ class UpdateWeightsRequest(_Request):
 class ProfileRequest(_Request):
     """How many of the next steps are profiled."""
 
-    num_steps: int = Field(default=20, ge=1, le=10_000)
+    num_steps: int = Field(default=20, ge=1, le=1000)
 
 
-class ProfileTaken(_Response):
-    """Chrome traces on the server's machine, one for each rank."""
+class ProfileStarted(_Response):
+    """Chrome traces on the server's machine, one for each rank: there when the steps are done."""
 
     files: list[str]
 

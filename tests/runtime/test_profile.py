@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.processes.messages import ProfileRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from sgl_aspects.runtime.server_args import ServerArgs
-from tests.support.http_server import serving
+from tests.support.http_server import serving, wait_for
 from tests.support.tiny_models import make_llama
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -28,13 +27,12 @@ def operators_of(trace: Path) -> set[str]:
 def test_each_rank_writes_what_the_platforms_activities_saw(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     with Engine(model_path=tmp_path / "model", tp_size=2) as engine:
-        files: list[Path] = []
-        asking = threading.Thread(target=lambda: files.extend(engine.profile(5, tmp_path / "profile")))
-        asking.start()
-        while asking.is_alive():
-            engine.generate([3, 4, 5], PARAMS)
+        files = engine.start_profile(5, tmp_path / "profile")
         assert files == [tmp_path / "profile" / f"rank{rank}.trace.json" for rank in range(2)]
+        assert not any(file.exists() for file in files)
+        engine.generate([3, 4, 5], PARAMS)
         for file in files:
+            wait_for(file.exists)
             assert "aten::index_select" in operators_of(file)
 
 
@@ -44,11 +42,13 @@ def test_one_profile_at_a_time(tmp_path: Path) -> None:
     scheduler = Scheduler(ServerArgs(tmp_path / "model", max_total_tokens=256), theirs)
     scheduler.handle_message(ProfileRequest(str(tmp_path), 2, number=1))
     scheduler.handle_message(ProfileRequest(str(tmp_path), 2, number=2))
+    files = ours.recv().value
+    assert files == [tmp_path / "rank0.trace.json"]
     refused = ours.recv()
     assert refused.number == 2
     assert isinstance(refused.error, InvalidRequestError)
     scheduler.finish_profile()
-    assert ours.recv().value == [str(tmp_path / "rank0.trace.json")]
+    assert files[0].exists()
 
 
 def test_a_profile_has_at_least_one_step(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_profile_has_at_least_one_step(tmp_path: Path) -> None:
         Engine(model_path=tmp_path / "model") as engine,
         pytest.raises(InvalidRequestError, match="num_steps=0"),
     ):
-        engine.profile(0)
+        engine.start_profile(0)
 
 
 def test_ctl_asks_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,11 +65,10 @@ def test_ctl_asks_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with serving(tmp_path / "model", tmp_path / "log") as server:
         url = f"http://127.0.0.1:{server.port}"
         body = {"model": "model", "prompt": [3, 4, 5], "max_tokens": 8, "ignore_eos": True}
-        asking = threading.Thread(target=main, args=(["ctl", "--profile", "4", "--server", url],))
-        asking.start()
-        while asking.is_alive():
-            assert server.request("POST", "/v1/completions", body)[0] == 200
+        assert main(["ctl", "--profile", "4", "--server", url]) == 0  # of an idle server, too
         (file,) = json.loads(capsys.readouterr().out)["files"]
+        assert server.request("POST", "/v1/completions", body)[0] == 200
+        wait_for(Path(file).exists)
         assert "aten::index_select" in operators_of(Path(file))
         assert main(["ctl", "--profile", "0", "--server", url]) == 2
         assert "answers 400" in capsys.readouterr().err

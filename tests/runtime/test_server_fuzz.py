@@ -34,8 +34,6 @@ def test_no_request_makes_it_fail_hang_or_leak(tmp_path: Path) -> None:
                 *(sys.executable, "-m", "schemathesis.cli", "run"),
                 *("--checks", ",".join(CHECKS)),
                 *("--max-examples", "30", "--request-timeout", "90", "--seed", "1", "--no-color"),
-                # A profile lasts as many steps as it is asked to, and makes the others slow.
-                *("--exclude-path", "/start_profile"),
                 *("--continue-on-failure", "--suppress-health-check", "all", "--generation-database", "none"),
                 f"http://127.0.0.1:{server.port}/openapi.json",
             ],
