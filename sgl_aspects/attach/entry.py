@@ -22,6 +22,8 @@ def enter(folder: str, key: str) -> None:
     try:
         with open(taken, encoding="utf-8") as file:
             request = json.load(file)
+        with open(taken, "w", encoding="utf-8") as file:
+            file.write(str(threading.get_native_id()))
         pace = _Pace(request["pause"])
         agent = _import_agent(request["package"], pace)
         answer = agent.perform(request)

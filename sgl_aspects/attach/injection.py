@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_aspects.attach.elf import python_image, unused_code
-from sgl_aspects.attach.ptrace import FIRST_RESULT, Call, call_in_main_thread, read_memory, write_memory
+from sgl_aspects.attach.ptrace import FIRST_RESULT, Call, Wait, call_in_main_thread, read_memory, write_memory
 from sgl_aspects.errors import AttachError
 
 _FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "PyGILState_Ensure", "PyGILState_Release")
@@ -78,7 +78,7 @@ def run_file(
     if not write_memory(process_id, place.text_at, text):
         raise AttachError(f"process {process_id} does not take our text")
     add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], place.text_at)]
-    stood = call_in_main_thread(process_id, add, place.first_stub_at, may_sleep=False)
+    stood = call_in_main_thread(process_id, add, place.first_stub_at) or 0.0
     try:
         if not _wait(has_started, _BYTECODE_SECONDS):
             stood = max(stood, _run_in_wait(process_id, found, place, has_started))
@@ -100,7 +100,10 @@ def _clear(process_id: int, place: _Place, text_size: int) -> None:
 def _run_in_wait(
     process_id: int, found: dict[str, int], place: _Place, has_started: Callable[[], bool]
 ) -> float:
-    """The main thread runs no bytecode: once it is seen to wait, it runs the text itself."""
+    """The main thread runs no bytecode: once it is seen to wait, it runs the text itself.
+
+    In that wait only: anywhere else it may hold a lock that the interpreter's own lock is made of.
+    """
     calls: list[Call] = [
         (found["PyGILState_Ensure"],),
         (found["PyRun_SimpleString"], place.text_at),
@@ -108,30 +111,22 @@ def _run_in_wait(
     ]
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        before = _wait_of(process_id)
+        wait = Wait.of(process_id)
         if _wait(has_started, _WAITING_SECONDS):
             return 0.0
-        if before is None or before != _wait_of(process_id):
+        if wait is None or wait != Wait.of(process_id):
             continue  # it moves: it will run bytecodes
-        stood = call_in_main_thread(process_id, calls, place.second_stub_at, may_sleep=True)
-        if _wait(has_started, _BYTECODE_SECONDS):
-            return stood
-        break
+        stood = call_in_main_thread(process_id, calls, place.second_stub_at, wait=wait)
+        if stood is not None:
+            if _wait(has_started, _BYTECODE_SECONDS):
+                return stood
+            break
     if _wait(has_started, max(0.0, deadline - time.monotonic())):
         return 0.0
     raise AttachError(
         f"process {process_id} has run no Python for {_START_SECONDS:g} s: its main thread is busy in "
         "compiled code that holds the interpreter's lock; try again"
     )
-
-
-def _wait_of(process_id: int) -> str | None:
-    """The system call in which the main thread waits, and how often it has; None while it runs."""
-    call = Path(f"/proc/{process_id}/syscall").read_text()
-    if call.startswith(("running", "-1")):
-        return None
-    status = Path(f"/proc/{process_id}/task/{process_id}/status").read_text()
-    return call + status[status.index("voluntary_ctxt_switches") :]
 
 
 def _find_place(process_id: int, text_size: int) -> _Place:

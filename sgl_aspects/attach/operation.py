@@ -2,7 +2,8 @@
 
 The folder of a run has a folder ``attach`` with: ``package`` (what is brought along), ``processes.json``
 (who was or is about to be attached to: written before anything is done), and for each request to a process
-``KEY.request``, then ``KEY.taken`` once a thread in the process has begun, then ``KEY.answer``.
+``KEY.request``, then ``KEY.taken`` once a thread in the process has begun (it holds the thread's number),
+then ``KEY.answer``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sgl_aspects.tracing.run_folder import (
 
 FOLDER = "attach"
 _PROCESSES = "processes.json"
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 300.0  # where many processes want few cores, weaving takes a minute
 _PAUSE_SECONDS = 0.002
 _keys = itertools.count(1)
 
@@ -120,7 +121,7 @@ class Run:
         """Takes every hook off every process; afterwards the run's collector ends."""
         self._withdraw()
         answers = [self._ask(process, "detach", {}) for process in self.attached()]
-        self._end_guard()
+        self._end_guard(is_done=not any(answer.error for answer in answers))
         return answers
 
     def discard(self) -> None:
@@ -155,8 +156,9 @@ class Run:
                     break
                 time.sleep(0.02)
 
-    def _end_guard(self) -> None:
-        if self._guard is not None:
+    def _end_guard(self, *, is_done: bool = True) -> None:
+        """``is_done``: nothing is left for the guard; else it tries once more when this process has ended."""
+        if self._guard is not None and is_done:
             with contextlib.suppress(BrokenPipeError):
                 self._guard.communicate(b"detached")
             self._guard = None
@@ -199,9 +201,10 @@ class Run:
         else:
             remote_exec = interpreter.executable if interpreter.has_remote_exec else None
             stood = injection.run_file(process.id, start, taken.exists, remote_exec=remote_exec)
-        return Answer(process, self._wait_for(process, self._own / f"{key}.answer"), stood)
+        return Answer(process, self._wait_for(process, taken), stood)
 
-    def _wait_for(self, process: Process, answer: Path) -> Mapping[str, Any]:
+    def _wait_for(self, process: Process, taken: Path) -> Mapping[str, Any]:
+        answer = taken.with_suffix(".answer")
         deadline = time.monotonic() + _ANSWER_SECONDS
         while True:
             with contextlib.suppress(FileNotFoundError):
@@ -209,6 +212,10 @@ class Run:
                 return values
             if read_process(process.id) is None:
                 raise AttachError(f"process {process.id} ended meanwhile")
+            thread = taken.read_text()
+            ours = Path(f"/proc/{process.id}/task/{thread}")
+            if thread.isdecimal() and not ours.exists() and not answer.exists():
+                raise AttachError(f"process {process.id} has given no answer: our thread there has ended")
             if time.monotonic() > deadline:
                 raise AttachError(f"process {process.id} has not answered for {_ANSWER_SECONDS:g} s")
             time.sleep(0.005)

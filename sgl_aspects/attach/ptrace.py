@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from sgl_aspects.errors import AttachError
 
@@ -23,15 +26,19 @@ _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
 _GET_REGISTERS, _SET_REGISTERS = 12, 13
 _ALL_THREADS = 0x40000000
 _STOP_SECONDS = 5.0
+_EVENT_SHIFT = 16
 
 # user_regs_struct: 27 words.
 _REGISTERS = struct.Struct("<27Q")
 _RAX, _ORIG_RAX, _RIP, _RSP = 10, 15, 16, 19
+_REGISTER_SPACE = 1 << 64
 # What is called returns at once, so that its caller is near the top of the stack; 16 KiB of it are registers.
 _STACK_BYTES = 64 << 10
-_NO_SYSCALL = (1 << 64) - 1
+_NO_SYSCALL = _REGISTER_SPACE - 1
 _EINTR = 4
 _RESTART, _RESTART_BLOCK = (512, 513, 514), 516
+# What glibc's mutexes call: futex, FUTEX_WAIT of this process, while two or more want it.
+_MUTEX_WAIT = ("202", "0x80", "0x2")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -43,6 +50,31 @@ Call = tuple[int, ...]
 FIRST_RESULT = -1
 
 
+class Wait(NamedTuple):
+    """A wait of the main thread: system call, stack pointer, instruction, and how often it has waited."""
+
+    number: int
+    stack: int
+    instruction: int
+    switches: str
+
+    @classmethod
+    def of(cls, process_id: int) -> Wait | None:
+        """None while the main thread runs, or waits for a mutex: it may hold others then."""
+        words = Path(f"/proc/{process_id}/syscall").read_text().split()
+        if words[0] in ("running", "-1") or (words[0], *words[2:4]) == _MUTEX_WAIT:
+            return None
+        status = Path(f"/proc/{process_id}/task/{process_id}/status").read_text()
+        switches = status[status.index("voluntary_ctxt_switches") :]
+        return cls(int(words[0]), int(words[-2], 16), int(words[-1], 16), switches)
+
+    def goes_on(self, registers: Sequence[int]) -> bool:
+        """Whether the stopped main thread was interrupted in it."""
+        result = registers[_RAX] - _REGISTER_SPACE
+        place = registers[_ORIG_RAX], registers[_RSP], registers[_RIP]
+        return place == self[:3] and -result in (*_RESTART, _RESTART_BLOCK, _EINTR)
+
+
 def _ptrace(request: int, thread_id: int, data: object = None) -> None:
     if _libc.ptrace(request, thread_id, None, data) == -1:
         error = ctypes.get_errno()
@@ -50,33 +82,51 @@ def _ptrace(request: int, thread_id: int, data: object = None) -> None:
 
 
 @contextlib.contextmanager
-def _stopped(process_id: int) -> Iterator[None]:
-    """The main thread is stopped in the block, wherever it is."""
-    _ptrace(_SEIZE, process_id)
+def stopped(process_id: int) -> Iterator[None]:
+    """The main thread is stopped in the block, wherever it is. Ctrl-C waits for the end of the block."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    pending = 0
     try:
-        _ptrace(_INTERRUPT, process_id)
-        deadline = time.monotonic() + _STOP_SECONDS
-        while os.waitpid(process_id, os.WNOHANG | _ALL_THREADS)[0] == 0:
-            if time.monotonic() > deadline:
-                raise AttachError(
-                    f"process {process_id} does not stop: its main thread waits for a device; try again"
-                )
-            time.sleep(0.0001)
-        yield
+        _ptrace(_SEIZE, process_id)
+        try:
+            _ptrace(_INTERRUPT, process_id)
+            pending = _wait_for_stop(process_id)
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it has ended, or has not stopped: our end detaches it
+                _ptrace(_DETACH, process_id, ctypes.c_void_p(pending))
     finally:
-        with contextlib.suppress(OSError):  # it has ended, or has not stopped: our end detaches it
-            _ptrace(_DETACH, process_id)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def call_in_main_thread(process_id: int, calls: Sequence[Call], stub_at: int, *, may_sleep: bool) -> float:
+def _wait_for_stop(process_id: int) -> int:
+    """The signal that stopped it before we did, and that it has to get; 0: none."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    while True:
+        found, status = os.waitpid(process_id, os.WNOHANG | _ALL_THREADS)
+        if found:
+            return 0 if status >> _EVENT_SHIFT else os.WSTOPSIG(status)
+        if time.monotonic() > deadline:
+            raise AttachError(
+                f"process {process_id} does not stop: its main thread waits for a device; try again"
+            )
+        time.sleep(0.0001)
+
+
+def call_in_main_thread(
+    process_id: int, calls: Sequence[Call], stub_at: int, *, wait: Wait | None = None
+) -> float | None:
     """Let the main thread make ``calls``, by code at ``stub_at``; returns the seconds that it stood still.
 
-    ``may_sleep``: a call may use the clock, so that a wait which it interrupts ends early, as after a signal.
+    ``wait``: only if it is in this wait, which then ends early, as after a signal; else None, and nothing is
+    done. Without, a call may not sleep: the wait which it interrupts goes on.
     """
-    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, _stopped(process_id):
+    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, stopped(process_id):
         begin = time.perf_counter()
         registers = _registers(process_id)
-        _leave_system_call(registers, may_sleep)
+        if wait is not None and not wait.goes_on(registers):
+            return None
+        _leave_system_call(registers, may_sleep=wait is not None)
         _write(memory.fileno(), stub_at, machine_code(calls, registers[_RIP]))
         registers[_RIP] = stub_at
         _ptrace(_SET_REGISTERS, process_id, ctypes.create_string_buffer(_REGISTERS.pack(*registers)))
@@ -85,7 +135,7 @@ def call_in_main_thread(process_id: int, calls: Sequence[Call], stub_at: int, *,
 
 def write_memory(process_id: int, address: int, data: bytes, *, code: range = range(0)) -> bool:
     """Write ``data`` while the main thread is stopped; False, and nothing done, if it is inside ``code``."""
-    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, _stopped(process_id):
+    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, stopped(process_id):
         if code and _is_inside(process_id, memory.fileno(), code):
             return False
         _write(memory.fileno(), address, data)
@@ -127,9 +177,9 @@ def _write(memory: int, address: int, data: bytes) -> None:
         raise AttachError(f"only a part of {len(data)} bytes could be written at {address:#x}")
 
 
-def _leave_system_call(registers: list[int], may_sleep: bool) -> None:
+def _leave_system_call(registers: list[int], *, may_sleep: bool) -> None:
     """Where a system call was interrupted: do what the kernel would do on the way back to it."""
-    number, result = registers[_ORIG_RAX], registers[_RAX] - (1 << 64)
+    number, result = registers[_ORIG_RAX], registers[_RAX] - _REGISTER_SPACE
     registers[_ORIG_RAX] = _NO_SYSCALL
     if number == _NO_SYSCALL:
         return
@@ -138,7 +188,7 @@ def _leave_system_call(registers: list[int], may_sleep: bool) -> None:
         registers[_RIP] -= 2  # the instruction `syscall` once more
     elif -result == _RESTART_BLOCK:
         if may_sleep:
-            registers[_RAX] = (1 << 64) - _EINTR
+            registers[_RAX] = _REGISTER_SPACE - _EINTR
         else:
             registers[_RAX] = 219  # restart_syscall
             registers[_RIP] -= 2

@@ -86,11 +86,14 @@ def _attach(
             told[config.VARIABLE] = str(run.folder / "attach" / "aspects.toml")
             shutil.copyfile(arguments.config, told[config.VARIABLE])
         run.prepare(processes)
-        answers = [_shown(run.attach(process, told)) for process in processes]
-        if all(answer.error for answer in answers):
+        answers = []
+        for process in processes:
+            answers.append(_shown(run.attach(process, told)))
+            # Once there is a ring: a run without any has ended for a collector. And before that ring is full.
+            if collector is None and not answers[-1].error:
+                collector = CollectorProcess(str(run.folder), settings, environment)
+        if collector is None:
             raise AttachError(f"nothing is attached to: {answers[0].error}")
-        # After the first ring is there: a run without any has ended for a collector.
-        collector = CollectorProcess(str(run.folder), settings, environment)
         until = f"for {arguments.seconds:g} s" if arguments.seconds else "until Ctrl-C"
         print(f"tracing at level {settings.level} {until}; run folder {run.folder}", flush=True)
         _wait(collector, arguments.seconds)

@@ -12,7 +12,7 @@ from tests.support.attachable import attaching, finish, running
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
-pytestmark = pytest.mark.attach
+pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
 _ENGINE = """
 from sgl_aspects.runtime import Engine, SamplingParams

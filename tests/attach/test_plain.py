@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.attach.injection import run_file
+from sgl_aspects.attach.ptrace import Wait, call_in_main_thread, stopped
 from tests.support.attachable import (
     Program,
     attaching,
@@ -27,14 +30,7 @@ from tests.support.attachable import (
 )
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.attach
-
-
-def _finish_when_woven(program: Program, process: subprocess.Popen[str], seconds: float = 0.5) -> str:
-    wait_until(lambda: program.states[-1:] == ["woven"])
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    return finish(process)
+pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
@@ -67,7 +63,10 @@ def test_nothing_of_ours_is_left_open_in_the_process(tmp_path: Path) -> None:
 
 def test_ctrl_c_lets_go(tmp_path: Path) -> None:
     with running(tmp_path) as program:
-        output = _finish_when_woven(program, attaching(program))
+        process = attaching(program)
+        wait_until((_run_of(process) / "collector.lock").exists)
+        process.send_signal(signal.SIGINT)
+        output = finish(process)
         assert "2 originals are back" in output
         assert "spans recorded" in output
         wait_until(lambda: program.states[-1] == "original")
@@ -176,6 +175,63 @@ def test_a_busy_main_thread_computes_on_with_every_register_as_it_was(tmp_path: 
         assert program.lives()
         assert program.said == ["x"]
         assert len(list(Path(f"/proc/{program.id}/task").iterdir())) == 2
+
+
+_MOVING = """
+import threading, time
+print("x", flush=True)
+time.sleep(2)
+print("on", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_main_thread_that_has_left_its_wait_is_left_alone(tmp_path: Path) -> None:
+    """Anywhere else it may hold a mutex that the call would wait for, for ever."""
+    with running(tmp_path, source=_MOVING) as program:
+        wait_until(lambda: Wait.of(program.id) is not None)
+        earlier = Wait.of(program.id)
+        wait_until(lambda: program.said == ["x", "on"] and Wait.of(program.id) not in (None, earlier))
+        assert call_in_main_thread(program.id, [(0,)], 0, wait=earlier) is None
+        assert program.lives()
+
+
+_SIGNALLED = """
+import os, signal
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+signal.signal(signal.SIGRTMIN, lambda *_: None)
+print(0, flush=True)
+found = 0
+while True:
+    found += len(os.read(reader, 1000))
+    print(found, flush=True)
+"""
+
+
+def test_no_signal_is_lost_while_the_main_thread_is_stopped(tmp_path: Path) -> None:
+    with running(tmp_path, source=_SIGNALLED) as program:
+        sender = threading.Thread(target=_send_signals, args=(program.id, 1000))
+        sender.start()
+        while sender.is_alive():
+            with stopped(program.id):
+                pass
+        wait_until(lambda: program.said[-1] == "1000", 20)
+
+
+def _send_signals(process_id: int, count: int) -> None:
+    for _ in range(count):
+        os.kill(process_id, signal.SIGRTMIN)
+        time.sleep(0.0003)
+
+
+def test_ctrl_c_waits_until_the_main_thread_goes_on(tmp_path: Path) -> None:
+    reached = False
+    with running(tmp_path) as program, pytest.raises(KeyboardInterrupt), stopped(program.id):  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        reached = True
+    assert reached
 
 
 def test_dry_run_touches_nothing(tmp_path: Path) -> None:

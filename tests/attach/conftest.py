@@ -1,0 +1,21 @@
+"""Tests that stop processes are skipped where the machine refuses ptrace."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from sgl_aspects.attach.ptrace import stopped
+
+
+@pytest.fixture(scope="session")
+def ptrace() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            with stopped(process.pid):
+                pass
+        except PermissionError as error:
+            pytest.skip(f"this machine refuses ptrace: {error}")
+        finally:
+            process.kill()
