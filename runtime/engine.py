@@ -240,8 +240,8 @@ class Engine:
     def start_profile(self, num_steps: int, folder: str | os.PathLike[str] | None = None) -> list[Path]:
         """Profile the next steps with PyTorch's profiler: a Chrome trace for each rank, in ``folder``.
 
-        None: a new temporary folder. Returns at once; the files are there after ``num_steps`` steps, which need
-        requests. InvalidRequestError where another profile is being taken.
+        None: a new temporary folder. Returns at once; the files are there after ``num_steps`` steps,
+        which need requests. InvalidRequestError where another profile is being taken.
         """
         if not is_integer(num_steps) or num_steps < 1:
             raise InvalidRequestError(f"num_steps={num_steps!r}: write a whole number of at least 1")

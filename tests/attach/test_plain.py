@@ -187,7 +187,7 @@ threading.Event().wait()
 
 
 def test_a_main_thread_that_has_left_its_wait_is_left_alone(tmp_path: Path) -> None:
-    """Anywhere else it may hold a mutex that the call would wait for, for ever."""
+    """Anywhere else it may hold a mutex that the call waits for: a deadlock."""
     with running(tmp_path, source=_MOVING) as program:
         wait_until(lambda: Wait.of(program.id) is not None)
         earlier = Wait.of(program.id)

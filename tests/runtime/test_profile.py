@@ -14,7 +14,8 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.processes.messages import ProfileRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from sgl_aspects.runtime.server_args import ServerArgs
-from tests.support.http_server import serving, wait_for
+from tests.support.http_server import serving
+from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -32,7 +33,7 @@ def test_each_rank_writes_what_the_platforms_activities_saw(tmp_path: Path) -> N
         assert not any(file.exists() for file in files)
         engine.generate([3, 4, 5], PARAMS)
         for file in files:
-            wait_for(file.exists)
+            wait_until(file.exists)
             assert "aten::index_select" in operators_of(file)
 
 
@@ -68,7 +69,7 @@ def test_ctl_asks_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert main(["ctl", "--profile", "4", "--server", url]) == 0  # of an idle server, too
         (file,) = json.loads(capsys.readouterr().out)["files"]
         assert server.request("POST", "/v1/completions", body)[0] == 200
-        wait_for(Path(file).exists)
+        wait_until(Path(file).exists)
         assert "aten::index_select" in operators_of(Path(file))
         assert main(["ctl", "--profile", "0", "--server", url]) == 2
         assert "answers 400" in capsys.readouterr().err
