@@ -66,6 +66,7 @@ class Shapes:
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "sglang",
             "gen_ai.request.model": "meta-llama/Llama-3.1-8B-Instruct",
+            "gen_ai.response.model": "meta-llama/Llama-3.1-8B-Instruct",
             "gen_ai.request.id": rid,
             "gen_ai.request.max_tokens": 256,
             "gen_ai.request.temperature": 0.7,
@@ -94,7 +95,7 @@ class Shapes:
         self._tracker.finished(rid, 120, "stop")
         now = time.time_ns()
         self._detokenize(self.front.new_id(), span_id, span_id, start, now, (120, 0.004))
-        values = [f"chatcmpl-{rid}", None, ["stop"], 0.031, 412, 120, 256, 0.031, 1.5, None]
+        values = [f"chatcmpl-{rid}", ["stop"], 0.031, 412, 120, 256, 0.031, 1.5]
         self._request(span_id, span_id, 0, start, now, values)
 
     def close(self) -> None:
@@ -183,12 +184,12 @@ def _load(folder: str, number: int, level: int, rate: float, seconds: float, tol
 
 @contextmanager
 def _run(url: str) -> Iterator[Any]:
-    os.environ["OTEL_METRICS_EXPORTER"] = "otlp"
+    os.environ.update(OTEL_METRICS_EXPORTER="otlp", SGL_ASPECTS_TRACE_FLUSH_SECONDS="60")
     session = attach(level=1, endpoint=url)
     try:
         yield session
     finally:
-        session.close(60)
+        session.close(90)
 
 
 def load(level: int, rate: float, seconds: float, writers: int) -> str:

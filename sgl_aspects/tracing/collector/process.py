@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -213,6 +214,12 @@ def _allow_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _collect_garbage_seldom() -> None:
+    """Spans are many objects and none is in a cycle: looking for cycles takes a sixth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def _start(folder: str, settings: TraceSettings, is_restarted: bool) -> Collector:
     """Raises ``ConfigError`` for whatever an exporter or the SDK finds wrong with its settings."""
     try:
@@ -244,6 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _let_the_engine_go_first()
         _allow_many_open_files()
+        _collect_garbage_seldom()
         collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
