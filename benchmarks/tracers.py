@@ -36,13 +36,14 @@ class Tracer(NamedTuple):
 def ours(url: str, current: bool = False) -> Tracer:
     """The flight recorder, with a collector that exports over OTLP."""
     from sgl_aspects.tracing import attach
+    from sgl_aspects.tracing.context import leave
 
     if current:
         import opentelemetry.trace  # noqa: F401  (a process that uses OpenTelemetry)
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"
     session = attach(endpoint=url)
     recorder, clock = session.recorder, time.time_ns
-    new_id, begin, write = recorder.new_id, recorder.begin, recorder.spans(FORWARD)
+    new_id, enter, write = recorder.new_id, recorder.enter, recorder.spans(FORWARD)
 
     def span() -> None:
         start, span_id = clock(), new_id()
@@ -50,8 +51,9 @@ def ours(url: str, current: bool = False) -> Tracer:
 
     def current_span() -> None:
         start, span_id = clock(), new_id()
-        opened = begin(FORWARD, span_id, span_id, 0, start)
-        write(span_id, span_id, 0, start, clock(), ("decode", 12, 12, 0.25), "", (), opened)
+        opened = enter(FORWARD, span_id, span_id, 0, start)
+        leave(opened)
+        write(span_id, span_id, 0, start, clock(), ("decode", 12, 12, 0.25))
 
     return Tracer(
         current_span if current else span,
