@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -58,7 +59,10 @@ def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     gc.collect()
     gc.freeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("rebinding", "joinpoints"):
+            patch.setattr(f"sgl_aspects.weaving.{module}.unfrozen", contextlib.nullcontext)
+        yield
     gc.unfreeze()
 
 

@@ -144,7 +144,7 @@ class Weaver:
                 advice.state, advice.detail = State.PENDING, "another change of hooks is going on"
         self._change(self._add, advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
-        if wanted and until_registered(name for one in wanted for name in one.target.module_names()):
+        if wanted and until_registered(name for one in wanted for name in one.target.module_names):
             self._change(self._look_again, wanted)
 
     def remove(self, advices: Iterable[Advice]) -> None:

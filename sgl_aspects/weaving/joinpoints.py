@@ -9,7 +9,6 @@ import abc
 import dataclasses
 import functools
 import gc
-import inspect
 import logging
 import sys
 import types
@@ -77,7 +76,10 @@ def give_back(hook: Any, standing: Any, original: Any) -> None:
 
 def _home_of(hook: Any) -> dict[str, Any] | None:
     """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
-    name = inspect.getattr_static(hook, "__module__", None) if not is_class(hook) else class_module(hook)
+    try:
+        name = class_module(hook) if is_class(hook) else hook.__module__
+    except Exception:  # noqa: BLE001  a hook may answer in any way
+        return None
     module = sys.modules.get(name) if is_a(name, str) else None
     return namespace(module) if module is not None else None
 

@@ -248,8 +248,12 @@ class Interest:
 
     def add(self, advice: Advice) -> None:
         """Wait for the modules of ``advice``."""
-        for name in advice.target.module_names():
-            self._by_name.setdefault(name, {})[advice] = None
+        for name in advice.target.module_names:
+            waiting = self._by_name.get(name)
+            if waiting is None:
+                self._by_name[name] = {advice: None}
+            else:
+                waiting[advice] = None
         if advice.target.has_module_pattern:
             self._patterns[advice] = None
         if any(alternate.has_family for alternate in advice.target.alternates):
@@ -257,7 +261,7 @@ class Interest:
 
     def discard(self, advice: Advice) -> None:
         """Wait no longer."""
-        for name in advice.target.module_names():
+        for name in advice.target.module_names:
             waiting = self._by_name.get(name, {})
             waiting.pop(advice, None)
             if not waiting:
@@ -283,10 +287,13 @@ class Interest:
 
 def loaded(target: Target) -> Iterator[tuple[str, Any]]:
     """The loaded modules that ``target`` may be about."""
-    modules = list(sys.modules) if target.has_module_pattern else []
-    for name in dict.fromkeys(name for one in target.alternates for name in one.names_among(modules)):
+    names: Iterable[str] = target.module_names
+    if target.has_module_pattern:
+        modules = list(sys.modules)
+        names = dict.fromkeys(name for one in target.alternates for name in one.names_among(modules))
+    for name in names:
         module = sys.modules.get(name)
-        if module is not None and target.attribute_paths(name):
+        if module is not None:
             yield name, module
 
 

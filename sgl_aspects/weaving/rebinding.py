@@ -228,10 +228,10 @@ class Pair:
     only_bound_to: Any = None
 
 
-def rebind(pairs: Iterable[Pair], ours: frozenset[int]) -> list[Stale]:
+def rebind(pairs: Iterable[Pair], ours: Callable[[], frozenset[int]]) -> list[Stale]:
     """Replace ``old`` by ``new`` in every holder; returns the holders that could not be changed.
 
-    :param ours: ids of containers that hold an old object on purpose.
+    :param ours: gives the ids of containers that hold an old object on purpose.
     """
     every = list(pairs)
     wanted = {id(pair.old): pair for pair in every if pair.extra != 0}
@@ -240,7 +240,7 @@ def rebind(pairs: Iterable[Pair], ours: frozenset[int]) -> list[Stale]:
     stale = []
     if left:
         with unfrozen():
-            stale = _Collected(left, ours).rebind()
+            stale = _Collected(left, ours()).rebind()
     return [*stale, *(_weak(pair) for pair in every if _stays_weakly_held(pair))]
 
 
@@ -253,9 +253,9 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
         # Lists first: another thread may be importing into this module. Most modules have none of them.
         if wanted.keys().isdisjoint(map(id, list(names.values()))):
             continue
-        for name, value in list(names.items()):
-            pair = wanted.get(id(value))
-            if pair is not None and pair.old is value and pair.only_bound_to is None:
+        for name, value in [(name, value) for name, value in list(names.items()) if id(value) in wanted]:
+            pair = wanted[id(value)]
+            if pair.old is value and pair.only_bound_to is None:
                 if not pair.keep.isdisjoint((id(names), (id(names), name))):
                     continue
                 names[name] = pair.new

@@ -264,8 +264,9 @@ class Fabric:
         return advices
 
     def _rebind(self, pairs: list[Pair]) -> list[Stale]:
-        points = self.points if any(pair.extra for pair in pairs) else ()
-        return rebind(pairs, frozenset(key for point in points for key in point.own_containers()))
+        return rebind(
+            pairs, lambda: frozenset(key for point in self.points for key in point.own_containers())
+        )
 
     def _note_stale(self, installed: list[tuple[Point, str]], found: list[Stale]) -> None:
         for point, before in installed:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 
 from sgl_aspects.errors import TargetError
 
@@ -61,41 +62,43 @@ class Alternate:
             return False
         return all(segment_regex(segment).fullmatch(name) for segment, name in zip(owners, names))
 
-    def names_among(self, modules: Iterable[str]) -> Iterator[str]:
+    def names_among(self, modules: Iterable[str]) -> Iterable[str]:
         """The names of ``modules`` that this alternate may be about, found by how they begin."""
         if self.module is None or not self.has_module_pattern:
-            yield from self.module_names()
-            return
+            return self.module_names
         stem, fits = self.module.partition("*")[0].rstrip("."), _module_regex(self.module).fullmatch
         # `sys.modules` may have keys of other types.
-        yield from [name for name in modules if type(name) is str and name.startswith(stem) and fits(name)]
+        return [name for name in modules if type(name) is str and name.startswith(stem) and fits(name)]
 
-    def module_names(self) -> Iterator[str]:
+    @property
+    def module_names(self) -> tuple[str, ...]:
         """Every plain module name that this alternate may be found in; none for a pattern."""
         if self.module is None:
-            for end in range(1, len(self.path)):
-                yield ".".join(self.path[:end])
-        elif not self.has_module_pattern:
-            yield self.module
+            return tuple(accumulate(self.path[:-1], "{}.{}".format))
+        return () if self.has_module_pattern else (self.module,)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A parsed target: its alternates, best first."""
+    """A parsed target: its alternates, best first.
+
+    :param module_names: every plain module name that it may be found in.
+    """
 
     alternates: tuple[Alternate, ...]
+    module_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    has_module_pattern: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Here and not in properties, because registering a hook asks for them several times.
+        names = self.alternates[0].module_names
+        if len(self.alternates) > 1:
+            names = tuple(dict.fromkeys(name for one in self.alternates for name in one.module_names))
+        has_pattern = any(one.has_module_pattern for one in self.alternates)
+        vars(self).update(module_names=names, has_module_pattern=has_pattern)
 
     def __str__(self) -> str:
         return " | ".join(alternate.text for alternate in self.alternates)
-
-    @property
-    def has_module_pattern(self) -> bool:
-        return any(alternate.has_module_pattern for alternate in self.alternates)
-
-    def module_names(self) -> Iterator[str]:
-        """Every plain module name that it may be found in."""
-        for alternate in self.alternates:
-            yield from alternate.module_names()
 
     def attribute_paths(self, module_name: str) -> list[tuple[str, ...]]:
         """The attribute paths to look up in ``module_name``, best first; none where it is not about that."""
@@ -144,6 +147,8 @@ def _parse_alternate(text: str, whole: str) -> Alternate:
 
 
 def _check_segments(segments: tuple[str, ...], whole: str, *, pattern: bool, across: bool = False) -> None:
+    if all(map(str.isidentifier, segments)):
+        return
     for segment in segments:
         name = segment.replace("*", "x") if pattern else segment
         if across and segment == "**":
