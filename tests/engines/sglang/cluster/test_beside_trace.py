@@ -1,4 +1,4 @@
-"""Prefill and decode servers with SGLang's own ``--enable-trace`` and ours: the same requests, side by side."""
+"""Prefill and decode servers with SGLang's own ``--enable-trace`` and ours: the same requests in both."""
 
 from __future__ import annotations
 
