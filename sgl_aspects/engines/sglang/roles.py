@@ -318,6 +318,7 @@ SGLANG = Engine(
         "request.stream": "stream",
         "request.max_tokens": _max_tokens,
         "request.shared_key": disaggregation.bootstrap_room,
+        "request.bootstrap_room": disaggregation.bootstrap_room,
         "manager.is_first_server": disaggregation.is_first_server,
         "request.temperature": _sampling("temperature"),
         "request.top_p": _sampling("top_p"),

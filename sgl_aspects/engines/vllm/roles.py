@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Outcome, Role, platform_of
-from sgl_aspects.engines.vllm import processes
+from sgl_aspects.engines.vllm import disaggregation, processes
 
 _ENGINE = "vllm.v1.engine"
 _LLM = f"{_ENGINE}.async_llm:AsyncLLM"
@@ -243,6 +243,8 @@ VLLM = Engine(
     attributes={
         "request.rids": lambda request: (request.request_id,),
         "request.is_single": lambda request: _answers(request) == 1,
+        "request.shared_key": disaggregation.shared_key,
+        "request.is_first_server": disaggregation.is_first_server,
         "request.answer_count": _answers,
         "request.answer_rids": _answer_rids,
         "request.choice.count": _choice_count,

@@ -107,6 +107,8 @@ class CallTracker:
         self._shared_key = reader("request.shared_key")
         self._is_probe = reader("request.is_probe")
         self._attributes = [(REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES]
+        self._room = reader("request.bootstrap_room")
+        self._is_first = reader("request.is_first_server")
         self._is_first_server = reader("manager.is_first_server")
         self._model = reader("manager.model")
         self._in_flight = reader("manager.in_flight")
@@ -131,7 +133,9 @@ class CallTracker:
         recorder = self._recorder
         headers = self._headers(request) or headers
         key = self._shared_key(request)
-        shared = None if key is None else (key, bool(self._is_first_server(manager)))
+        shared = None
+        if key is not None:
+            shared = key, bool(self._is_first_server(manager) or self._is_first(request))
         if origin is None:
             origin = context.of_request(headers, recorder.sample, self._asks_parent, shared)
         model = str(self._model(manager) or "unknown")
@@ -149,8 +153,9 @@ class CallTracker:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
-        if key is not None:
-            attributes[BOOTSTRAP_ROOM] = key
+        room = self._room(request)
+        if room is not None:
+            attributes[BOOTSTRAP_ROOM] = room
         callers_id = (headers or {}).get("x-request-id")
         if callers_id:
             attributes[HEADER_REQUEST_ID] = [callers_id]
