@@ -21,6 +21,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import write_private
 from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
 from sgl_aspects.weaving import report as current_report
 
@@ -98,11 +99,9 @@ class _Writer:
 
     def _write(self, *, ended: bool) -> None:
         found = ProcessReport(os.getpid(), " ".join(sys.orig_argv), ended, current_report())
-        part = self._path.with_suffix(".part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(asdict(found), default=str), encoding="utf-8")
-            part.replace(self._path)
+            write_private(self._path, json.dumps(asdict(found), default=str).encode())
         except OSError as error:
             if not self._has_complained:
                 logger.warning("no report of the hooks: %s=%s: %s", VARIABLE, self._folder, error.strerror)

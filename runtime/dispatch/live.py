@@ -20,6 +20,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import AspectsError, ConfigError
+from sgl_aspects.files import write_private
 from sgl_aspects.runtime.dispatch.configuration import (
     POLICY_KEYS,
     USUAL,
@@ -213,16 +214,10 @@ def read_own_json(path: Path) -> dict[str, Any] | None:
 
 def write_own(path: Path, text: str) -> bool:
     """Write the whole file or nothing, readable for this user alone. False where it cannot be written."""
-    name = None
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
+        write_private(path, text.encode())
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)
-        if name is not None:
-            Path(name).unlink(missing_ok=True)
         return False
     return True
 

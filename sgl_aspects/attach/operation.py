@@ -25,12 +25,12 @@ from sgl_aspects.attach import dormant, entry, injection, package
 from sgl_aspects.attach.permissions import check, explained
 from sgl_aspects.attach.process_tree import Process, read_process
 from sgl_aspects.errors import AttachError
+from sgl_aspects.files import write_private
 from sgl_aspects.tracing.control import runs
 from sgl_aspects.tracing.run_folder import (
     collector_state,
     make_run_folder,
     remove_run_folder,
-    write_private,
 )
 
 FOLDER = "attach"

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
-import struct
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
+from sgl_aspects.tracing.control import rings
 
 if TYPE_CHECKING:
     from sgl_aspects.view.live import LiveRun
 
-# So long `--once` looks before it shows what it saw.
+# How long `--once` watches before it shows what it saw.
 _ONCE_SECONDS = 1.0
 
 
@@ -78,26 +75,4 @@ def _show_once(live: LiveRun) -> None:
     time.sleep(_ONCE_SECONDS)
     live.poll()
     size = shutil.get_terminal_size((100, 40))
-    Console(highlight=False, width=size.columns).print(screen(live, controls_of(live), size.columns, 40))
-
-
-def controls_of(live: LiveRun) -> dict[int, Control]:
-    """What each process of the run records, by its id."""
-    found = {}
-    for ring in live.rings.values():
-        with contextlib.suppress(OSError, struct.error):  # the run has just ended
-            found[ring.process_id] = read_control(ring.path)
-    return found
-
-
-def change(folder: Path, how: Callable[[Control], Control]) -> None:
-    """Changes what every process of the run records from now on, those to come included."""
-    changed = None
-    with contextlib.suppress(ConfigError, FileNotFoundError):
-        for ring in rings(str(folder)):
-            path = ring.path
-            ring.close()
-            changed = how(read_control(path))
-            write_control(path, changed)
-        if changed is not None:
-            write_run_control(folder, changed)
+    Console(highlight=False, width=size.columns).print(screen(live, live.controls(), size.columns, 40))

@@ -9,7 +9,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
-from sgl_aspects.cli.top import change, controls_of
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen
 
@@ -51,14 +50,13 @@ class TopApp(App[None]):
         self._draw()
 
     def action_level(self, level: int) -> None:
-        change(self._live.folder, lambda control: control.changed(level=level))
+        self._live.change(lambda control: control.changed(level=level))
         self._draw()
 
     def action_sample(self) -> None:
         """All of the requests, a tenth, a hundredth, and all again."""
-        change(
-            self._live.folder,
-            lambda control: control.changed(sample=1.0 if control.sample < 0.05 else control.sample / 10),
+        self._live.change(
+            lambda control: control.changed(sample=1.0 if control.sample < 0.05 else control.sample / 10)
         )
         self._draw()
 
@@ -72,5 +70,5 @@ class TopApp(App[None]):
     def _draw(self) -> None:
         width, height = self.size
         note = "paused" if self._is_paused else ""
-        controls = controls_of(self._live)
+        controls = self._live.controls()
         self.query_one("#screen", Static).update(screen(self._live, controls, width - 2, height - 1, note))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import write_private
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.run_folder import write_private
 
 FOLDER_PREFIX = "sgl-aspects-"
 _FILE = "control"

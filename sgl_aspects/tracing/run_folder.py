@@ -18,6 +18,7 @@ from typing import NamedTuple
 import sgl_aspects
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import write_private
 from sgl_aspects.tracing.export.variables import normalise
 from sgl_aspects.tracing.settings import TraceSettings
 
@@ -73,15 +74,6 @@ def _has_room(folder: str) -> bool:
 
 def remove_run_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """A file of a run, as whole as it was before or as it is to be; of this user only, whatever the umask."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(temporary, flags, 0o600), "wb") as file:
-        file.write(data)
-    temporary.replace(path)
 
 
 class CollectorState(NamedTuple):

@@ -6,15 +6,19 @@ but the ids.
 
 from __future__ import annotations
 
+import contextlib
+import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
+from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.format import SUFFIX
@@ -152,6 +156,26 @@ class LiveRun:
         _bound(self.phases)
         _bound(self.open)
         _bound(self._ids)
+
+    def controls(self) -> dict[int, Control]:
+        """What each process of the run records, by its id."""
+        found = {}
+        for ring in self.rings.values():
+            with contextlib.suppress(OSError, struct.error):  # the run has just ended
+                found[ring.process_id] = read_control(ring.path)
+        return found
+
+    def change(self, how: Callable[[Control], Control]) -> None:
+        """Change what every process of the run records from now on, and those that start later."""
+        changed = None
+        with contextlib.suppress(ConfigError, FileNotFoundError):
+            for ring in rings(str(self.folder)):
+                path = ring.path
+                ring.close()
+                changed = how(read_control(path))
+                write_control(path, changed)
+            if changed is not None:
+                write_run_control(self.folder, changed)
 
     def close(self) -> None:
         for ring in self.rings.values():

@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sgl_aspects.cli.top import controls_of
 from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import STEP
@@ -75,7 +74,7 @@ def live(served: Served) -> Iterator[LiveRun]:
 
 def shown(live: LiveRun, width: int, height: int = 40) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
-    console.print(screen(live, controls_of(live), width, height))
+    console.print(screen(live, live.controls(), width, height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -110,7 +109,7 @@ def test_the_screen(live: LiveRun, width: int) -> None:
     assert re.search(r"^duration +3\.50 s +4\.70 s +4\.97 s +5\.00 s", text, re.MULTILINE)
     assert re.search(r"decode +[\d.]+ +3 +20\.0 ms", text)
     if width >= 80:
-        assert f"process {next(iter(controls_of(live)))} level 3 (+ forward)" in text
+        assert f"process {next(iter(live.controls()))} level 3 (+ forward)" in text
 
 
 def test_a_short_terminal_shows_fewer_requests(live: LiveRun) -> None:
@@ -175,10 +174,10 @@ def test_keys_change_what_is_recorded(served: Served, live: LiveRun) -> None:
         async with TopApp(live, 0.05).run_test(size=(100, 40)) as pilot:
             for key, level in (("1", 1), ("0", 0), ("3", 3)):
                 await pilot.press(key)
-                (control,) = controls_of(live).values()
+                (control,) = live.controls().values()
                 assert control.level == level
             await pilot.press("s")
-            (control,) = controls_of(live).values()
+            (control,) = live.controls().values()
             assert control.sample == pytest.approx(0.1, abs=1e-6)
             await pilot.press("p")
             await pilot.resize_terminal(60, 20)

@@ -10,12 +10,12 @@ from pathlib import Path
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 
+from sgl_aspects.files import write_private
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.export.span_exporters import Pipeline
-from sgl_aspects.tracing.run_folder import write_private
 
 __all__ = ["STEP", "CollectorMetrics"]
 
