@@ -113,7 +113,7 @@ def test_whatever_a_file_says_only_our_errors_come_and_nothing_is_imported() -> 
     source = random.Random(2026)
     before = set(sys.modules)
     read = 0
-    for _ in range(100_000):
+    for _ in range(20_000):
         document = _anything(source)
         try:
             config.parse(document if isinstance(document, dict) else {"hook": [document]}, "fuzzed.toml")

@@ -826,14 +826,15 @@ def test_compiled_code_goes_through_dispatch_in_one_graph_and_follows_the_policy
 
 
 @pytest.mark.parametrize(
-    ("guarded", "dtype"),
+    ("guarded", "dtype", "names"),
     [
-        (False, torch.float32),
-        (True, torch.float64),
-        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+        (False, torch.float32, None),
+        (True, torch.float64, {"rms_norm", "rotary_embedding", "topk"}),
+        pytest.param(True, torch.float64, None, marks=pytest.mark.slow),
+        pytest.param(True, torch.bfloat16, None, marks=pytest.mark.slow),
     ],
 )
-def test_every_operator_is_one_graph(guarded: bool, dtype: torch.dtype) -> None:
+def test_every_operator_is_one_graph(guarded: bool, dtype: torch.dtype, names: set[str] | None) -> None:
     manager = dispatch.get_manager()
     for name in manager.registry.op_names() if guarded else ():
         reference = manager.registry.spec(name).reference
@@ -842,6 +843,8 @@ def test_every_operator_is_one_graph(guarded: bool, dtype: torch.dtype) -> None:
                    supported_dtypes=frozenset({torch.float32, torch.bfloat16}))
         )  # fmt: skip
     for op_name, inputs in dict(cases().values()).items():
+        if names is not None and op_name not in names:
+            continue
         once, again = in_type(inputs, dtype), in_type(inputs, dtype)
         function = getattr(dispatch, op_name)
         with torch.inference_mode():

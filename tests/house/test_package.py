@@ -20,6 +20,7 @@ from tests.support.tree import PACKAGE, ROOT, modules
         ("import sgl_aspects.platforms", ["opentelemetry", "sgl_aspects.tracing"]),
         ("import sgl_aspects.runtime", ["opentelemetry", "sgl_aspects.tracing"]),
         ("import sgl_aspects; sgl_aspects.load_plugins()", ["torch", "opentelemetry"]),
+        ("import tests.support.workers", ["torch"]),  # which spawned children do
     ],
 )
 def test_importing_loads_no_more_than_it_must(statement: str, absent: list[str]) -> None:

@@ -17,6 +17,8 @@ from types import MappingProxyType
 
 import pytest
 
+from tests.support.torch_programs import run_with_torch
+
 GOOD = """
 from sgl_aspects.platforms.cpu import CpuDeviceMixin
 from sgl_aspects.platforms import PlatformEnum, SRTPlatform
@@ -94,10 +96,11 @@ print(json.dumps(answer))
         env |= environment
         if platform is not None:
             env["SGLANG_PLATFORM"] = platform
-        words = ["-c", code] if script is None else [str(script)]
-        done = subprocess.run(
-            [sys.executable, *words], env=env, capture_output=True, text=True, timeout=120, check=False
-        )
+        if script is None:
+            found, out, err = run_with_torch(code, env, self.folder)
+            assert found == status, err
+            return out
+        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
         return done.stdout
 

@@ -43,8 +43,10 @@ def _platform(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_platform")
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize(
+    ("page_size", "chunk"),
+    [(1, 7), (16, 512), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 512), (16, 7)))],
+)
 def test_continuous_batches_of_every_variant_answer_as_transformers(
     checkpoint: tuple[Path, Any], page_size: int, chunk: int
 ) -> None:

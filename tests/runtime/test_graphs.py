@@ -115,7 +115,12 @@ def test_graphs_can_be_left_out(
 @pytest.mark.filterwarnings(
     "ignore:.*script_method:DeprecationWarning", "ignore:TensorFloat32"
 )  # torch's own
-def test_compiled_pieces_answer_as_transformers(platform: SRTPlatform, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("", marks=pytest.mark.slow)])
+def test_compiled_pieces_answer_as_transformers(
+    platform: SRTPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    if backend:  # else the platform's own, which takes minutes
+        monkeypatch.setattr(platform, "get_compile_backend", lambda mode=None: backend)
     model = make_llama(tmp_path)
     prompts = prompts_of(model.config.vocab_size)
     outputs, _ = run_in_process(args_for(tmp_path, compile=True), prompts, NEW_TOKENS)

@@ -145,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 # -- one by one --------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from sgl_aspects.runtime import ServerArgs
 from tests.support.schedulers import NEW_TOKENS, drive, prompts_of, run_in_process
 from tests.support.tiny_models import FAMILIES, greedy, make_model
 
+PAGE_SIZES = [pytest.param(1, marks=pytest.mark.slow), 16]
+
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - {"llama"}))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
@@ -30,7 +32,7 @@ def test_continuous_batches_of_every_family_answer_as_transformers(
     assert modes == {"extend", "decode", "mixed"}
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_prompts_that_begin_alike_are_computed_once_and_answered_as_ever(
     checkpoint: tuple[Path, Any], page_size: int
 ) -> None:
@@ -46,7 +48,7 @@ def test_prompts_that_begin_alike_are_computed_once_and_answered_as_ever(
     assert [req.cached_tokens for req in reqs] == shared
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_requests_that_have_to_give_way_lose_nothing(checkpoint: tuple[Path, Any], page_size: int) -> None:
     folder, model = checkpoint
     prompts = prompts_of(model.config.vocab_size)[2:6] * 2

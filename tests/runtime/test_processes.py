@@ -99,7 +99,7 @@ def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
 def test_an_error_in_the_scheduler_reaches_callers_with_its_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", "failing=tests.support.workers:FailingPlatform")
+    monkeypatch.setenv("SGLANG_PLATFORM", "failing=tests.support.failing_platform:FailingPlatform")
     with Engine(model_path=folder, max_total_tokens=20000) as engine:
         with pytest.raises(SchedulerDiedError, match="failed with RuntimeError: the device is on fire"):
             engine.generate([5, 6], LONG)

@@ -230,7 +230,7 @@ def test_no_part_of_a_stop_text_is_ever_streamed(engine: Engine) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     text = engine.generate([7], SamplingParams(**settings)).text
     tokenizer = engine.request_manager.tokenizer
-    for start in range(10, 60, 7):
+    for start in (10, 31, 52):
         stop = text[start : start + 9]
         end = text.index(stop)
         seen, shown = "", b""

@@ -1,13 +1,13 @@
-"""What tests run in other processes: spawned children import their targets by name from here."""
+"""What tests run in other processes: spawned children import their targets by name from here.
+
+Nothing here imports torch at once: most of these processes do without.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-
-from sgl_aspects.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -128,18 +128,6 @@ def own_an_engine(ready: Connection, folder: str, busy: bool, fork: bool) -> Non
     if child or not fork:
         ready.send((engine.scheduler_pid, child))
     time.sleep(600)
-
-
-class FailingPlatform(CpuPlatform):
-    """A CPU whose fortieth step fails."""
-
-    calls = 0
-
-    def inference_mode(self) -> AbstractContextManager[Any]:
-        FailingPlatform.calls += 1
-        if FailingPlatform.calls == 40:
-            raise RuntimeError("the device is on fire")
-        return super().inference_mode()
 
 
 #: Span ids of the writer number n begin with n times this.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -104,9 +105,20 @@ def _advice(target: str, hook_type: aspects.HookType) -> aspects.Advice:
     return aspects.Advice(aspects.Target.parse(f"compiled_engine:{target}"), hook_type, HOOKS[hook_type]())
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("hook_type", list(HOOKS), ids=lambda kind: kind.value)
-@pytest.mark.parametrize("target", TARGETS)
+def _compiled_cases() -> list[Any]:
+    """Each target, each type and both graphs once; all combinations among the slow tests."""
+    cases = []
+    for target, kind, fullgraph in itertools.product(TARGETS, HOOKS, (True, False)):
+        is_usual = fullgraph and (kind is aspects.HookType.AROUND or target == "Layer.method")
+        by_default = is_usual or (target, kind) == ("function", aspects.HookType.AROUND)
+        marks = () if by_default else pytest.mark.slow
+        cases.append(
+            pytest.param(target, kind, fullgraph, marks=marks, id=f"{target}-{kind.value}-{fullgraph}")
+        )
+    return cases
+
+
+@pytest.mark.parametrize(("target", "hook_type", "fullgraph"), _compiled_cases())
 def test_compiled_code_runs_the_hooks_that_eager_code_runs(
     engine: Any, target: str, hook_type: aspects.HookType, fullgraph: bool
 ) -> None:

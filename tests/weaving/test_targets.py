@@ -82,19 +82,19 @@ def test_what_cannot_be_read_is_a_target_error_that_names_it(text: Any) -> None:
         assert repr(text) in str(caught.value)
 
 
-def test_a_hundred_thousand_random_targets_give_target_errors_only_and_import_nothing() -> None:
+def test_random_targets_give_target_errors_only_and_import_nothing() -> None:
     randomly = random.Random(20)
     pieces = [*"ab.:*+| _1é\0", "zz", "..", "**", "zz.yy:", "Class+", ":f", " | ", "zz.", "lambda", "\n", "𝔘"]
     before = set(sys.modules)
     finders = list(sys.meta_path)
     read = []
-    for _ in range(100_000):
+    for _ in range(20_000):
         text = "".join(randomly.choices(pieces, k=randomly.randrange(12)))
         with contextlib.suppress(TargetError):
             read.append(Target.parse(text))
-    assert len(read) > 1000
+    assert len(read) > 200
     # Patterns over all modules would weave this very process.
-    for target in [target for target in read if "*" not in str(target)][:3000]:
+    for target in [target for target in read if "*" not in str(target)][:500]:
         advice = aspects.Advice(target, HookType.AFTER, print)
         handle = aspects.weave(advice)
         assert state(advice) is State.PENDING
@@ -125,7 +125,7 @@ def test_random_targets_in_loaded_modules_give_aspects_errors_only(engine: Engin
         "a",
     ]
     before = set(sys.modules)
-    for _ in range(2000):
+    for _ in range(500):
         text = randomly.choice(heads) + randomly.choice(".:") + randomly.choice(tails)
         try:
             with aspects.woven(mark(text, required=randomly.random() < 0.2)):
