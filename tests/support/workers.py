@@ -235,7 +235,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
         if rid == "open":
             continue
         span(DECODE)(new_id(), key, key, start + second + second // 2, now, [11, "stop"])
-        values: list[Any] = [rid, "tiny", ["stop"], 1.5, 100, 11, 25, 1.5, (now - start) / 1e9]
+        values: list[Any] = [rid, ["stop"], 1.5, 100, 11, 25, 1.5, (now - start) / 1e9]
         span(REQUEST)(request, request, 0, start, now, values, "abort" if number else "")
     for number in range(20):
         step = new_id()

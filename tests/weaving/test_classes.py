@@ -346,15 +346,7 @@ def test_stacked_replacements_are_undone_in_any_order(
 
 @pytest.mark.parametrize(
     ("loaded", "order"),
-    [
-        *((True, order) for order in itertools.permutations(range(3))),
-        (False, (0, 1, 2)),
-        (False, (2, 1, 0)),
-        *(
-            pytest.param(False, order, marks=pytest.mark.slow)
-            for order in ((0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1))
-        ),
-    ],
+    [*((True, order) for order in itertools.permutations(range(3))), (False, (0, 1, 2)), (False, (2, 1, 0))],
 )
 def test_hooks_on_methods_follow_the_class_that_stands_there(
     engine: Engine, order: tuple[int, ...], loaded: bool

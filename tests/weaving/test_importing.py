@@ -303,21 +303,7 @@ def lazily(name: str) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("order", "target"),
-    [
-        ("weave first", "dozing:f"),
-        ("lazy first", "doz*:f"),
-        ("weave first", "dozing:gone | dozing:f"),
-        *(
-            pytest.param(order, target, marks=pytest.mark.slow)
-            for order, target in (
-                ("lazy first", "dozing:f"),
-                ("weave first", "dozing.f"),
-                ("lazy first", "dozing.f"),
-                ("weave first", "doz*:f"),
-                ("lazy first", "dozing:gone | dozing:f"),
-            )
-        ),
-    ],
+    [("weave first", "dozing:f"), ("lazy first", "doz*:f"), ("weave first", "dozing:gone | dozing:f")],
 )
 def test_a_lazy_module_is_not_woken_and_hooked_when_it_wakes(engine: Engine, order: str, target: str) -> None:
     engine.write("awake.py", "modules = []\n")
