@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin
+
+
+def test_who_waits_for_the_end_is_told_why(capfd: pytest.CaptureFixture[str]) -> None:
+    class Hanging(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            time.sleep(2.0)
+            return SpanExportResult.SUCCESS
+
+        def shutdown(self) -> None:
+            """Nothing to end."""
+
+    pipeline = Pipeline("slow", Hanging())
+    context = SpanContext(1, 2, False, TraceFlags(1))
+    pipeline.offer(ReadableSpan("s", context, start_time=1, end_time=2))
+    close_all([pipeline], 5)
+    assert "slow: sending the last spans takes long; at most 4 s more" in capfd.readouterr().err
+    assert pipeline.exported == 1
 
 
 def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
