@@ -68,7 +68,7 @@ def ours_current(url: str) -> Tracer:
 
 
 def otel_api(url: str) -> Tracer:
-    """OpenTelemetry's API where nobody set up an SDK."""
+    """OpenTelemetry's API without an SDK."""
     from opentelemetry import trace
 
     return Tracer(_as_current(trace.get_tracer("bench")))

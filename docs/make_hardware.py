@@ -20,10 +20,10 @@ Which platforms ran, where and when: by the reports in `docs/conformance/` that
 NEVER = """
 ## Never run
 
-No report exists for these: nobody ran them on their devices. Their classes are tested against stand-ins for
+These have not run on their devices: there is no report. Their classes are tested against stand-ins for
 the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what
 those modules document, and no more. With such a device, run
-`sgl-aspects conformance --platform NAME --report NAME.md`, and sends the file.
+`sgl-aspects conformance --platform NAME --report NAME.md` and send the file.
 """
 
 

@@ -1,4 +1,4 @@
-"""What kind of number a setting is: True and False are none."""
+"""What kind of number a setting is: True and False are not numbers."""
 
 from __future__ import annotations
 

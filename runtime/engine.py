@@ -230,7 +230,7 @@ class Engine:
 
     def stats(self, timeout: float | None = None) -> dict[str, int]:
         """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens,
-        kv_cached_tokens (prefixes, of which those that nobody uses count as available), retractions, steps.
+        kv_cached_tokens (prefixes; unused ones also count as available), retractions, steps.
 
         The scheduler answers between two steps; TimeoutError where it takes longer than ``timeout`` s.
         """

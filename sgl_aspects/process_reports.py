@@ -2,7 +2,7 @@
 
 With ``SGL_ASPECTS_REPORT=FOLDER`` (`sgl-aspects run --report FOLDER`) each process writes its report when its
 hooks are set up, every two seconds, and when it ends. A process that is killed leaves its latest one.
-A folder that cannot be written, or is full, is told once a process, and disturbs nobody.
+A folder that cannot be written, or is full, is logged once a process, and nothing else happens.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Settings:
     #: The folder through which `sgl-aspects ops` talks to live processes; "on": the user's own; "off": none.
     control: str = "off"
     log: str | None = None
-    #: Key → where it is written; those of which nobody said anything are not in it.
+    #: Key → where it is set; without the keys that have their defaults.
     origins: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
 

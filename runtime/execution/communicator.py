@@ -208,7 +208,7 @@ def _described(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_communicator(rank: int, world_size: int, init_method: str) -> Communicator:
-    """The platform's own class; else FlagCX where FLAGCX_PATH is set. One rank alone meets nobody."""
+    """The platform's own class; else FlagCX where FLAGCX_PATH is set. A single rank joins no group."""
     if world_size == 1:
         return Communicator()
     usual = TorchCommunicator if env.text("FLAGCX_PATH") is None else FlagCXCommunicator

@@ -7,7 +7,7 @@ over than the device to do them. A graph is handed over at once:
     token ids   │ 17  5 91  0             page table → slots, lengths     row 0 │ of request 0
     positions   │  8  2 33  0    ───►     model, attention over    ───►   row 1 │ of request 1
     rows        │  1  0  4  z             the pages of each row           row 2 │ of request 2
-                            └ padding: three requests run as four         row 3 │ nobody's
+                            └ padding: three requests run as four         row 3 │ unused
 
 Padding points at the page table's last row, which is always empty, so that what it writes goes to page 0.
 Everything that changes from step to step is read from tensors: sizes that the host would decide on are

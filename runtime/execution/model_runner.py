@@ -83,7 +83,7 @@ class ModelRunner:
         failures = [other for other in self.communicator.gather_objects(failure) if other]
         if not failures:
             self.model, self.checkpoint = model, checkpoint
-        # One of both is of no use any more. Its memory is given back now: the next one may need it.
+        # One of the two is not needed any more. Its memory is given back now: the next one may need it.
         del model
         gc.collect()  # its layers and the places where they call operators hold each other
         self.platform.empty_cache()

@@ -167,7 +167,7 @@ async def chunks_of(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             loop.call_soon_threadsafe(ready.set)
 
     for handle in handles:

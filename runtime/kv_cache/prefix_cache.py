@@ -6,8 +6,8 @@
     6 6                                               └ [6 6]
 
 A prefix ends at a whole page, because a page belongs to one node. Requests lock the node their prefix ends
-at, which holds all nodes above it too. What nobody holds is evicted when memory is needed: leaves first, the
-one that was used longest ago before the others. "Ago" is counted in calls, so that all ranks agree.
+at, which holds all nodes above it too. Unlocked nodes are evicted when memory is needed: leaves first, the
+least recently used one before the others. Recency is counted in calls, so that all ranks agree.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PrefixCache:
         self._free = free
         self._clock = itertools.count(1)
         self._order = itertools.count()
-        #: Leaves that nobody holds, with the time they had when they were put here; it may be outdated.
+        #: Unlocked leaves, with the time they had when they were put here; it may be outdated.
         self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, tokens: Sequence[int]) -> Node:

@@ -56,7 +56,7 @@ class SchedulerLink:
         self._questions: dict[int, concurrent.futures.Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        #: Why nobody answers any more.
+        #: Why the scheduler does not answer any more.
         self._death: str | None = None
         self.ranks = RankProcesses(server_args)
         self._connection = self.ranks.connections[0]

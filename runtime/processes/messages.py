@@ -44,7 +44,7 @@ class StatsRequest:
 
 @dataclass
 class UpdateWeightsRequest:
-    """To the scheduler: load these weights once nobody is in mid-answer, then answer with a Reply."""
+    """To the scheduler: load these weights once no answer is under way, then answer with a Reply."""
 
     model_path: str
     number: int = 0

@@ -127,10 +127,6 @@ def exit_in_words(exit_code: int | None) -> str:
             name = signal.Signals(-exit_code).name
         except ValueError:
             name = "unknown"
-        hint = (
-            " (if nobody did that by hand, the system may have run out of memory)"
-            if name == "SIGKILL"
-            else ""
-        )
+        hint = " (where it was not you, the system may have run out of memory)" if name == "SIGKILL" else ""
         return f"was killed by signal {-exit_code}, {name}{hint}"
     return f"ended with exit code {exit_code}"

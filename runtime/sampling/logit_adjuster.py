@@ -1,6 +1,6 @@
 """What changes logits before a token is chosen: penalties, biases, forbidden end tokens, grammars.
 
-The order is the one of transformers' processors. A batch in which nobody asks for any of it passes untouched.
+The order is the one of transformers' processors. A batch without any such setting passes untouched.
 """
 
 from __future__ import annotations

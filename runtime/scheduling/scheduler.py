@@ -4,7 +4,7 @@ Each step takes the next token of every request that is decoding, and fills up w
 (chunked prefill). A request is admitted when there is room for its prompt, and gets pages for its output as
 it grows. Where memory runs out, the request that comes last by priority and arrival gives way: it goes back
 to its place in the queue, keeps its tokens, and computes them again later. The first one never has to, since
-one request alone always fits; so each gets its turn, and nobody overtakes.
+one request alone always fits; so requests are served first come, first served.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Scheduler:
         self.step_id = 0
         self.num_retractions = 0
         self.shutting_down = False
-        #: The batch whose tokens nobody has looked at yet.
+        #: The batch whose tokens have not been processed yet.
         self.in_flight: tuple[Batch, SampledTokens] | None = None
         #: Asked for, and waiting for the requests that have begun with the old weights.
         self.weight_updates: deque[UpdateWeightsRequest] = deque()

@@ -14,7 +14,7 @@ from sgl_aspects.weaving import HookReport, State
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that somebody should look at.
+    """Something to look at.
 
     :param severity: "error" for a hook that cannot work, "warning" for one that may not.
     """
@@ -86,7 +86,7 @@ def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
         for place in process.report.displaced:
             yield Finding(
                 "warning",
-                f"somebody else's patch stands over {place} in process {process.process_id}",
+                f"another package's patch stands over {place} in process {process.process_id}",
                 "whether the hooks still run depends on whether that patch calls what it replaced",
                 "hook the place through sgl-aspects instead, or remove the other patch",
             )

@@ -111,7 +111,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         prog=PROGRAM, description="Attach, trace, replace: any function of an LLM inference engine."
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    # Only the module of the subcommand that was asked for is imported: nobody needs the others' flags now.
+    # Only the module of the subcommand that was asked for is imported: the others' flags are not needed.
     asked = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)

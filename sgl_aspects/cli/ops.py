@@ -123,7 +123,7 @@ def _said(pairs: list[str]) -> dict[str, str]:
 
 
 def _policy(settings: Settings) -> dict[str, dict[str, str]]:
-    """Each key that somebody said something about, and prefer in any case."""
+    """Each key that was set, and prefer in any case."""
     return {
         key: {"value": settings.policy.written(key), "from": settings.origin(key)}
         for key in vars(settings.policy)
@@ -137,7 +137,7 @@ def _resolved(manager: OpManager, name: str, dtype: Any, device: Any) -> dict[st
     except OperatorError as error:
         manager.registry.spec(
             name
-        )  # an unknown one is the user's mistake, not an operator that nobody serves
+        )  # an unknown one is the user's mistake, not an operator without an implementation
         return {"operator": name, "implementation": None, "error": str(error), "considered": []}
     return {
         "operator": name,

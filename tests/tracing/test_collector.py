@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,12 +29,6 @@ from tests.support.processes import is_running, wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
 
 spawn = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with http_receiver() as running:
-        yield running
 
 
 def by_name(spans: list[Span], name: str) -> list[Span]:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,9 @@ from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import STEP
 from tests.support.collectors import kill_collector_for_good
-from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
+from tests.support.otlp_receiver import Receiver, Span, spans_of
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler, unsampled
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with http_receiver() as running:
-        yield running
 
 
 def below(spans: list[Span], span_id: int) -> list[str]:

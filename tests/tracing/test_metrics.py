@@ -41,12 +41,6 @@ COMMON = {
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with http_receiver() as running:
-        yield running
-
-
-@pytest.fixture
 def port() -> int:
     return free_port()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -22,17 +21,11 @@ from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment
 from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.memory_recorder import Memory
-from tests.support.otlp_receiver import Receiver, http_receiver
+from tests.support.otlp_receiver import Receiver
 from tests.support.sessions import run_scheduler, unsampled
 
 SECOND = 1_000_000_000
 CHILD = SpanType("tokenize")
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with http_receiver() as running:
-        yield running
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Kernels in Triton: ``<operator>.py`` in this folder holds a function of that name, which is registered.
 
 Where the GPU can (Hopper and later), a kernel starts while the one before it still runs: it fetches weights,
-which nobody writes, and only then waits for its input. Every kernel here waits before it reads or writes
+which are constant, and only then waits for its input. Every kernel here waits before it reads or writes
 anything that another kernel touches.
 """
 
