@@ -15,7 +15,6 @@ from sgl_aspects.weaving.core import Weaver
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.rebinding import Stale
-from sgl_aspects.weaving.table import Point
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
@@ -426,11 +425,9 @@ def explanation(weaver: Weaver, target: str) -> str:
     return "\n".join(lines) or f"{target}: no hooks"
 
 
-def _explain_point(weaver: Weaver, point: Point) -> list[str]:
-    kind = "a generated function" if isinstance(point, JoinPoint) else "a class"
-    lines = [
-        f"{point.place}: {point.calls} calls, {kind if point.installed else 'the original'} stands there"
-    ]
+def _explain_point(weaver: Weaver, point: JoinPoint) -> list[str]:
+    standing = point.kind if point.installed else "the original"
+    lines = [f"{point.place}: {point.calls} calls, {standing} stands there"]
     for depth, advice in enumerate(reversed(innermost_first(point.advices))):
         source = f" [{advice.source}]" if advice.source else ""
         state = "" if advice.enabled else " (disabled)"

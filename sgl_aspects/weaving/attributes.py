@@ -5,10 +5,12 @@ Looking never wakes a lazy module, runs no property and calls no `__getattr__`: 
 
 from __future__ import annotations
 
+import enum
 import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import Any
 
 from sgl_aspects.weaving.targets import Alternate, segment_regex
@@ -130,6 +132,89 @@ def current(owner: Any, name: str) -> Any:
     if is_class(owner):
         return type.__dict__["__dict__"].__get__(owner).get(name, MISSING)
     return namespace(owner).get(name, MISSING)
+
+
+class Presence(enum.Enum):
+    """Whether a module has what a target names."""
+
+    FOUND = "found"
+    LAZY = "lazy"
+    """The module makes it when it is asked."""
+    ABSENT = "absent"
+    """Nothing that loads later can bring it."""
+    PENDING = "pending"
+    """It is not there yet."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What an alternate of a target leads to in one module: all that weaving it needs to know.
+
+    :param places: where it leads to; none unless found.
+    :param detail: why it is not woven, for reports.
+    """
+
+    presence: Presence
+    places: tuple[Place, ...] = ()
+    detail: str = ""
+
+
+def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
+    """Look ``alternate`` up in ``module``, loaded as ``name``; None where it is not about that module.
+
+    Changes nothing, imports nothing, and runs none of the module's code.
+    """
+    path = alternate.attribute_path(name)
+    if path is None:
+        return None
+    places = tuple(place for place in find_once(module, path, alternate) if not is_module(place.raw))
+    if places:
+        return Resolution(Presence.FOUND, places)
+    if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
+        detail = f"module {name} has not been asked for {path[0]}, and makes it only then"
+        return Resolution(Presence.LAZY, detail=detail)
+    if _is_absent_for_good(alternate, name, module):
+        return Resolution(Presence.ABSENT, detail=_absence(path, name, module))
+    return Resolution(Presence.PENDING)
+
+
+def attribute_maker(module: Any) -> Any:
+    """What has the ``__getattr__`` that makes attributes of ``module``: itself, a class of it, or None."""
+    owners = (module, *bases(type(module)))
+    return next((one for one in owners if is_a(current(one, "__getattr__"), types.FunctionType)), None)
+
+
+def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
+    """Whether nothing that loads later can bring what ``alternate`` does not find in ``module``."""
+    if alternate.has_module_pattern:
+        return False
+    if alternate.module is not None:
+        return True
+    search_path = namespace(module).get("__path__")
+    if search_path is None:
+        return True
+    following = f"{name}.{alternate.path[name.count('.') + 1]}"
+    if following in sys.modules:
+        return False  # a longer reading of the target speaks for itself
+    # importlib.util.find_spec() might import and wake what is on the way.
+    return PathFinder.find_spec(following, search_path) is None
+
+
+def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
+    """A sentence on what ``module`` has instead of ``path``, with names that are close."""
+    import difflib  # only here: it is slow to import
+
+    names = [key for key in namespace(module) if not key.startswith("__")]
+    close = difflib.get_close_matches(path[0], names, n=3)
+    within = f"{name}.{path[0]}"
+    if len(path) > 1 and within in sys.modules:
+        return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
+    if path[0] in names:
+        owner = current(module, path[0])
+        names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
+        close = [f"{path[0]}.{key}" for key in difflib.get_close_matches(path[-1], names, n=3)]
+    hint = f"; close names: {', '.join(close)}" if close else ""
+    return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
 
 
 def find(module: Any, path: tuple[str, ...]) -> Iterator[Place]:

@@ -13,19 +13,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from importlib.machinery import PathFinder
 from typing import Any
 
 from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving.attributes import (
+    Place,
+    Presence,
     class_name,
-    current,
     find,
-    find_once,
     is_class,
     is_module,
     namespace,
+    resolve,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.joinpoints import JoinPoint
@@ -40,10 +40,8 @@ from sgl_aspects.weaving.modules import (
     until_registered,
     when_ready,
 )
-from sgl_aspects.weaving.table import Fabric, Outcome, Point
-from sgl_aspects.weaving.targets import Alternate, Target
-
-# -- targets that are not there ------------------------------------------------------------------------------
+from sgl_aspects.weaving.table import Fabric, Outcome
+from sgl_aspects.weaving.targets import Target
 
 
 def waiting(target: Target) -> str:
@@ -51,39 +49,6 @@ def waiting(target: Target) -> str:
     if target.has_module_pattern:
         return "no loaded module has what the pattern names yet"
     return "its module is not loaded yet"
-
-
-def is_missing_for_good(alternate: Alternate, name: str, module: Any) -> bool:
-    """Whether nothing that loads later can bring what ``alternate`` does not find in ``module``."""
-    if alternate.has_module_pattern:
-        return False
-    if alternate.module is not None:
-        return True
-    search_path = namespace(module).get("__path__")
-    if search_path is None:
-        return True
-    following = f"{name}.{alternate.path[name.count('.') + 1]}"
-    if following in sys.modules:
-        return False  # a longer reading of the target speaks for itself
-    # importlib.util.find_spec() might import and wake what is on the way.
-    return PathFinder.find_spec(following, search_path) is None
-
-
-def what_is_there(path: tuple[str, ...], name: str, module: Any) -> str:
-    """A sentence on what ``module`` has instead of ``path``, with names that are close."""
-    import difflib  # only here: it is slow to import
-
-    names = [key for key in namespace(module) if not key.startswith("__")]
-    close = difflib.get_close_matches(path[0], names, n=3)
-    within = f"{name}.{path[0]}"
-    if len(path) > 1 and within in sys.modules:
-        return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
-    if path[0] in names:
-        owner = current(module, path[0])
-        names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
-        close = [f"{path[0]}.{key}" for key in difflib.get_close_matches(path[-1], names, n=3)]
-    hint = f"; close names: {', '.join(close)}" if close else ""
-    return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
 
 
 # -- the weaver ----------------------------------------------------------------------------------------------
@@ -151,11 +116,12 @@ class Weaver:
         """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
         gone = list(advices)
         with self._lock:
-            for change, waiting in list(self._deferred):
-                for advice in gone if change == self._add else ():
-                    if advice in waiting:
-                        waiting.remove(advice)
-                        advice.state, advice.detail = State.REMOVED, ""
+            for entry in [entry for entry in list(self._deferred) if entry[0] == self._add]:
+                for advice in [advice for advice in gone if advice in entry[1]]:
+                    entry[1].remove(advice)
+                    advice.state, advice.detail = State.REMOVED, ""
+                if not entry[1]:
+                    self._deferred.remove(entry)
             here = [advice for advice in gone if advice in self._advices]
             if here:
                 self._change(self._remove, here)
@@ -177,12 +143,21 @@ class Weaver:
             try:
                 change(subjects, strict)
             finally:
-                self._changing = False
-                while self._deferred:
-                    try:
-                        self._change(*self._deferred.popleft())
-                    except Exception:
-                        logger.exception("a change of hooks that was asked for during another one failed")
+                self._run_deferred()
+                if self._deferred:  # asked for just as it ended
+                    self._change(self._look_again, [])
+
+    def _run_deferred(self) -> None:
+        """End the change that is going on with what was asked for during it."""
+        try:
+            while self._deferred:
+                change, subjects = self._deferred.popleft()
+                try:
+                    change(subjects, False)
+                except Exception:
+                    logger.exception("a change of hooks that was asked for during another one failed")
+        finally:
+            self._changing = False
 
     def _add(self, advices: list[Advice], strict: bool) -> None:
         new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
@@ -285,12 +260,12 @@ class Weaver:
             return list(self._advices)
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[JoinPoint]:
         with self._lock:
             return list(self._fabric.points)
 
     @property
-    def displaced(self) -> list[Point]:
+    def displaced(self) -> list[JoinPoint]:
         """Points that somebody else's object stands over."""
         with self._lock:
             return list(self._fabric.displaced())
@@ -300,10 +275,10 @@ class Weaver:
         """For reading only."""
         return self._fabric
 
-    def points_named(self, target: Target) -> list[Point]:
+    def points_named(self, target: Target) -> list[JoinPoint]:
         """The points that ``target`` leads to in loaded modules, whichever names their hooks gave."""
         with self._lock:
-            found: dict[Point, None] = {}
+            found: dict[JoinPoint, None] = {}
             for name, module in loaded(target) if self._fabric.points else ():
                 for path in target.attribute_paths(name):
                     for place in find(module, path):
@@ -350,7 +325,7 @@ class Weaver:
     def _scripted(self, function: Any) -> None:
         """torch.jit is about to compile the source of ``function``, and so leaves its hooks out."""
         for point in self._fabric.points:
-            if isinstance(point, JoinPoint) and point.woven.function is function and point.active:
+            if point.function is function and point.active:
                 hooks = ", ".join(str(advice) for advice in point.advices)
                 logger.warning(
                     "torch.jit compiles %s from its source, without its hooks: %s; hook what calls the "
@@ -369,7 +344,7 @@ class Weaver:
             for point in self._fabric.points:
                 point.refresh(self._fabric.compiling)
 
-    def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[Point]) -> None:
+    def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[JoinPoint]) -> None:
         """Have torch.compile begin anew where its code may have the old body of one of ``points`` in it.
 
         What it finds in a module, or in a woven function, it guards; the methods of a class it does not.
@@ -383,8 +358,8 @@ class Weaver:
             reset()
             self._traced = compat.TracedCode(self._traced)
 
-    def _may_be_compiled(self, point: Point) -> bool:
-        if not isinstance(point, JoinPoint):
+    def _may_be_compiled(self, point: JoinPoint) -> bool:
+        if is_class(point.inner):
             return True
         if is_module(point.place.owner):
             return False
@@ -408,48 +383,55 @@ class Weaver:
         """
         work = list(work)
         for classes in (True, False):
-            touched: list[Point] = []
+            touched: list[JoinPoint] = []
             for advice, name, module in work:
                 if advice.is_class_replacement is classes:
                     touched += self._weave_in(advice, name, module, strict=strict)
             self._settle(touched, strict=strict)
 
-    def _weave_in(self, advice: Advice, name: str, module: Any, *, strict: bool) -> list[Point]:
-        touched: list[Point] = []
+    def _weave_in(self, advice: Advice, name: str, module: Any, *, strict: bool) -> list[JoinPoint]:
+        touched: list[JoinPoint] = []
         for rank, alternate in enumerate(advice.target.alternates):
-            path = alternate.attribute_path(name)
-            if path is None or self._chosen.get(advice, rank) < rank:
+            resolution = resolve(alternate, name, module)
+            if resolution is None or self._chosen.get(advice, rank) < rank:
                 continue
-            places = [place for place in find_once(module, path, alternate) if not is_module(place.raw)]
             for base in bases_of_family(alternate, module):
                 self._families.wait(advice, base)
-            if not places:
-                if self._lazy.wait(name, module, path[0]):
-                    advice.detail = f"module {name} has not been asked for {path[0]}, and makes it only then"
-                elif is_missing_for_good(alternate, name, module):
-                    self._note_missing(advice, rank, what_is_there(path, name, module))
-                continue
-            if self._chosen.get(advice, rank) > rank:
-                touched += self._fabric.detach(advice)  # a better alternate has turned up
-            self._chosen[advice] = rank
-            faults: list[HookError] = []
-            for place in places:
-                try:
-                    # What a module defines is new after its code has run, even where we were before.
-                    rerun = module is self._just_run and place.owner is module
-                    point = self._fabric.attach(advice, place, rerun=rerun)
-                except HookError as fault:
-                    faults.append(fault)
-                else:
-                    touched += [point] if point is not None else []
-            if self._fabric.of(advice):
-                advice.state = State.WOVEN if advice.enabled else State.DISABLED
-                advice.detail = ""
-            elif faults and "*" not in alternate.text:  # a pattern means what can be hooked
-                self._fail(advice, faults[0], strict=strict)
+            if resolution.presence is Presence.FOUND:
+                touched += self._attach(advice, rank, resolution.places, module, strict=strict)
+            elif resolution.presence is Presence.LAZY:
+                self._lazy.wait(name, module, alternate.attribute_path(name)[0])  # type: ignore[index]
+                advice.detail = resolution.detail
+            elif resolution.presence is Presence.ABSENT:
+                self._note_missing(advice, rank, resolution.detail)
         return touched
 
-    def _settle(self, points: Iterable[Point], *, strict: bool) -> None:
+    def _attach(
+        self, advice: Advice, rank: int, places: Iterable[Place], module: Any, *, strict: bool
+    ) -> list[JoinPoint]:
+        """Add ``advice`` to the join points of ``places``, of its alternate ``rank``."""
+        touched: list[JoinPoint] = []
+        if self._chosen.get(advice, rank) > rank:
+            touched += self._fabric.detach(advice)  # a better alternate has turned up
+        self._chosen[advice] = rank
+        faults: list[HookError] = []
+        for place in places:
+            try:
+                # What a module defines is new after its code has run, even where we were before.
+                rerun = module is self._just_run and place.owner is module
+                point = self._fabric.attach(advice, place, rerun=rerun)
+            except HookError as fault:
+                faults.append(fault)
+            else:
+                touched += [point] if point is not None else []
+        if self._fabric.of(advice):
+            advice.state = State.WOVEN if advice.enabled else State.DISABLED
+            advice.detail = ""
+        elif faults and "*" not in advice.target.alternates[rank].text:  # a pattern means what can be hooked
+            self._fail(advice, faults[0], strict=strict)
+        return touched
+
+    def _settle(self, points: Iterable[JoinPoint], *, strict: bool) -> None:
         outcome: Outcome = self._fabric.settle(points)
         if outcome.classes:
             for advice in outcome.homeless:

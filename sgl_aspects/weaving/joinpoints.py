@@ -1,7 +1,4 @@
-"""Join points: one woven place each, the hooks that are active there, and the way back.
-
-:class:`JoinPoint` is a function, :class:`ClassPoint` a class that is replaced as a whole.
-"""
+"""Join points: one woven place each, the hooks that are active there, and the way back."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from sgl_aspects.weaving.chain import build_chain, own_containers
 from sgl_aspects.weaving.descriptors import Home, open_attribute
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.rebinding import Stale, unfrozen
+from sgl_aspects.weaving.rebinding import Pair, Stale, unfrozen
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -139,12 +136,101 @@ class OwnHolders:
 
 
 class JoinPoint:
-    """Holds the original and what stands in its place; the weaver serialises all changes.
+    """One woven attribute: its hooks, its original, and what stands there instead while a hook is active.
 
-    While no hook is active the identical original object is back where it was.
+    While none is, the identical original object is back. The weaver serialises all changes. What is here is
+    what the table, the weaver and the reports know of a join point.
+    """
+
+    place: Place
+    advices: list[Advice]
+    inner: Any  # what is hooked: for a descriptor, the callable in it
+    installed = False
+    kind = "a generated function"
+    home: Home | None = None
+    function: Any = None  # the woven one
+    calls: Any = 0
+
+    @property
+    def original(self) -> Any:
+        """What stood here before; for a place that is inherited, what the base has now."""
+        raise NotImplementedError
+
+    @property
+    def standing(self) -> Any:
+        """What stands at the place as far as we know: the original, or ours."""
+        raise NotImplementedError
+
+    @property
+    def replacement(self) -> Any:
+        """Ours, whether it stands there or not."""
+        raise NotImplementedError
+
+    @property
+    def displaced(self) -> bool:
+        """Somebody else's object stands where ours was put."""
+        raise NotImplementedError
+
+    @property
+    def active(self) -> bool:
+        return any(advice.enabled for advice in self.advices)
+
+    def admit(self, advice: Advice) -> None:
+        """Add a hook.
+
+        :raises HookError: this join point cannot take it.
+        """
+        raise NotImplementedError
+
+    def dismiss(self, advice: Advice) -> None:
+        """Take a hook away."""
+        self.advices.remove(advice)
+
+    def settle(self, compiling: Any = None) -> None:
+        """Put ours in place while a hook is active, the identical original while none is.
+
+        :raises Exception: the place cannot be written, or its owner does not want it to be.
+        """
+        raise NotImplementedError
+
+    def pairs(self, before: Any, after: Any, extra: int) -> Iterator[Pair]:
+        """What holders of ``before`` shall hold; ``extra`` references to it have no known holder."""
+        raise NotImplementedError
+
+    def own_containers(self) -> set[int]:
+        """Ids of everything of ours that holds the original on purpose."""
+        raise NotImplementedError
+
+    def refresh(self, compiling: Any = None) -> None:
+        """Run the hooks that are active now."""
+
+    def release(self) -> None:
+        """No hook will come here any more."""
+
+    def supersede(self) -> None:
+        """The code of the module ran again: another join point has the place now."""
+
+    def follow(self, below: Any) -> None:
+        """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""
+
+    @property
+    def extra_references(self) -> int:
+        """How many references to what stands here have no known holder; -1 where nobody can tell."""
+        return -1
+
+    @property
+    def stale(self) -> list[Stale]:
+        """What could not be changed when it was put in place, besides holders."""
+        return []
+
+
+class FunctionJoinPoint(JoinPoint):
+    """A function, or another callable.
 
     :param home: shared by the points for the parts of one property.
     """
+
+    home: Home
 
     def __init__(self, place: Place, home: Home | None = None) -> None:
         if home is not None:
@@ -158,14 +244,15 @@ class JoinPoint:
         self.home = home or Home(place, opened.rebuild)
         self._head: Any = self._called
         self._observers: dict[Advice, Any] = {}
-        self.home.with_resident(place.part, self.woven.function)  # may fail: now, not when it is registered
-        self.installed = False
+        self.function = self.woven.function
+        self.home.with_resident(place.part, self.function)  # may fail: now, not when it is registered
 
     def admit(self, advice: Advice) -> None:
-        """Add a hook; an observer that wants to know its function is asked for the one for this function.
-
-        :raises HookError: the observer cannot do its work on this function.
-        """
+        # An observer that wants to know its function is asked for the one for this function.
+        if advice.is_class_replacement:
+            raise HookError(
+                f"{advice}: {self.place} is not a class: a class cannot replace it; pass a function"
+            )
         self._check_async(advice)
         if advice.hook_type is HookType.OBSERVE and hasattr(type(advice.hook), "bound_to"):
             self._observers[advice] = advice.hook.bound_to(self.inner)
@@ -184,27 +271,22 @@ class JoinPoint:
             )
 
     def dismiss(self, advice: Advice) -> None:
-        """Take a hook away."""
-        self.advices.remove(advice)
+        super().dismiss(advice)
         self._observers.pop(advice, None)
 
     @property
     def original(self) -> Any:
-        """What stood here before; for a place that is inherited, what the base has now."""
         return self.home.original
 
     @property
     def standing(self) -> Any:
-        """What stands at the place as far as we know: the original, or ours."""
         return self.home.standing
 
     @property
     def replacement(self) -> Any:
-        """Ours, whether it stands there or not."""
         return self.home.with_resident(self.place.part, self.woven.function)
 
     def own_containers(self) -> set[int]:
-        """Ids of everything of ours that holds the original on purpose."""
         held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
         held += [*own_containers(self._head), *self.home.own_containers()]
         held += [self.woven, *self.woven.own_containers()]
@@ -214,7 +296,6 @@ class JoinPoint:
         return {id(holder) for holder in held if type(holder) is not types.FunctionType}
 
     def follow(self, below: Any) -> None:
-        """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""
         opened = open_attribute(dataclasses.replace(self.place, raw=below))
         self.inner, self._called = opened.content, opened.called
         self.home.follow(below, opened.rebuild)
@@ -224,7 +305,6 @@ class JoinPoint:
         return self.woven.calls
 
     def refresh(self, compiling: Any = None) -> None:
-        """Make the woven callable run the hooks that are active now."""
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         behavioural = [
@@ -240,19 +320,10 @@ class JoinPoint:
         observer = self._observers.get(advice, advice.hook)
         return getattr(observer, "enter", None), getattr(observer, "exit", None), _Failed(advice)
 
-    @property
-    def active(self) -> bool:
-        return any(advice.enabled for advice in self.advices)
-
     def release(self) -> None:
-        """No hook will come here any more."""
         self.woven.release(self._called)
 
     def settle(self, compiling: Any = None) -> None:
-        """Put ours in place while a hook is active, the identical original while none is.
-
-        :raises Exception: the place cannot be written, or its owner does not want it to be.
-        """
         self.refresh(compiling)
         if self.active and not self.installed:
             self._exchange_attributes()
@@ -271,10 +342,35 @@ class JoinPoint:
             else:
                 self.woven.give_attributes(self.inner)
 
+    def pairs(self, before: Any, after: Any, extra: int) -> Iterator[Pair]:
+        ours, keep = self.woven.function, kept_by(self.advices)
+        old, new = (self.inner, ours) if self.installed else (ours, self.inner)
+        if self.place.inherited:
+            yield Pair(old, new, -1, keep, self.place.owner if self.installed else None)
+            return
+        yield Pair(before, after, extra, keep)
+        if self.inner is not self.original:
+            yield Pair(old, new, -1, keep)
+
     @property
     def displaced(self) -> bool:
-        """Somebody else's object stands where ours was put."""
         return self.installed and not self.home.is_ours
+
+    @property
+    def extra_references(self) -> int:
+        if type(self.original) is not types.FunctionType or self.place.inherited:
+            return -1
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            return -1
+        if current(self.place.owner, self.place.name) is not self.standing:
+            return -1  # it does not stand at home, so that the home does not count
+        key = (self.installed, self.woven.applied)
+        if key not in _baselines:
+            _baselines[key] = _measure(*key)
+        return max(self.count_references() - _baselines[key], 0)
+
+    def count_references(self) -> int:
+        return sys.getrefcount(self.replacement if self.installed else self.original)
 
 
 def _once(advices: list[Advice]) -> list[Advice]:
@@ -307,39 +403,16 @@ class _Failed:
 _baselines: dict[tuple[bool, bool], int] = {}
 
 
-def extra_references(point: Any) -> int:
-    """How many references to what stands at ``point`` now have no known holder; -1 where nobody can tell."""
-    if not isinstance(point, JoinPoint) or type(point.original) is not types.FunctionType:
-        return -1
-    if point.place.inherited or not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return -1
-    if current(point.place.owner, point.place.name) is not point.standing:
-        return -1  # it does not stand at home, so that the home does not count
-    return max(_count(point) - _baseline(point), 0)
-
-
-def _count(point: JoinPoint) -> int:
-    return sys.getrefcount(point.replacement if point.installed else point.original)
-
-
-def _baseline(point: JoinPoint) -> int:
-    applied = point.woven.applied
-    key = (point.installed, applied)
-    if key not in _baselines:
-        _baselines[key] = _measure(*key)
-    return _baselines[key]
-
-
 def _measure(installed: bool, applied: bool) -> int:
     home = types.ModuleType("stand_in")
     exec("def f(): pass", home.__dict__)
-    point = JoinPoint(Place(home, "f", home.__dict__["f"]))
+    point = FunctionJoinPoint(Place(home, "f", home.__dict__["f"]))
     if applied:
         point.refresh()
     if installed:
         point.home.move_in("", point.woven.function)
         point.installed = True
-    return _count(point)
+    return point.count_references()
 
 
 # -- classes -------------------------------------------------------------------------------------------------
@@ -352,41 +425,48 @@ _hooks: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()  
 _BASES: Any = vars(type)["__bases__"]
 
 
-class ClassPoint:
-    """A class that is replaced as a whole: the face of a join point, for REPLACE by classes only."""
+class ClassJoinPoint(JoinPoint):
+    """A class that is replaced as a whole, by a class."""
 
-    calls = 0
+    kind = "a class"
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.advices: list[Advice] = []
-        self.original: type = place.raw
-        self.inner = self.original
-        self.replacement: type = self.original
-        self.installed = False
-        self.superseded = False
-        """The code of the module ran again: another point has the place now."""
-        self.stale: list[Stale] = []
+        self.inner: type = place.raw
+        self._replacement: type = self.inner
+        self._superseded = False
+        self._stale: list[Stale] = []
         self._kept: Kept = frozenset()
         self._own: list[OwnHolders] = []
         self._subclasses: list[type] = []  # of the replacement, before it stood here
         self._moved: list[type] = []
 
+    @property
+    def original(self) -> type:
+        return self.inner
+
+    @property
+    def replacement(self) -> type:
+        return self._replacement
+
+    @property
+    def standing(self) -> type:
+        return self._replacement if self.installed else self.inner
+
+    @property
+    def stale(self) -> list[Stale]:
+        return self._stale
+
+    def supersede(self) -> None:
+        self._superseded = True
+
     def own_containers(self) -> set[int]:
-        """Ids of everything of ours that holds the original on purpose."""
         held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
         held += [self._own, self._subclasses, self._moved]
         return {id(holder) for holder in held}
 
-    @property
-    def active(self) -> bool:
-        return any(advice.enabled for advice in self.advices)
-
     def admit(self, advice: Advice) -> None:
-        """Add a hook that replaces the class by a class, which is then no class of the engine.
-
-        :raises HookError: it is a hook for functions.
-        """
         if not advice.is_class_replacement:
             raise HookError(
                 f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
@@ -394,36 +474,15 @@ class ClassPoint:
             )
         _hooks[id(advice.hook)] = advice.hook
         if holds(self._moved, advice.hook):
-            self._move(advice.hook, self.replacement, self.original)
+            self._move(advice.hook, self._replacement, self.original)
         self.advices.append(advice)
 
-    def dismiss(self, advice: Advice) -> None:
-        """Take a hook away."""
-        self.advices.remove(advice)
-
-    @property
-    def keeps(self) -> Kept:
-        """What rebinding leaves alone: what holds a replacement, or what a replacement holds, by itself."""
+    def pairs(self, before: Any, after: Any, extra: int) -> Iterator[Pair]:
+        # What holds a replacement, or what a replacement holds, by itself.
         self._kept |= kept_by(self.advices)
-        return self._kept.union(*(own.kept for own in self._own))
-
-    @property
-    def standing(self) -> type:
-        """What stands at the place as far as we know."""
-        return self.replacement if self.installed else self.original
-
-    def refresh(self, compiling: Any = None) -> None:
-        """Nothing to do: a class has no chain."""
-
-    def release(self) -> None:
-        """Nothing to do."""
+        yield Pair(before, after, extra, self._kept.union(*(own.kept for own in self._own)))
 
     def settle(self, compiling: Any = None) -> None:
-        """Put the last enabled class in place, or the original back where none is enabled.
-
-        :raises TypeError, AttributeError: the place cannot be written.
-        """
-        del compiling
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]
         wanted = active[-1].hook if active else self.original
         if wanted is self.standing:
@@ -432,14 +491,14 @@ class ClassPoint:
             self._restore()
         if active:
             self._install(wanted)
-        _forget_checks(self.original, self.replacement)
+        _forget_checks(self.original, self._replacement)
 
     def _install(self, replacement: type) -> None:
         if not any(own.cls is replacement for own in self._own):
             self._own.append(OwnHolders(replacement))
         self._subclasses = type.__subclasses__(replacement)
         setattr(self.place.owner, self.place.name, replacement)
-        self.replacement = replacement
+        self._replacement = replacement
         self.installed = True
         subclasses: list[type] = type.__subclasses__(self.original)
         for subclass in subclasses:
@@ -453,7 +512,7 @@ class ClassPoint:
             _BASES.__set__(subclass, wanted)
         except TypeError as error:
             fault = f"the bases of {class_name(subclass)}: {error}"
-            self.stale.append(Stale(str(self.place), fault))
+            self._stale.append(Stale(str(self.place), fault))
             logger.warning("%s: %s", self.place, fault)
         else:
             self._moved = [one for one in self._moved if one is not subclass]
@@ -461,13 +520,13 @@ class ClassPoint:
 
     def _restore(self) -> None:
         self.installed = False
-        self.stale.clear()
-        subclasses: list[type] = type.__subclasses__(self.replacement)
+        self._stale.clear()
+        subclasses: list[type] = type.__subclasses__(self._replacement)
         for subclass in subclasses:
             # Those it has had before are its own; all others were made, or moved, while it stood here.
             if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
-                self._move(subclass, self.replacement, self.original)
-        if self.superseded or current(self.place.owner, self.place.name) is not self.replacement:
+                self._move(subclass, self._replacement, self.original)
+        if self._superseded or current(self.place.owner, self.place.name) is not self._replacement:
             logger.info("%s: somebody else's class stands there; it is left in place", self.place)
         elif self.place.inherited:
             delattr(self.place.owner, self.place.name)
@@ -476,7 +535,7 @@ class ClassPoint:
 
     @property
     def displaced(self) -> bool:
-        return self.installed and current(self.place.owner, self.place.name) is not self.replacement
+        return self.installed and current(self.place.owner, self.place.name) is not self._replacement
 
 
 def _forget_checks(*classes: type) -> None:

@@ -8,7 +8,6 @@ import importlib.util
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,6 +18,7 @@ import wrapt
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
+    attribute_maker,
     bases,
     class_module,
     current,
@@ -342,15 +342,12 @@ class LazyAttributes:
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
 
-    def wait(self, name: str, module: Any, attribute: str) -> bool:
-        """Wait for ``attribute``; False where ``module`` has it already, or makes none by itself."""
-        owner = next((one for one in (module, *bases(type(module))) if self._makes(one)), None)
-        if current(module, attribute) is not MISSING or owner is None:
-            return False
+    def wait(self, name: str, module: Any, attribute: str) -> None:
+        """Wait for ``attribute``, which ``module`` makes when it is asked."""
+        owner = attribute_maker(module)
         if id(owner) not in self._wrapped:
             self._wrapped[id(owner)] = _Wrapped(owner, _GETATTR, self._asking(owner))
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
-        return True
 
     def restore(self) -> None:
         """Leave all modules as they were."""
@@ -360,9 +357,6 @@ class LazyAttributes:
             if names.get(attribute, MISSING) is value:
                 del names[attribute]
         self.__init__(self._made)  # type: ignore[misc]
-
-    def _makes(self, owner: Any) -> bool:
-        return id(owner) in self._wrapped or is_a(current(owner, _GETATTR), types.FunctionType)
 
     def _asking(self, owner: Any) -> Callable[..., Any]:
         function = current(owner, _GETATTR)

@@ -25,12 +25,10 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.descriptors import Home
 from sgl_aspects.weaving.hooks import Advice, HookType
-from sgl_aspects.weaving.joinpoints import ClassPoint, JoinPoint, Kept, extra_references, give_back, kept_by
+from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint, give_back
 from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
 
 logger = logging.getLogger("sgl_aspects")
-
-Point = JoinPoint | ClassPoint
 
 
 @dataclass
@@ -51,27 +49,27 @@ class Fabric:
     """All points. Not locked: the weaver serialises every change."""
 
     def __init__(self) -> None:
-        self.points: dict[Point, None] = {}  # in the order they were made
+        self.points: dict[JoinPoint, None] = {}  # in the order they were made
         self.compiling: Any = None
-        self.stale: dict[Point, list[Stale]] = {}
-        self._at: dict[Advice, list[tuple[Point, int]]] = {}
-        self._here: dict[tuple[int, str, str], list[Point]] = {}
-        self._by_replacement: dict[int, Point] = {}
-        self._by_original: dict[int, Point] = {}  # in modules, where one thing often has several names
+        self.stale: dict[JoinPoint, list[Stale]] = {}
+        self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
+        self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
+        self._by_replacement: dict[int, JoinPoint] = {}
+        self._by_original: dict[int, JoinPoint] = {}  # in modules, where one thing often has several names
 
     # -- looking ----------------------------------------------------------------------------------------
 
-    def of(self, advice: Advice) -> list[tuple[Point, int]]:
+    def of(self, advice: Advice) -> list[tuple[JoinPoint, int]]:
         """Where ``advice`` is, each with the number of calls before it came."""
         return self._at.get(advice, [])
 
-    def at(self, place: Place) -> list[Point]:
+    def at(self, place: Place) -> list[JoinPoint]:
         """All points at ``place``, those below somebody else's patch too; the one on top comes last."""
         standing = self.known(place)
         below = [point for point in self._here.get(place.key, ()) if point is not standing]
         return below if standing is None else [*below, standing]
 
-    def known(self, place: Place) -> Point | None:
+    def known(self, place: Place) -> JoinPoint | None:
         """The point that stands at ``place`` now, under this name or another one; None where none does."""
         for point in reversed(self._here.get(place.key, ())):
             if current(place.owner, place.name) is _expected(point):
@@ -86,7 +84,7 @@ class Fabric:
         # Another name of something that is woven already.
         return other if not place.inherited and other.place.part == place.part else None
 
-    def displaced(self) -> Iterator[Point]:
+    def displaced(self) -> Iterator[JoinPoint]:
         """Points that somebody else's object stands over."""
         for points in self._here.values():
             if points[-1].displaced:
@@ -94,7 +92,7 @@ class Fabric:
 
     # -- hooks come and go ------------------------------------------------------------------------------
 
-    def attach(self, advice: Advice, place: Place, *, rerun: bool = False) -> Point | None:
+    def attach(self, advice: Advice, place: Place, *, rerun: bool = False) -> JoinPoint | None:
         """Add ``advice`` to the point at ``place``, making one where there is none; settles nothing.
 
         Returns None where it is there already. A patch that somebody laid over a point of ours is not
@@ -111,21 +109,18 @@ class Fabric:
             return None
         if point is None:
             point = self._point_for(place)
-        if advice.is_class_replacement and not isinstance(point, ClassPoint):
-            raise HookError(f"{advice}: {place} is not a class: a class cannot replace it; pass a function")
         point.admit(advice)
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
             give_back(advice.hook, point.standing, point.original)
         if point not in self.points:
             for below in here:
-                if isinstance(below, ClassPoint):
-                    below.superseded = True
+                below.supersede()
             self._remember(point)
         self._at.setdefault(advice, []).append((point, point.calls))
         return point
 
-    def detach(self, advice: Advice) -> list[Point]:
+    def detach(self, advice: Advice) -> list[JoinPoint]:
         """Take ``advice`` off all its points, and return them to be settled."""
         points = [point for point, _ in self._at.pop(advice, ())]
         for point in points:
@@ -137,20 +132,22 @@ class Fabric:
         for advice, entries in self._at.items():
             self._at[advice] = [(point, point.calls) for point, _ in entries]
 
-    def _remember(self, point: Point) -> None:
+    def _remember(self, point: JoinPoint) -> None:
         self.points[point] = None
         self._here.setdefault(point.place.key, []).append(point)
         self._by_replacement[id(point.replacement)] = point
         if is_module(point.place.owner):
             self._by_original[id(point.original)] = point
 
-    def _point_for(self, place: Place) -> Point:
+    def _point_for(self, place: Place) -> JoinPoint:
         """A new point, ready to be put in place, before anything is registered.
 
         :raises HookError: whatever goes wrong with what stands at ``place``.
         """
         try:
-            return ClassPoint(place) if is_class(place.raw) else JoinPoint(place, self._home_of(place))
+            if is_class(place.raw):
+                return ClassJoinPoint(place)
+            return FunctionJoinPoint(place, self._home_of(place))
         except HookError:
             raise
         except Exception as error:
@@ -160,11 +157,11 @@ class Fabric:
         """The home that another part of the same property has already."""
         for part in ("", *PROPERTY_PARTS):
             for point in self._here.get((id(place.owner), place.name, part), ()):
-                if isinstance(point, JoinPoint) and point.standing is place.raw:
+                if point.standing is place.raw:
                     return point.home
         return None
 
-    def _drop(self, point: Point) -> None:
+    def _drop(self, point: JoinPoint) -> None:
         if point not in self.points:
             return
         del self.points[point]
@@ -179,7 +176,7 @@ class Fabric:
                 if index.get(id(seen)) is point:
                     del index[id(seen)]
 
-    def _warn_of_second_replace(self, advice: Advice, point: Point) -> None:
+    def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         if advice.hook_type is not HookType.REPLACE:
             return
         earlier = [
@@ -189,20 +186,20 @@ class Fabric:
             logger.warning("%s takes the place of %s; removing it brings that one back", advice, earlier[-1])
         owner, name = point.place.owner, point.place.name
         for other in self.points:
-            if isinstance(other, ClassPoint) and other.standing is owner and name in namespace(owner):
+            if other.standing is owner and name in namespace(owner):
                 for replacing in other.advices:
                     logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
 
     # -- putting in place -------------------------------------------------------------------------------
 
-    def settle(self, points: Iterable[Point]) -> Outcome:
+    def settle(self, points: Iterable[JoinPoint]) -> Outcome:
         """Make each point's place and all its holders agree with its hooks; one rebinding pass for all."""
         outcome = Outcome()
         pairs: list[Pair] = []
-        installed: list[tuple[Point, str]] = []
+        installed: list[tuple[JoinPoint, str]] = []
         unique = [self._on_top(point) for point in dict.fromkeys(points)]
         for point in unique:
-            extra = extra_references(point)
+            extra = point.extra_references
             before = point.standing
             try:
                 point.settle(self.compiling)
@@ -211,11 +208,10 @@ class Fabric:
             after = point.standing
             if before is after:
                 continue
-            keep = point.keeps if isinstance(point, ClassPoint) else kept_by(point.advices)
-            pairs += _pairs(point, before, after, extra, keep)
+            pairs += point.pairs(before, after, extra)
             if point.installed:
                 installed.append((point, describe(before)))
-            if isinstance(point, ClassPoint):
+            if is_class(after):  # which replacement stands there differs
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
         self._note_stale(installed, self._rebind(pairs))
@@ -229,7 +225,7 @@ class Fabric:
                 outcome.homeless += self._evict(pair.old, outcome)
         return outcome
 
-    def _on_top(self, point: Point) -> Point:
+    def _on_top(self, point: JoinPoint) -> JoinPoint:
         """``point``, or one that takes its hooks, where somebody patched its place while it was off."""
         place = point.place
         if point.installed or not point.active or current(place.owner, place.name) is _expected(point):
@@ -246,7 +242,7 @@ class Fabric:
             anew = self.attach(advice, here) or anew
         return anew or point
 
-    def _refuse(self, point: Point, error: Exception, outcome: Outcome) -> None:
+    def _refuse(self, point: JoinPoint, error: Exception, outcome: Outcome) -> None:
         """The place cannot be written: a type made in C, a read-only instance."""
         failure = HookError(f"{point.place} cannot be hooked: {error}")
         failure.__cause__ = error
@@ -255,7 +251,7 @@ class Fabric:
         for advice in self._vacate(point):
             outcome.refused[advice] = failure
 
-    def _vacate(self, point: Point) -> list[Advice]:
+    def _vacate(self, point: JoinPoint) -> list[Advice]:
         """Take all hooks off ``point`` without settling it; returns them."""
         advices = list(point.advices)
         for advice in advices:
@@ -268,11 +264,11 @@ class Fabric:
             pairs, lambda: frozenset(key for point in self.points for key in point.own_containers())
         )
 
-    def _note_stale(self, installed: list[tuple[Point, str]], found: list[Stale]) -> None:
+    def _note_stale(self, installed: list[tuple[JoinPoint, str]], found: list[Stale]) -> None:
         for point, before in installed:
             names = {before, describe(point.inner)}
             here = [stale for stale in found if stale.target in names]
-            self.stale[point] = here + (point.stale if isinstance(point, ClassPoint) else [])
+            self.stale[point] = here + point.stale
 
     def _follow(self, pairs: list[Pair]) -> None:
         """Points over something that has changed call what stands there now.
@@ -281,8 +277,6 @@ class Fabric:
         """
         changed = {id(pair.old): pair.new for pair in pairs if pair.only_bound_to is None}
         for point in self.points:
-            if not isinstance(point, JoinPoint):
-                continue
             below = changed.get(id(point.original), point.original)
             if below is point.replacement or below is point.standing:
                 continue
@@ -302,7 +296,7 @@ class Fabric:
         return list(dict.fromkeys([*advices, *nested.homeless]))
 
 
-def _expected(point: Point) -> Any:
+def _expected(point: JoinPoint) -> Any:
     """What the dictionary of the point's owner holds as long as nobody else writes there."""
     if not point.installed and point.place.inherited:
         return MISSING
@@ -317,19 +311,3 @@ def _with_nested(cls: type) -> list[type]:
         # Grows while it is walked.
         found += [cls for cls in members if is_class(cls) and cls.__qualname__.startswith(prefix)]
     return found
-
-
-def _pairs(point: Point, before: Any, after: Any, extra: int, keep: Kept) -> Iterator[Pair]:
-    if not isinstance(point, JoinPoint):
-        yield Pair(before, after, extra, keep)
-        return
-    ours = point.woven.function
-    if not point.place.inherited:
-        yield Pair(before, after, extra, keep)
-        if point.inner is not point.original:
-            old, new = (point.inner, ours) if point.installed else (ours, point.inner)
-            yield Pair(old, new, -1, keep)
-    elif point.installed:
-        yield Pair(point.inner, ours, -1, keep, only_bound_to=point.place.owner)
-    else:
-        yield Pair(ours, point.inner, -1, keep)

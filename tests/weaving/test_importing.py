@@ -775,7 +775,7 @@ def test_what_goes_wrong_in_weaving_never_fails_the_import(
 
     engine.forget()
     with aspects.woven(mark("hostile:f")):
-        monkeypatch.setattr(core, "find_once", broken)
+        monkeypatch.setattr(core, "resolve", broken)
         assert engine.load("hostile").f() == []
         assert "a bug of ours" in caplog.text
         assert "hooks on hostile failed; the import goes on" in caplog.text
