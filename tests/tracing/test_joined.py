@@ -180,6 +180,20 @@ def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     assert joiner.unjoined == 0
 
 
+def test_what_waits_in_vain_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a collector that is always behind, nothing has waited for too long."""
+    monkeypatch.setattr(join, "_WAITING_RECORDS", 10)
+    joiner: Any = Joiner(Resource({}), lambda span: None)
+    scheduler = Writer("2")
+    for number in range(100, 1100, 10):
+        joiner.add(scheduler, RequestSeen(number, f"r{number}", 6))
+        joiner.add(scheduler, SpanEnd(SpanType("queue"), number + 1, number, number, 6, 7))
+        joiner.settle(is_behind=True)
+    assert joiner._unmatched.count <= 10
+    assert joiner._rootless.count <= 10
+    assert joiner.unjoined >= 90
+
+
 def test_a_clock_that_is_set_back_meanwhile() -> None:
     """What was measured over the change is nothing, and everything has its place."""
     found: list[ReadableSpan] = []

@@ -103,7 +103,7 @@ class Joiner:
                 self._wait_for_root(time.monotonic(), writer, record)
         elif isinstance(record, RequestSeen):
             if not self._see_request(writer, record):
-                self._unmatched.add(record.request_id, time.monotonic(), writer, record)
+                self._wait_for_request(time.monotonic(), writer, record)
         else:
             self._take(writer, record)
 
@@ -171,6 +171,12 @@ class Joiner:
             record = SpanEnd(_NO_TYPE, span_id, span_id, 0, start, end, error=UNFINISHED)
             self._end_request(writer, record)
 
+    def _wait_for_request(self, since: float, writer: Writer, seen: RequestSeen) -> None:
+        self._unmatched.add(seen.request_id, since, writer, seen)
+        if self._unmatched.count > _WAITING_RECORDS:
+            for _, owner, oldest in self._unmatched.take_first():
+                self._see_request(owner, oldest, is_late=True)
+
     def _wait_for_root(self, since: float, writer: Writer, record: SpanEnd) -> None:
         missing = next(each for each in (record.root_id, *record.links) if each not in self._roots)
         self._rootless.add(missing, since, writer, record)
@@ -188,7 +194,7 @@ class Joiner:
         """Everything that was written is read: who has waited for too long waits in vain."""
         for since, writer, seen in self._unmatched.take_older(now - _SEEN_LATE_SECONDS):
             if not self._see_request(writer, seen, is_late=True) and since + _WAITING_SECONDS >= now:
-                self._unmatched.add(seen.request_id, since, writer, seen)
+                self._wait_for_request(since, writer, seen)
         for _, writer, record in self._rootless.take_older(now - _WAITING_SECONDS):
             self._give_up(writer, record)
 
@@ -215,7 +221,7 @@ class Joiner:
                 sent.is_sent = True
                 for since, owner, seen in self._unmatched.take(sent.begin.request_id):
                     if not self._see_request(owner, seen):
-                        self._unmatched.add(seen.request_id, since, owner, seen)
+                        self._wait_for_request(since, owner, seen)
         elif isinstance(record, RequestElsewhere):
             self._roots.add_elsewhere(*record)
             self._name(record.key)
