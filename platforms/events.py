@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 
@@ -28,6 +30,14 @@ class DeviceEvent(ABC):
 
         Raises RuntimeError where either one is not recorded yet, or not reached yet.
         """
+
+    def marker(self) -> Callable[[Any], object]:
+        """``record`` of a stream, as few calls away from the device as can be: for one of each step."""
+        return self.record
+
+    def timer(self, end: DeviceEvent) -> Callable[[], float]:
+        """``elapsed_ms(end)``, likewise."""
+        return functools.partial(self.elapsed_ms, end)
 
 
 class ClockEvent(DeviceEvent):

@@ -5,8 +5,11 @@ NVIDIA, AMD, Intel, Ascend, Moore Threads and Gaudi devices share these calls; t
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_aspects.errors import PlatformError
@@ -47,6 +50,19 @@ class TorchEvent(DeviceEvent):
                 f"The {which} event was never recorded: call record() on both before elapsed_ms()."
             )
         return float(self._event.elapsed_time(end._event))
+
+    # torch's own methods in Python only add frames to those of their base, which is written in C.
+
+    def marker(self) -> Callable[[Any], object]:
+        self._recorded = True
+        record = getattr(type(self._event).__base__, "record", None)
+        return record.__get__(self._event) if isinstance(record, MethodDescriptorType) else self.record
+
+    def timer(self, end: DeviceEvent) -> Callable[[], float]:
+        elapsed = getattr(type(self._event).__base__, "elapsed_time", None)
+        if isinstance(elapsed, MethodDescriptorType) and isinstance(end, TorchEvent):
+            return functools.partial(elapsed, self._event, end._event)
+        return super().timer(end)
 
 
 class TorchDeviceMixin(DeviceMixin):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import sys
 import threading
 import types
@@ -15,6 +16,8 @@ from typing import Any
 
 import wrapt
 import wrapt.importer  # type: ignore[import-untyped]
+
+logger = logging.getLogger(__name__)
 
 
 def weak_methods(function: types.FunctionType) -> list[Any]:
@@ -27,6 +30,30 @@ def weak_methods(function: types.FunctionType) -> list[Any]:
 def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None:
     """Let ``weak_method`` be one of ``function``."""
     weak_method._func_ref = weakref.ref(function, weak_method._func_ref.__callback__)
+
+
+def compiling_test(compiler: Any) -> Callable[[], bool]:
+    """Says whether torch.compile traces what calls it, in one call of C where torch lets it be so.
+
+    Every woven function asks at each call: two Python frames, as `torch.compiler.is_compiling` has, cost an
+    engine's thread microseconds when its caches are cold.
+
+    :param compiler: the module `torch.compiler`, with torch.compile loaded.
+    """
+    substitute = getattr(compiler, "substitute_in_graph", None)
+    if substitute is not None:
+        never: Callable[[], bool] = "".isdigit  # a method of its own: nobody else's calls are replaced
+        try:
+            substitute(never, skip_signature_check=True)(_always)
+        except (ImportError, TypeError, ValueError) as error:
+            logger.debug("torch.compile takes no substitute for %r: %s", never, error)
+        else:
+            return never
+    return compiler.is_compiling  # type: ignore[no-any-return]
+
+
+def _always() -> bool:
+    return True
 
 
 def watch_torchscript(frontend: Any, compiled: Callable[[Any], None]) -> Callable[[], None]:

@@ -339,7 +339,7 @@ class Weaver:
             self._unwatch_scripting = compat.watch_torchscript(sys.modules[_SCRIPTING], self._scripted)
         compiler = sys.modules.get("torch.compiler")
         if self._fabric.compiling is None and _COMPILER in sys.modules and compiler is not None:
-            self._fabric.compiling = namespace(compiler).get("is_compiling")
+            self._fabric.compiling = compat.compiling_test(compiler)
             self._traced = compat.TracedCode()
             for point in self._fabric.points:
                 point.refresh(self._fabric.compiling)

@@ -41,9 +41,8 @@ class Clock:
             event.at = self.now
             self.recorded += 1
 
-        event.record = record
-        event.query = lambda: event.at >= 0
-        event.elapsed_ms = lambda end: (end.at - event.at) * 1e3
+        event.marker = lambda: record
+        event.timer = lambda end: lambda: (end.at - event.at) * 1e3
         return event
 
 

@@ -230,6 +230,10 @@ SGLANG = Engine(
         "process_batch_result": Role(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result"), required=True
         ),
+        # A request may have ended: what it held is given back.
+        "release_request": Role(
+            ("sglang.srt.mem_cache.common:release_kv_cache", f"{_CACHES}.cache_finished_req"), ("req",)
+        ),
         "stream_output": Role(
             (
                 f"{_COMPONENTS}.output_streamer:SchedulerOutputStreamer.stream_output",

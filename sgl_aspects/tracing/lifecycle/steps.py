@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.tracing import schema
+from sgl_aspects.tracing import native, schema
 from sgl_aspects.tracing.context import Fields
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter, in_sample
 from sgl_aspects.tracing.ring import format as layout
@@ -32,13 +32,11 @@ from sgl_aspects.tracing.ring.format import (
 from sgl_aspects.tracing.ring.steps import CHILD_STARTS, CHILD_TYPES, OpenSteps
 
 pack_begin, pack_queues = layout.STEP_BEGIN.pack_into, layout.STEP_QUEUES.pack_into
-# More batches than these are not under way at once: the result of the oldest will never be processed.
-_MOST_IN_FLIGHT = layout.OPEN_STEPS - 2
 # Details of what precedes a step are bounded: they may be outside of any step.
 _MOST_DETAILS = 1000
 
 
-class Step:
+class Step(native.Step):
     """A batch from its launch to its result. ``id`` 0: not traced, but figures for the metrics.
 
     ``words[block + …]`` are its moments and figures (:mod:`..ring.format`), at ``offset`` in the memory.
@@ -47,82 +45,47 @@ class Step:
     ``events``: the device's. Objects are used again: a decode step makes none.
     """
 
-    __slots__ = (
-        "batch",
-        "block",
-        "child",
-        "events",
-        "id",
-        "is_announced",
-        "is_recorded",
-        "number",
-        "offset",
-        "opened",
-        "prefill",
-        "result",
-        "spans",
-        "steps",
-        "words",
-    )
+    __slots__ = ()
 
     def __init__(self, steps: OpenSteps, block: int) -> None:
         self.steps, self.words, self.block, self.offset = steps, steps.words, block, block * 8
         self.id = self.child = 0
-        self.number: int | None = None
-        self.batch: Any = None
-        self.result: Any = None
-        self.prefill: Any = None
-        self.events: Any = None
-        self.is_announced = False
-        self.is_recorded = True
-        self.opened: tuple[int, Fields] | None = None
-        self.spans: dict[int, Fields] = {}
+        self.number = self.batch = self.result = self.prefill = self.events = self.opened = None
+        self.is_announced, self.is_recorded = False, True
+        self.spans = {}
 
 
-def store_queues(
-    memory: Any,
-    offset: int,
-    number: int | None,
-    waiting: int | None,
-    running: int | None,
-    usage: float | None,
-) -> None:
-    """Stores what is known at a step's end: its number, and the figures of its scheduler."""
-    pack_queues(
-        memory,
-        offset + 8 * layout.STEP_NUMBER,
-        0 if number is None else number + 1,
-        0 if waiting is None else waiting + 1,
-        0 if running is None else running + 1,
-        0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1,
-    )
+def figure(number: int | None) -> int:
+    """A number as it is stored: 0 is none."""
+    return 0 if number is None else number + 1
 
 
-class StepTracker:
+def usage_figure(usage: float | None) -> int:
+    """A share of 1 as it is stored."""
+    return 0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1
+
+
+class StepTracker(native.Tracker):
     """The steps of one scheduler, which runs in one thread.
 
     ``schedule_start``, ``schedule_end``: of the latest scheduling, stored by its observer. ``running``: the
-    step whose batch is being launched or processed now. ``on_level`` is called once a step where the
+    step whose batch is being launched or processed now. ``finishing``: since the latest result was processed
+    a request may have ended. ``on_level`` is called once a step where the
     recorder's level has changed, before anything of that step.
     """
 
     def __init__(self, recorder: Recorder, measures: bool = False) -> None:
-        self.schedule_start = self.schedule_end = 0
-        self.running: Step | None = None
+        self.schedule_start = self.schedule_end = self.group = self.mode_text = 0
+        self.running = self.steps = None
         self.level = recorder.level
+        self.finishing = False
         self.on_level: Callable[[int], None] | None = None
-        self.details: list[tuple[SpanWriter, int, int, str]] = []
-        self.in_flight: list[Step] = []
-        self._late: list[Step] = []
+        self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder
         self._new_id = recorder.new_id
         self._measures = measures
         self._thread = 0
-        self._steps: OpenSteps | None = None
-        self._mode, self._mode_text = "", 0
-        self._spare: list[Step] = []
-        self._group, self._keys = 0, array("Q")
-        self._spare_events: list[Any] = []
+        self._mode, self._keys = "", array("Q")
         self._nowhere = OpenSteps.in_memory()
 
     def begin(
@@ -133,7 +96,7 @@ class StepTracker:
         ``shared_id``: the step's id where other processes derive the same one from the batch.
         """
         steps = self._recorder.steps
-        if steps is not self._steps:
+        if steps is not self.steps:
             steps = self._meet(steps)
         words = steps.words
         level = words[WORD_LEVEL]
@@ -149,13 +112,16 @@ class StepTracker:
                 step_id = 0
         if not step_id and not (self._measures and level):
             return None
-        spare = self._spare
+        spare = self.spare
         try:
             step = spare.pop() if spare else Step(steps, steps.take())
         except IndexError:
-            return None
+            self.read_late()
+            if not spare:
+                return None
+            step = spare.pop()
         if mode is not self._mode:
-            self._mode, self._mode_text = mode, self._recorder.text(mode)
+            self._mode, self.mode_text = mode, self._recorder.text(mode)
         start = self.schedule_start
         self.schedule_start = 0
         pack_begin(
@@ -163,11 +129,11 @@ class StepTracker:
             step.offset,
             KIND_STEP,
             step_id,
-            self._group,
+            self.group,
             start,
             self.schedule_end if start else 0,
             now,
-            self._mode_text,
+            self.mode_text,
             size + 1,
             tokens + 1,
         )
@@ -191,7 +157,7 @@ class StepTracker:
         group = self._new_id() if keys else 0
         if group and not self._recorder.write_group(group, keys):
             group, known = 0, array("Q")
-        self._group, self._keys = group, known
+        self.group, self._keys = group, known
 
     def launched(self, step: Step, result: Any) -> None:
         """The batch is on its way; its result is processed by and by."""
@@ -199,7 +165,7 @@ class StepTracker:
         step.result = result
         in_flight = self.in_flight
         in_flight.append(step)
-        if len(in_flight) > _MOST_IN_FLIGHT:
+        if len(in_flight) > layout.MOST_IN_FLIGHT:
             lost = in_flight.pop(0)
             lost.words[lost.block] = 0
             self._give_back(lost)
@@ -229,15 +195,24 @@ class StepTracker:
         if not step.is_recorded:
             return
         step.words[step.block + PROCESS_END] = now
-        if self._late:
-            self._write_late()
-        events = step.events
-        if events is not None and not self._read_events(step, events):
-            self._late.append(step)
-            if len(self._late) > 2:
-                self._write(self._late.pop(0))
+        if step.events is None:
+            self._write(step)
             return
-        self._write(step)
+        step.batch = step.result = None  # nothing of the engine's is kept alive
+        self.late.append(step)
+        if len(self.late) >= layout.MOST_LATE:
+            self.read_late()
+
+    def read_late(self) -> None:
+        """Records the steps whose device time is to be had by now, and of too many others the oldest."""
+        late, self.late = self.late, []
+        for step in late:
+            if self._read_events(step, step.events):
+                self._write(step)
+            else:
+                self.late.append(step)
+        while len(self.late) >= layout.MOST_LATE:
+            self._write(self.late.pop(0))
 
     def _write(self, step: Step) -> None:
         """The step becomes a record, and its object free."""
@@ -248,8 +223,8 @@ class StepTracker:
         step.batch = step.result = step.prefill = step.events = step.number = None
         if step.is_announced:
             step.is_announced, step.opened, step.spans = False, None, {}
-        if step.steps is self._steps and step.is_recorded:
-            self._spare.append(step)
+        if step.steps is self.steps and step.is_recorded:
+            self.spare.append(step)
 
     def idle(self, waiting: int | None, running: int | None, usage: float | None) -> None:
         """Nothing is left to run: the metrics are to show it."""
@@ -260,7 +235,8 @@ class StepTracker:
             return
         now = time_ns()
         pack_begin(steps.memory, block * 8, KIND_STEP, 0, 0, now, 0, 0, 0, 1, 0)
-        store_queues(steps.memory, block * 8, None, waiting, running, usage)
+        figures = 0, figure(waiting), figure(running), usage_figure(usage)
+        pack_queues(steps.memory, block * 8 + 8 * layout.STEP_NUMBER, *figures)
         steps.words[block + PROCESS_END] = now
         self._recorder.end_step(steps, block)
         steps.give_back(block)
@@ -268,37 +244,33 @@ class StepTracker:
     # -- the device's time ----------------------------------------------------------------------------------
 
     def take_events(self, platform: Any) -> Any:
-        """A pair of the platform's events, used before where there is one."""
-        spare = self._spare_events
-        return spare.pop() if spare else (platform.create_event(), platform.create_event())
+        """What marks a begin and an end in a stream, and what says the milliseconds between them.
+
+        Used before, where there is one; else of new events of the platform.
+        """
+        if self.spare_events:
+            return self.spare_events.pop()
+        begin, end = platform.create_event(), platform.create_event()
+        return begin.marker(), end.marker(), begin.timer(end)
 
     def give_back_events(self, events: Any) -> None:
-        self._spare_events.append(events)
+        self.spare_events.append(events)
 
     def _read_events(self, step: Step, events: Any) -> bool:
-        begin, end = events
         try:
-            milliseconds = begin.elapsed_ms(end)  # to ask first whether it is there takes as long again
+            milliseconds = events[2]()  # to ask first whether it is there takes as long again
         except RuntimeError:  # the device has not come so far
             return False
         step.words[step.block + layout.STEP_DEVICE_TIME] = max(0, int(milliseconds * 1e6)) + 1
         step.events = None
-        self._spare_events.append(events)
+        self.spare_events.append(events)
         return True
-
-    def _write_late(self) -> None:
-        late, self._late = self._late, []
-        for step in late:
-            if self._read_events(step, step.events):
-                self._write(step)
-            else:
-                self._late.append(step)
 
     def flush(self) -> None:
         """Records the steps that still wait for the device, without its time: nobody will ask again."""
-        self._write_late()
-        while self._late:
-            self._write(self._late.pop(0))
+        self.read_late()
+        while self.late:
+            self._write(self.late.pop(0))
 
     # -- what is below a step -------------------------------------------------------------------------------
 
@@ -361,11 +333,11 @@ class StepTracker:
         if self._recorder.level:
             self._recorder.open()
             steps = self._recorder.steps
-        self._steps = steps
+        self.steps = steps
         self._thread = threading.get_ident()
         self._new_id = self._recorder.new_id
         self._mode = ""
-        self._spare.clear()
-        keys, self._group, self._keys = self._keys, 0, array("Q")
+        self.spare.clear()
+        keys, self.group, self._keys = self._keys, 0, array("Q")
         self.link(keys)
         return steps

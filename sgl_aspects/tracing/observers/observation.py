@@ -22,7 +22,11 @@ class Observation:
 
     def __post_init__(self) -> None:
         method = self.enter or self.exit
-        self.__qualname__, self.__module__ = method.__qualname__.rpartition(".")[0], method.__module__
+        owner = getattr(method, "__self__", None)
+        if owner is not None:
+            self.__qualname__, self.__module__ = type(owner).__qualname__, type(owner).__module__
+        else:
+            self.__qualname__, self.__module__ = method.__qualname__.rpartition(".")[0], method.__module__
 
 
 def error_type(error: BaseException | None) -> str:

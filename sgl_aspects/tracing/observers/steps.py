@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.tracing import native
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
-from sgl_aspects.tracing.lifecycle.steps import store_queues
+from sgl_aspects.tracing.lifecycle.steps import figure, usage_figure
 from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.format import (
     CHILD_PROCESS_RESULT,
     CHILD_RUN_BATCH,
@@ -22,30 +24,35 @@ from sgl_aspects.tracing.ring.format import (
     RUN_END,
 )
 
-# What a scheduler takes microseconds to say: in decode it is asked every 8th step, by this mask of a count.
-_STEPS_PER_READING = 7
+pack_queues, QUEUES = layout.STEP_QUEUES.pack_into, 8 * layout.STEP_NUMBER
 # An engine that works on prompts and answers on different servers schedules in functions of their own.
 _SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 
 
-class StepObserver:
-    """Tells both trackers when a batch is scheduled, launched, and its result processed."""
+class StepObserver(native.StepPath):
+    """Tells both trackers when a batch is scheduled, launched, and its result processed.
+
+    Where the compiled path is (:mod:`..native`), it takes the plain decode steps, and calls the methods here
+    for the others.
+    """
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
         self._recorder = trackers.recorder
-        self._steps, self._requests = trackers.steps, trackers.requests
-        self._measures = trackers.options.measures
-        self._busy: Any = None  # the scheduler, while the latest figures for the metrics show it at work
+        self.tracker, self._requests = trackers.steps, trackers.requests
+        self.slots = getattr(trackers.recorder, "free_slots", None)
+        self.new_id, self.preempted = trackers.recorder.new_id, trackers.requests.preempted_requests
+        self.measures = trackers.options.measures
+        self.busy = None  # the scheduler, while the latest figures for the metrics show it at work
         call, reader = engine.call_reader, engine.reader
         self._ran = call("run_batch", "batch")
-        self._ran_at = engine.position("run_batch", "batch")
+        self.ran_at = engine.position("run_batch", "batch")
         self._processing = call("process_batch_result", "scheduler")
         self._processed_batch = call("process_batch_result", "batch")
         self._result = call("process_batch_result", "result")
-        self._processing_at = engine.position("process_batch_result", "scheduler")
-        self._processed_at = engine.position("process_batch_result", "batch")
-        self._result_at = engine.position("process_batch_result", "result")
+        self.processing_at = engine.position("process_batch_result", "scheduler")
+        self.processed_at = engine.position("process_batch_result", "batch")
+        self.result_at = engine.position("process_batch_result", "result")
         self._receiving = call("receive_messages", "scheduler")
         self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
         self._mode_name = reader("mode.name") if "mode.name" in engine.attributes else str
@@ -62,24 +69,40 @@ class StepObserver:
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
         self._kv_usage = reader("scheduler.kv_usage")
         self._is_idle = reader("scheduler.is_idle")
+        # Whether any request of a batch has ended is asked where the engine has just let go of one; with each
+        # step until it has shown that it tells of that.
+        self._asks_always = True
+        self.tracker.finishing = self._finished is not None
+        # What the compiled path reads of a batch: only what an attribute's name says.
+        sources = [engine.attributes.get(f"batch.{name}") for name in ("mode", "reqs", "step_id")]
+        self.mode_source, self.reqs_source, self.number_source = sources
+        self.is_plain = self._shared_id is None and all(
+            isinstance(source, str) and source.isidentifier() for source in sources
+        )
         # Of the latest batch: most decode steps are like the one before.
-        self._mode: Any = None
+        self.mode = self.reqs = None
         self._mode_text = ""
-        self._decodes = False
-        self._reqs: Any = None
-        self._size = 0
-        # Of the scheduler, as it last was when it was asked.
-        self._count = 0
-        self._waiting: int | None = None
-        self._running: int | None = None
-        self._usage: float | None = None
+        self.decodes = False
+        self.size = 0
+        # Of the scheduler, as it last was when it was asked; as they are stored.
+        self.count = self.waiting = self.running = self.usage = 0
 
     def observations(self) -> list[Observation]:
+        release = Observation("release_request", self._release_enter)
+        if native.compiled is not None:
+            return [
+                Observation("receive_messages", self._receive_enter),
+                *(Observation(role, self.schedule_enter, self.schedule_exit) for role in _SCHEDULES),
+                Observation("run_batch", self.run_enter, self.run_exit),
+                Observation("process_batch_result", self.process_enter, self.process_exit),
+                release,
+            ]
         return [
             Observation("receive_messages", self._receive_enter),
             *(Observation(role, self._schedule_enter, self._schedule_exit) for role in _SCHEDULES),
             Observation("run_batch", self._run_enter, self._run_exit),
             Observation("process_batch_result", self._process_enter, self._process_exit),
+            release,
         ]
 
     # -- scheduled ------------------------------------------------------------------------------------------
@@ -89,47 +112,50 @@ class StepObserver:
 
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
         # A scheduler without work comes here thousands of times a second.
-        tracker = self._steps
-        if tracker.schedule_start:  # the last one led to no batch
+        tracker = self.tracker
+        if tracker.schedule_start or result is None:  # the last one led to no batch, or this one does not
             if tracker.details:
                 tracker.details.clear()
-            if self._busy is not None and not tracker.in_flight:
+            if not tracker.in_flight:
                 self._tell_idle()
         tracker.schedule_start, tracker.schedule_end = start_ns, time_ns()
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy is not None and self._is_idle(self._receiving(args, kwargs)):
+        if (self.busy is not None or self.tracker.late) and self._is_idle(self._receiving(args, kwargs)):
             self._tell_idle()
 
     def _tell_idle(self) -> None:
-        """After the last step the metrics are to show a scheduler without work."""
-        scheduler, self._busy = self._busy, None
-        waiting, _ = self._queues(scheduler)
-        self._steps.idle(waiting, 0, self._kv_usage(scheduler))
+        """After the last step nothing waits any more, and the metrics are to show a scheduler without work."""
+        if self.tracker.late:
+            self.tracker.read_late()
+        scheduler, self.busy = self.busy, None
+        if scheduler is not None:
+            waiting, _ = self._queues(scheduler)
+            self.tracker.idle(waiting, 0, self._kv_usage(scheduler))
 
     # -- launched -------------------------------------------------------------------------------------------
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time_ns()
-        at = self._ran_at
+        at = self.ran_at
         batch = args[at] if at < len(args) else self._ran(args, kwargs)
         if batch is None:
             return None  # there is nothing in it to run
         mode, reqs = self._mode_and_reqs(batch)
-        if mode is not self._mode:
+        if mode is not self.mode:
             self._meet_mode(mode)
         size = len(reqs) if reqs else 0
         requests = self._requests
         prefill: list[Chunk] | None = None
-        if not self._decodes:
+        if not self.decodes:
             prefill = self._launch_prompts(batch, now)
             tokens = self._num_tokens(batch) or 0
         else:
             tokens = size
             if requests.preempted_requests:
                 self._resume(reqs, now)
-        tracker = self._steps
-        if reqs is not self._reqs or size != self._size:
+        tracker = self.tracker
+        if reqs is not self.reqs or size != self.size:
             self._link(reqs, size)
         shared_id = 0 if self._shared_id is None else self._shared_id(batch) or 0
         step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
@@ -146,18 +172,18 @@ class StepObserver:
         step.words[step.block + RUN_END] = now
         step.number = self._step_number(step.batch)
         if error is None:
-            self._steps.launched(step, result)
+            self.tracker.launched(step, result)
             return
         problem = error_type(error)
         if step.prefill:
             self._requests.prefilled(step.prefill, problem)
-        self._steps.fail(step, 1 << CHILD_RUN_BATCH, problem)
-        self._steps.end(step, now)
+        self.tracker.fail(step, 1 << CHILD_RUN_BATCH, problem)
+        self.tracker.end(step, now)
 
     def _meet_mode(self, mode: Any) -> None:
-        self._mode = mode
+        self.mode = mode
         self._mode_text = str(self._mode_name(mode))
-        self._decodes = self._mode_text == "decode"
+        self.decodes = self._mode_text == "decode"
 
     def _launch_prompts(self, batch: Any, now: int) -> list[Chunk]:
         """The requests whose prompts a batch works on leave the queue."""
@@ -176,24 +202,32 @@ class StepObserver:
             if request in self._requests.preempted_requests and request is not None:
                 self._requests.resume(request, now)
 
+    def _release_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._asks_always = False
+        self.tracker.finishing = self._finished is not None
+
     def _link(self, reqs: Any, size: int) -> None:
         """The batch serves others than the last one did."""
-        self._reqs, self._size = reqs, size
+        if not self._asks_always and self._finished is not None:  # should it not always have told
+            left = {id(req) for req in self.reqs or ()}.difference(id(req) for req in reqs or ())
+            gone = [req for req in self.reqs or () if id(req) in left and self._finish_reason(req)]
+            self._end_requests(gone)
+        self.reqs, self.size = reqs, size
         known, rid = self._requests.requests, self._rid
         found = [known.get(rid(req)) for req in reqs or ()]
         keys = [request.key for request in found if request is not None]
-        self._steps.link(keys)
+        self.tracker.link(keys)
 
     # -- its result processed -------------------------------------------------------------------------------
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time_ns()
-        tracker = self._steps
+        tracker = self.tracker
         if not tracker.in_flight:
             return None
-        count, at = len(args), self._result_at
+        count, at = len(args), self.result_at
         result = args[at] if at < count else self._result(args, kwargs)
-        at = self._processed_at
+        at = self.processed_at
         batch = args[at] if at < count else self._processed_batch(args, kwargs)
         step = tracker.take(batch, result)
         if step is None:
@@ -202,7 +236,7 @@ class StepObserver:
         step.child = CHILD_PROCESS_RESULT
         tracker.running = step
         step.batch = batch
-        at = self._processing_at
+        at = self.processing_at
         step.result = args[at] if at < count else self._processing(args, kwargs)
         if step.prefill:
             for chunk in step.prefill:
@@ -216,27 +250,29 @@ class StepObserver:
     def _process_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        now = time_ns()
-        scheduler = step.result
+        now, tracker, scheduler = time_ns(), self.tracker, step.result
         if step.prefill:
             self._requests.processed("" if error is None else error_type(error))
-        if self._finished is not None:
+        if self._finished is not None and (tracker.finishing or step.prefill is not None):
+            tracker.finishing = self._asks_always
             finished = self._finished(step.batch)  # type: ignore[operator]
             if finished:
                 self._end_requests(finished)
-        count = self._count = self._count + 1
-        if not count & _STEPS_PER_READING or step.prefill is not None:
-            self._waiting, self._running = self._queues(scheduler)
-            self._usage = self._kv_usage(scheduler)
+        count = self.count = self.count + 1
+        if not count & layout.STEPS_PER_READING or step.prefill is not None:
+            waiting, running = self._queues(scheduler)
+            self.waiting, self.running = figure(waiting), figure(running)
+            self.usage = usage_figure(self._kv_usage(scheduler))
             bridge_opentelemetry()  # somebody may have loaded it meanwhile
-        memory, offset = step.steps.memory, step.offset
-        store_queues(memory, offset, step.number, self._waiting, self._running, self._usage)
-        tracker = self._steps
+        figures = figure(step.number), self.waiting, self.running, self.usage
+        pack_queues(step.steps.memory, step.offset + QUEUES, *figures)
         if error is not None:
             tracker.fail(step, 1 << CHILD_PROCESS_RESULT, error_type(error))
-        if self._measures:
-            self._busy = scheduler
+        if self.measures:
+            self.busy = scheduler
         tracker.end(step, now)
+        if tracker.late and not self._requests.requests:
+            tracker.read_late()
 
     def _end_requests(self, finished: Sequence[Any]) -> None:
         requests = self._requests

@@ -123,6 +123,15 @@ CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESU
 #: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
 CHILD_SHIFT = 60
 
+# How often what is slow is asked for, as the mask of a count: queues and KV usage, in decode; whether an engine
+# still runs its passes in the same stream.
+STEPS_PER_READING = 7
+PASSES_PER_STREAM = 63
+#: More batches than these are not under way at once: the result of the oldest will never be processed.
+MOST_IN_FLIGHT = OPEN_STEPS - 2
+#: The device's times of so many steps are read together: to ask once more costs a tenth of asking first.
+MOST_LATE = 8
+
 
 def child_id(step_id: int, child: int) -> int:
     """The span id of a step's child: it follows from the step's."""

@@ -58,6 +58,8 @@ class RingRecorder:
         self.when_full: Callable[[str], None] | None = None
         self._closed = False
         self._slots = Slots(self._open_file, self._ring_is_full)
+        #: Where the compiled path of a decode step takes its slots.
+        self.free_slots = self._slots.free
         self._writers: dict[SpanType, SpanWriter] = {}
         self._layouts: dict[SpanType, Layouts] = {}
         self._begins: dict[SpanType, int] = {}  # the first word of their slots
@@ -77,7 +79,7 @@ class RingRecorder:
         self.new_id: Callable[[], int] = id_source()
         self._lock = threading.RLock()  # for opening and defining only
         self._file: RingFile | None = None
-        self.steps = self._steps_in_memory()
+        self._open_steps(self._steps_in_memory())
         # A file's own numbers; the writers hold on to these dictionaries.
         self._begins.clear()
         self._texts.clear()
@@ -124,7 +126,7 @@ class RingRecorder:
                 if self._file is None:
                     self._closed = True
                 else:
-                    self.steps = OpenSteps(self._file.memory, self._file.words)
+                    self._open_steps(OpenSteps(self._file.memory, self._file.words))
             return self._file
 
     def spans(self, type: SpanType) -> SpanWriter:
@@ -165,6 +167,13 @@ class RingRecorder:
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         """A ring has no objects for spans."""
+
+    def _open_steps(self, steps: OpenSteps) -> None:
+        """Steps are open there from now on, and no longer where they were."""
+        before = getattr(self, "steps", None)
+        self.steps = steps
+        if before is not None:
+            before.retire()
 
     def _steps_in_memory(self) -> OpenSteps:
         """Before the file is made, and after the end."""
@@ -213,7 +222,7 @@ class RingRecorder:
             if file is not None:
                 # Another thread may be packing right now: the memory goes when nobody holds it.
                 self._control = 0, 0, 0
-                self.steps = self._steps_in_memory()
+                self._open_steps(self._steps_in_memory())
                 file.end(layout.LET_GO if lets_go else layout.CLOSED)
 
     def _learn(self, type: SpanType, write: SpanWriter, *fields: Any) -> None:

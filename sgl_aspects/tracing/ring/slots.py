@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from sgl_aspects.tracing import native
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
 
@@ -16,15 +16,16 @@ from sgl_aspects.tracing.ring.file import RingFile
 class Slots:
     """``take()`` gives a slot that is the caller's to fill: its number, the memory it is in, and where there.
 
-    ``StopIteration``: none is at hand, see ``make_room``. Taking is one step of iterators written in C, which
-    no other thread can interrupt.
+    ``StopIteration``: none is at hand, see ``make_room``. Taking is one step in C, which no other thread can
+    interrupt.
     """
 
-    __slots__ = ("_find_file", "_last", "_lock", "_numbers", "_when_full", "take")
+    __slots__ = ("_find_file", "_last", "_lock", "_when_full", "free", "take")
 
     def __init__(self, find_file: Callable[[], RingFile | None], when_full: Callable[[], None]) -> None:
         self._find_file = find_file
         self._when_full = when_full
+        self.free = native.Slots()
         self.forget()
 
     def forget(self) -> None:
@@ -43,7 +44,7 @@ class Slots:
         if file is None:
             return False
         with self._lock:
-            if operator.length_hint(self._numbers):
+            if operator.length_hint(self.free):
                 return True  # another thread was faster
             free = file.words[layout.WORD_TAKEN] + file.slots
             if free > self._last:
@@ -93,8 +94,6 @@ class Slots:
         layout.BEGIN.pack_into(memory, offset, layout.KIND_VOID, 0, 0, 0, 0, number)
 
     def _hand_out(self, last: int, memory: Any, offset: int) -> None:
-        numbers = range(self._last + 1, last + 1)
-        offsets = range(offset, offset + len(numbers) * layout.SLOT_BYTES, layout.SLOT_BYTES)
-        self._numbers: Iterator[int] = iter(numbers)
-        self.take = zip(self._numbers, itertools.repeat(memory), offsets).__next__
+        self.free.hand_out(self._last + 1, last, memory, offset)
+        self.take: Callable[[], tuple[int, Any, int]] = self.free.take
         self._last = last

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgl_aspects.tracing import schema
+from sgl_aspects.tracing import native, schema
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
 
@@ -29,16 +29,18 @@ CHILD_TYPES = {child: type for child, type, *_ in _CHILDREN}
 CHILD_STARTS = {child: start for child, _, start, *_ in _CHILDREN}
 
 
-class OpenSteps:
+class OpenSteps(native.Blocks):
     """The blocks of one header: ``words`` are its 64-bit numbers, ``memory`` its bytes.
 
     ``take`` gives the first word of a free block (``IndexError``: there is none), ``give_back`` frees it.
+    ``retire`` before the memory goes, or another takes its place.
     """
 
     __slots__ = ("_free", "give_back", "memory", "take", "words")
 
     def __init__(self, memory: Any, words: Any) -> None:
         self.memory, self.words = memory, words
+        self.map(memory)
         self._free = [
             layout.OPEN_STEPS_WORD + number * layout.STEP_WORDS for number in range(layout.OPEN_STEPS)
         ]

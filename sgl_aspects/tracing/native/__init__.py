@@ -1,0 +1,26 @@
+"""The hot path of a decode step in C where there is a compiler, else in Python: the same records either way.
+
+    decode_path.c   the plain case of observers/steps.py and observers/forward.py
+    build.py        compiles it, once for a version of it and of Python, into the user's cache
+    fields.py       what stands in its place without it
+
+``SGL_ASPECTS_NATIVE``: ``auto`` (the default), ``cached`` (only what has been compiled already), ``off``.
+Measured where it counts, in docs/performance-steps.md: that is why it is here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.tracing.native.build import load
+
+#: The compiled module; None: everything runs in Python.
+compiled: Any = load()
+
+if compiled is None or TYPE_CHECKING:
+    from sgl_aspects.tracing.native.fields import Blocks, ForwardPath, Slots, Step, StepPath, Tracker
+else:
+    Blocks, Slots, Step, Tracker = compiled.Blocks, compiled.Slots, compiled.Step, compiled.Tracker
+    StepPath, ForwardPath = compiled.StepPath, compiled.ForwardPath
+
+__all__ = ["Blocks", "ForwardPath", "Slots", "Step", "StepPath", "Tracker", "compiled"]

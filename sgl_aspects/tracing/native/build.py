@@ -1,0 +1,109 @@
+"""Compiles ``decode_path.c``, once for each version of it and of Python, and loads it.
+
+As Triton does with its launchers, and with what those need: a C compiler and Python's headers. The result
+lies in the user's cache and is loaded only from a folder that nobody else can write to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects.tracing.ring import format as layout
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGL_ASPECTS_NATIVE"
+AUTO, CACHED, OFF = "auto", "cached", "off"
+_NAME = "_decode_path"
+_SOURCE = Path(__file__).with_name("decode_path.c")
+_FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+_SECONDS = 120  # for a compiler on a machine that starts an engine
+
+
+def load() -> Any:
+    """The compiled module; None where it is switched off, or cannot be made (``why_not`` says why)."""
+    wanted = os.environ.get(VARIABLE, AUTO)
+    if wanted not in (AUTO, CACHED, OFF):
+        logger.warning("%s=%s is ignored: it takes %s, %s or %s", VARIABLE, wanted, AUTO, CACHED, OFF)
+        wanted = AUTO
+    if wanted == OFF:
+        return None
+    try:
+        path = _path()
+        if not path.exists():
+            if wanted == CACHED:
+                return None
+            _compile(path)
+        return _load(path)
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        logger.info("tracing records steps in Python, not in C: %s", error)
+        return None
+
+
+def header() -> str:
+    """``layout.h``: the numbers of the ring's layout that the C code uses."""
+    names = [
+        name for name, value in vars(layout).items() if type(value) is int and name.isupper() and name[0] != "_"
+    ]
+    return "".join(f"#define {name} {getattr(layout, name)}ull\n" for name in names)
+
+
+def _path() -> Path:
+    """Where the module for this Python lies, or will."""
+    told = [_SOURCE.read_text(), header(), sys.version, sysconfig.get_platform(), *_FLAGS]
+    digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache, "sgl-aspects", f"{_NAME}-{digest}{suffix}")
+
+
+def _compile(path: Path) -> None:
+    """:raises OSError: there is no compiler, or no folder for the result; SubprocessError: it failed."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise OSError("it needs the interpreter's lock, and this Python has none")
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    headers = sysconfig.get_path("include")
+    if compiler is None or not os.path.exists(os.path.join(headers, "Python.h")):
+        raise OSError("it needs a C compiler and Python's headers (Debian: gcc, python3-dev)")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        Path(folder, "layout.h").write_text(header())
+        made = Path(folder, path.name)
+        command = [*compiler.split(), *_FLAGS, f"-I{folder}", f"-I{headers}", str(_SOURCE), "-o", str(made)]
+        # What the engine preloads or traces is not the compiler's business.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        if done.returncode:
+            raise OSError(f"{' '.join(command[:1])} ended with {done.returncode}: {done.stderr[-500:]}")
+        os.replace(made, path)
+
+
+def _load(path: Path) -> Any:
+    for place in (path.parent, path):
+        found = place.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise OSError(f"{place} is not this user's alone: remove it, or set {VARIABLE}={OFF}")
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_loader(_NAME, loader)
+    assert spec is not None  # of a loader that was given
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,724 @@
+/* A decode step that is like the one before, recorded without running any Python.
+
+   Between two steps of an engine the model and the scheduler evict every cache: what a step's record costs is
+   how many different pieces of code and memory it touches, and each Python function is a dozen of them. Here
+   are the functions of observers/steps.py and observers/forward.py for the plain case only. In any other
+   (prompts, another batch, an error, another level, a full ring) the Python method is called with the same
+   arguments, before anything has been changed. The Python classes inherit their fields from these types.
+
+   layout.h is written from ring/format.py when this is compiled. Compiled for one version of CPython. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+
+#include "layout.h"
+
+static inline uint64_t
+now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline int
+is_none(PyObject *object)
+{
+    return object == NULL || object == Py_None;
+}
+
+static inline void
+replace(PyObject **place, PyObject *value)
+{
+    PyObject *old = *place;
+    Py_XINCREF(value);
+    *place = value;
+    Py_XDECREF(old);
+}
+
+/* -- types of fields ------------------------------------------------------------------------------------- */
+
+/* Each type's object fields stand in a row: the first of them and their number say all to the collector of
+   garbage. */
+#define COLLECTED(type, first, count)                                                                      \
+    static int type##_traverse(PyObject *self, visitproc visit, void *arg)                                \
+    {                                                                                                      \
+        PyObject **fields = (PyObject **)((char *)self + offsetof(type, first));                           \
+        for (int i = 0; i < (count); i++)                                                                  \
+            Py_VISIT(fields[i]);                                                                           \
+        Py_VISIT(Py_TYPE(self));                                                                           \
+        return 0;                                                                                          \
+    }                                                                                                      \
+    static int type##_clear(PyObject *self)                                                                \
+    {                                                                                                      \
+        PyObject **fields = (PyObject **)((char *)self + offsetof(type, first));                           \
+        for (int i = 0; i < (count); i++)                                                                  \
+            Py_CLEAR(fields[i]);                                                                           \
+        return 0;                                                                                          \
+    }                                                                                                      \
+    static void type##_dealloc(PyObject *self)                                                             \
+    {                                                                                                      \
+        PyTypeObject *type_object = Py_TYPE(self);                                                         \
+        PyObject_GC_UnTrack(self);                                                                         \
+        type##_clear(self);                                                                                \
+        type_object->tp_free(self);                                                                        \
+        Py_DECREF(type_object);                                                                            \
+    }                                                                                                      \
+    static PyType_Slot type##_slots[] = {{Py_tp_traverse, type##_traverse},                                \
+                                         {Py_tp_clear, type##_clear},                                      \
+                                         {Py_tp_dealloc, type##_dealloc},                                  \
+                                         {Py_tp_members, type##_members},                                  \
+                                         {Py_tp_methods, type##_methods},                                  \
+                                         {0, NULL}};                                                       \
+    static PyType_Spec type##_spec = {"sgl_aspects.tracing.native." #type, sizeof(type), 0,                \
+                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,       \
+                                      type##_slots};
+
+#define OBJECT(type, name) {#name, T_OBJECT, offsetof(type, name), 0, NULL}
+#define NUMBER(type, name) {#name, T_ULONGLONG, offsetof(type, name), 0, NULL}
+#define SIZE(type, name) {#name, T_PYSSIZET, offsetof(type, name), 0, NULL}
+#define FLAG(type, name) {#name, T_BOOL, offsetof(type, name), 0, NULL}
+#define END {NULL, 0, 0, 0, NULL}
+
+/* The memory in which steps are open. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *mapped;
+    uint64_t *words; /* NULL: nothing may be written there any more */
+} Blocks;
+
+/* The slots that are at hand. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *mapped;
+    char *address;
+    Py_ssize_t offset; /* of the next slot */
+    unsigned long long number, last;
+} Slots;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *steps, *words, *batch, *result, *prefill, *events, *number, *opened, *spans;
+    unsigned long long id;
+    Py_ssize_t block, offset, child;
+    char is_announced, is_recorded;
+} Step;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events;
+    unsigned long long schedule_start, schedule_end, level, group, mode_text;
+    char finishing;
+} Tracker;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tracker, *slots, *new_id, *preempted, *busy, *mode, *reqs;
+    PyObject *mode_source, *reqs_source, *number_source; /* an attribute's name, or a function of the batch */
+    Py_ssize_t ran_at, processing_at, processed_at, result_at, size;
+    unsigned long long count, waiting, running, usage;
+    char decodes, measures, is_plain;
+} StepPath;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
+    Py_ssize_t runner_at;
+    unsigned long long eager_text, replayed_text, device_text, passes, expects;
+    char has_begun, has_events;
+} ForwardPath;
+
+static PyTypeObject *blocks_type, *slots_type, *step_type, *tracker_type;
+
+/* The words of a step's block; NULL where they are not, or no longer, memory of ours. */
+static inline uint64_t *
+words_of(Step *step)
+{
+    if (is_none(step->steps) || !PyObject_TypeCheck(step->steps, blocks_type))
+        return NULL;
+    uint64_t *words = ((Blocks *)step->steps)->words;
+    return words == NULL ? NULL : words + step->block;
+}
+
+static inline int
+is_step(PyObject *object)
+{
+    return !is_none(object) && PyObject_TypeCheck(object, step_type);
+}
+
+/* An object's attribute, or what a function says of it. */
+static inline PyObject *
+read_from(PyObject *object, PyObject *source)
+{
+    return PyUnicode_CheckExact(source) ? PyObject_GetAttr(object, source)
+                                        : PyObject_CallOneArg(source, object);
+}
+
+static PyObject *
+call_method(PyObject *self, PyObject *name, PyObject *const *args, Py_ssize_t count)
+{
+    PyObject *all[4] = {self, NULL, NULL, NULL};
+    memcpy(all + 1, args, (size_t)count * sizeof(PyObject *));
+    return PyObject_VectorcallMethod(name, all, (size_t)count + 1, NULL);
+}
+
+static inline uint64_t
+number_of(PyObject *object)
+{
+    uint64_t number = is_none(object) ? 0 : PyLong_AsUnsignedLongLong(object) + 1;
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return number;
+}
+
+/* -- Blocks ------------------------------------------------------------------------------------------------ */
+
+/* The address of a writable object, which is kept alive and as large as it is while the address is used. The
+   buffer is given back at once: a file that is closed, in a forked child, must not find its memory in use. */
+static void *
+address_of(PyObject *memory, Py_ssize_t at_least)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(memory, &view, PyBUF_WRITABLE) < 0)
+        return NULL;
+    void *address = view.buf;
+    if (view.len < at_least) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of memory are not enough: %zd", view.len, at_least);
+        address = NULL;
+    }
+    PyBuffer_Release(&view);
+    return address;
+}
+
+static PyObject *
+Blocks_map(PyObject *self, PyObject *memory)
+{
+    uint64_t *words = address_of(memory, HEADER_BYTES);
+    if (words == NULL)
+        return NULL;
+    replace(&((Blocks *)self)->mapped, memory);
+    ((Blocks *)self)->words = words;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Blocks_retire(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    ((Blocks *)self)->words = NULL;
+    Py_CLEAR(((Blocks *)self)->mapped);
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef Blocks_members[] = {END};
+static PyMethodDef Blocks_methods[] = {
+    {"map", Blocks_map, METH_O, "Steps are open in this memory."},
+    {"retire", Blocks_retire, METH_NOARGS, "The memory may go: only Python writes there from now on."},
+    {NULL, NULL, 0, NULL}};
+COLLECTED(Blocks, mapped, 1)
+
+/* -- Slots ------------------------------------------------------------------------------------------------- */
+
+static PyObject *
+Slots_hand_out(PyObject *object, PyObject *args)
+{
+    Slots *self = (Slots *)object;
+    PyObject *memory;
+    unsigned long long first, last;
+    Py_ssize_t offset;
+    if (!PyArg_ParseTuple(args, "KKOn", &first, &last, &memory, &offset))
+        return NULL;
+    char *address = NULL;
+    if (last >= first) {
+        address = address_of(memory, offset + (Py_ssize_t)(last - first + 1) * SLOT_BYTES);
+        if (address == NULL)
+            return NULL;
+    }
+    replace(&self->mapped, memory);
+    self->address = address;
+    self->offset = offset;
+    self->number = first;
+    self->last = address == NULL ? 0 : last;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Slots_take(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    Slots *self = (Slots *)object;
+    if (self->number > self->last || self->address == NULL) {
+        PyErr_SetNone(PyExc_StopIteration);
+        return NULL;
+    }
+    unsigned long long number = self->number++;
+    Py_ssize_t offset = self->offset;
+    self->offset += SLOT_BYTES;
+    return Py_BuildValue("KOn", number, self->mapped, offset);
+}
+
+static PyObject *
+Slots_left(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    Slots *self = (Slots *)object;
+    int none = self->address == NULL || self->number > self->last;
+    return PyLong_FromUnsignedLongLong(none ? 0 : self->last - self->number + 1);
+}
+
+static PyMemberDef Slots_members[] = {END};
+static PyMethodDef Slots_methods[] = {
+    {"hand_out", Slots_hand_out, METH_VARARGS, "These numbers, from this place of the memory on."},
+    {"take", Slots_take, METH_NOARGS, "The next number, its memory and the place there; or StopIteration."},
+    {"__length_hint__", Slots_left, METH_NOARGS, "How many are at hand."},
+    {NULL, NULL, 0, NULL}};
+COLLECTED(Slots, mapped, 1)
+
+/* -- Step and tracker: fields only ------------------------------------------------------------------------- */
+
+static PyMemberDef Step_members[] = {
+    OBJECT(Step, steps), OBJECT(Step, words), OBJECT(Step, batch), OBJECT(Step, result),
+    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, number), OBJECT(Step, opened),
+    OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, offset), SIZE(Step, child),
+    FLAG(Step, is_announced), FLAG(Step, is_recorded), END};
+static PyMethodDef Step_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Step, steps, 9)
+
+static PyMemberDef Tracker_members[] = {
+    OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
+    OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events),
+    NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
+    NUMBER(Tracker, group), NUMBER(Tracker, mode_text), FLAG(Tracker, finishing), END};
+static PyMethodDef Tracker_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Tracker, steps, 7)
+
+static inline int
+has_any(PyObject *list)
+{
+    return list != NULL && PyList_Check(list) && PyList_GET_SIZE(list) > 0;
+}
+
+/* The tracker where its fields are what the functions below count on; else NULL. */
+static inline Tracker *
+tracker_in(PyObject *object)
+{
+    Tracker *tracker = (Tracker *)object;
+    if (is_none(object) || !PyObject_TypeCheck(object, tracker_type) || is_none(tracker->steps)
+        || !PyObject_TypeCheck(tracker->steps, blocks_type) || ((Blocks *)tracker->steps)->words == NULL
+        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_Check(tracker->in_flight)
+        || !PyList_Check(tracker->spare))
+        return NULL;
+    return tracker;
+}
+
+/* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
+
+static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
+static PyObject *s_forward_enter, *s_forward_exit, *s_launch_enter;
+
+static PyObject *
+StepPath_schedule_enter(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
+{
+    return PyLong_FromUnsignedLongLong(now_ns());
+}
+
+static PyObject *
+StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    Tracker *tracker = tracker_in(self->tracker);
+    uint64_t now = now_ns();
+    int is_idle = count == 3 && (args[1] == Py_None || (tracker != NULL && tracker->schedule_start));
+    if (count != 3 || tracker == NULL
+        || (is_idle && (!is_none(self->busy) || has_any(tracker->details) || has_any(tracker->late))))
+        return call_method(object, s_schedule_exit, args, count);
+    unsigned long long start = PyLong_AsUnsignedLongLong(args[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    tracker->schedule_start = start;
+    tracker->schedule_end = now;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    Tracker *tracker = tracker_in(self->tracker);
+    if (count != 2 || tracker == NULL || !self->is_plain || !self->decodes || !PyTuple_Check(args[0])
+        || PyTuple_GET_SIZE(args[0]) <= self->ran_at || is_none(self->preempted) || !PyAnySet_Check(self->preempted)
+        || PySet_GET_SIZE(self->preempted)
+        || has_any(tracker->details))
+        goto slow;
+    PyObject *batch = PyTuple_GET_ITEM(args[0], self->ran_at);
+    uint64_t *words = ((Blocks *)tracker->steps)->words;
+    uint64_t level = words[WORD_LEVEL];
+    if (batch == Py_None || level != tracker->level)
+        goto slow;
+    /* What it reads is kept by the batch, or is the same as before. */
+    PyObject *mode = read_from(batch, self->mode_source);
+    if (mode == NULL)
+        goto unreadable;
+    int is_same = mode == self->mode;
+    Py_DECREF(mode);
+    if (!is_same)
+        goto slow;
+    PyObject *reqs = read_from(batch, self->reqs_source);
+    if (reqs == NULL)
+        goto unreadable;
+    is_same = reqs == self->reqs && PyList_CheckExact(reqs) && PyList_GET_SIZE(reqs) == self->size;
+    Py_DECREF(reqs);
+    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
+    if (!is_same || !spare)
+        goto slow;
+    if (!level || (level == 1 && !self->measures))
+        Py_RETURN_NONE;
+    Step *step = (Step *)PyList_GET_ITEM(tracker->spare, spare - 1);
+    if (!is_step((PyObject *)step) || step->steps != tracker->steps)
+        goto slow;
+    uint64_t id = 0;
+    if (level >= 2) {
+        PyObject *number = PyObject_CallNoArgs(self->new_id);
+        if (number == NULL)
+            return NULL;
+        id = PyLong_AsUnsignedLongLong(number);
+        Py_DECREF(number);
+        if (PyErr_Occurred())
+            return NULL;
+        uint64_t sample = words[WORD_SAMPLE];
+        if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
+            id = 0;
+        if (!id && !self->measures)
+            Py_RETURN_NONE;
+    }
+    Py_INCREF(step);
+    if (PyList_SetSlice(tracker->spare, spare - 1, spare, NULL) < 0) {
+        Py_DECREF(step);
+        return NULL;
+    }
+    words += step->block;
+    memset(words, 0, SLOT_BYTES);
+    words[STEP_SPAN_ID] = id;
+    words[STEP_GROUP] = tracker->group;
+    words[SCHEDULE_START] = tracker->schedule_start;
+    words[SCHEDULE_END] = tracker->schedule_start ? tracker->schedule_end : 0;
+    words[RUN_START] = now;
+    words[STEP_MODE] = tracker->mode_text;
+    words[STEP_SIZE] = words[STEP_TOKENS] = (uint64_t)self->size + 1;
+    words[STEP_HEAD] = KIND_STEP;
+    tracker->schedule_start = 0;
+    step->id = id;
+    step->child = CHILD_RUN_BATCH;
+    replace(&step->batch, batch);
+    replace(&tracker->running, (PyObject *)step);
+    return (PyObject *)step;
+unreadable:
+    PyErr_Clear();
+slow:
+    return call_method(object, s_run_enter, args, count);
+}
+
+static PyObject *
+StepPath_run_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    Tracker *tracker = tracker_in(self->tracker);
+    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None
+        || PyList_GET_SIZE(tracker->in_flight) >= (Py_ssize_t)MOST_IN_FLIGHT)
+        goto slow;
+    Step *step = (Step *)args[0];
+    uint64_t *words = words_of(step);
+    if (words == NULL || !step->is_recorded)
+        goto slow;
+    PyObject *number = read_from(step->batch, self->number_source);
+    if (number == NULL) {
+        PyErr_Clear();
+        goto slow;
+    }
+    words[RUN_END] = now;
+    replace(&step->number, number);
+    Py_DECREF(number);
+    replace(&tracker->running, NULL);
+    replace(&step->result, args[1]);
+    if (PyList_Append(tracker->in_flight, (PyObject *)step) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+slow:
+    return call_method(object, s_run_exit, args, count);
+}
+
+static PyObject *
+StepPath_process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    Tracker *tracker = tracker_in(self->tracker);
+    if (count != 2 || tracker == NULL || !PyTuple_Check(args[0]))
+        goto slow;
+    if (!PyList_GET_SIZE(tracker->in_flight))
+        Py_RETURN_NONE;
+    Py_ssize_t given = PyTuple_GET_SIZE(args[0]);
+    if (given <= self->result_at || given <= self->processed_at || given <= self->processing_at)
+        goto slow;
+    Step *step = (Step *)PyList_GET_ITEM(tracker->in_flight, 0);
+    if (!is_step((PyObject *)step) || step->result != PyTuple_GET_ITEM(args[0], self->result_at)
+        || !is_none(step->prefill))
+        goto slow;
+    uint64_t *words = words_of(step);
+    if (words == NULL)
+        goto slow;
+    Py_INCREF(step);
+    if (PyList_SetSlice(tracker->in_flight, 0, 1, NULL) < 0) {
+        Py_DECREF(step);
+        return NULL;
+    }
+    words[PROCESS_START] = now;
+    step->child = CHILD_PROCESS_RESULT;
+    replace(&tracker->running, (PyObject *)step);
+    replace(&step->batch, PyTuple_GET_ITEM(args[0], self->processed_at));
+    replace(&step->result, PyTuple_GET_ITEM(args[0], self->processing_at));
+    return (PyObject *)step;
+slow:
+    return call_method(object, s_process_enter, args, count);
+}
+
+static PyObject *
+StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    Tracker *tracker = tracker_in(self->tracker);
+    Slots *slots = (Slots *)self->slots;
+    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
+        || is_none(tracker->late) || !PyList_Check(tracker->late) || !((self->count + 1) & STEPS_PER_READING) || is_none(self->slots)
+        || !PyObject_TypeCheck(self->slots, slots_type) || slots->address == NULL || slots->number > slots->last)
+        goto slow;
+    Step *step = (Step *)args[0];
+    uint64_t *words = words_of(step);
+    if (words == NULL || !step->is_recorded || !is_none(step->prefill)
+        || (!is_none(step->events) && PyList_GET_SIZE(tracker->late) + 1 >= (Py_ssize_t)MOST_LATE))
+        goto slow;
+    self->count++;
+    words[STEP_NUMBER] = number_of(step->number);
+    words[STEP_WAITING] = self->waiting;
+    words[STEP_RUNNING] = self->running;
+    words[STEP_KV_USAGE] = self->usage;
+    words[PROCESS_END] = now;
+    if (self->measures)
+        replace(&self->busy, step->result);
+    replace(&tracker->running, NULL);
+    Py_CLEAR(step->batch);
+    Py_CLEAR(step->result);
+    Py_CLEAR(step->number);
+    if (!is_none(step->events)) { /* the device's times of several steps are read together */
+        if (PyList_Append(tracker->late, (PyObject *)step) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    char *slot = slots->address + slots->offset;
+    uint64_t number = slots->number++;
+    slots->offset += SLOT_BYTES;
+    memcpy(slot, words, MARK_OFFSET);
+    __atomic_store_n((uint64_t *)(slot + MARK_OFFSET), number, __ATOMIC_RELEASE);
+    words[STEP_HEAD] = 0;
+    if (step->is_announced) {
+        PyObject *spans = PyDict_New();
+        if (spans == NULL)
+            return NULL;
+        step->is_announced = 0;
+        Py_CLEAR(step->opened);
+        replace(&step->spans, spans);
+        Py_DECREF(spans);
+    }
+    if (step->steps == tracker->steps && PyList_Append(tracker->spare, (PyObject *)step) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+slow:
+    return call_method(object, s_process_exit, args, count);
+}
+
+static PyMemberDef StepPath_members[] = {
+    OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, new_id),
+    OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
+    OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source),
+    SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
+    SIZE(StepPath, result_at), SIZE(StepPath, size), NUMBER(StepPath, count), NUMBER(StepPath, waiting),
+    NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures),
+    FLAG(StepPath, is_plain), END};
+
+#define FAST(type, name) {#name, (PyCFunction)(void (*)(void))type##_##name, METH_FASTCALL, NULL}
+static PyMethodDef StepPath_methods[] = {
+    FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
+    FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
+    {NULL, NULL, 0, NULL}};
+COLLECTED(StepPath, tracker, 10)
+
+/* -- its forward pass -------------------------------------------------------------------------------------- */
+
+/* Marks the begin on the device; 0, with an exception set, where that fails. */
+static int
+begin_on_device(ForwardPath *self)
+{
+    self->passes++;
+    PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->events, 0), self->stream);
+    if (done == NULL)
+        return 0;
+    Py_DECREF(done);
+    self->has_begun = 1;
+    return 1;
+}
+
+static PyObject *
+ForwardPath_forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    Tracker *tracker = tracker_in(self->tracker);
+    if (count != 2 || tracker == NULL)
+        goto slow;
+    Step *step = (Step *)tracker->running;
+    if (is_none((PyObject *)step) || !step->id || !is_none(self->step))
+        Py_RETURN_NONE;
+    if (!is_step((PyObject *)step) || !PyTuple_Check(args[0])
+        || PyTuple_GET_SIZE(args[0]) <= self->runner_at
+        || PyTuple_GET_ITEM(args[0], self->runner_at) != self->met_runner || step->steps != self->met_steps
+        || !((self->passes + 1) & PASSES_PER_STREAM))
+        goto slow;
+    uint64_t *words = words_of(step);
+    if (words == NULL || (self->has_events && !has_any(tracker->spare_events)))
+        goto slow;
+    replace(&self->step, (PyObject *)step);
+    step->child = CHILD_FORWARD;
+    words[FORWARD_START] = now_ns();
+    words[STEP_GRAPH] = self->eager_text;
+    words[STEP_DEVICE_NAME] = self->device_text;
+    if (self->has_events) {
+        Py_ssize_t spare = PyList_GET_SIZE(tracker->spare_events);
+        replace(&self->events, PyList_GET_ITEM(tracker->spare_events, spare - 1));
+        if (PyList_SetSlice(tracker->spare_events, spare - 1, spare, NULL) < 0)
+            return NULL;
+        self->has_begun = 0;
+        if (!(self->expects >> (words[STEP_MODE] & 63) & 1) && !begin_on_device(self))
+            return NULL;
+    }
+    Py_INCREF(step);
+    return (PyObject *)step;
+slow:
+    return call_method(object, s_forward_enter, args, count);
+}
+
+static PyObject *
+ForwardPath_launch_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (is_none(self->step))
+        Py_RETURN_NONE;
+    uint64_t *words = is_step(self->step) ? words_of((Step *)self->step) : NULL;
+    if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
+        return call_method(object, s_launch_enter, args, count);
+    if (words[STEP_GRAPH] == self->replayed_text)
+        Py_RETURN_NONE; /* a further part of the same pass */
+    words[STEP_GRAPH] = self->replayed_text;
+    if (!is_none(self->events)) {
+        self->expects |= 1ull << (words[STEP_MODE] & 63);
+        if (!begin_on_device(self))
+            return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    uint64_t *words = count == 3 && is_step(args[0]) ? words_of((Step *)args[0]) : NULL;
+    if (words == NULL || args[2] != Py_None || (!is_none(self->events) && !self->has_begun))
+        return call_method(object, s_forward_exit, args, count);
+    Step *step = (Step *)args[0];
+    step->child = CHILD_RUN_BATCH;
+    Py_CLEAR(self->step);
+    if (!is_none(self->events)) {
+        PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->events, 1), self->stream);
+        if (done == NULL) {
+            Py_CLEAR(self->events);
+            return NULL;
+        }
+        Py_DECREF(done);
+        replace(&step->events, self->events);
+        Py_CLEAR(self->events);
+    }
+    words[FORWARD_END] = now_ns();
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef ForwardPath_members[] = {
+    OBJECT(ForwardPath, tracker), OBJECT(ForwardPath, step), OBJECT(ForwardPath, events),
+    OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
+    SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
+    NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects),
+    FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_events), END};
+static PyMethodDef ForwardPath_methods[] = {
+    FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
+    {NULL, NULL, 0, NULL}};
+COLLECTED(ForwardPath, tracker, 6)
+
+/* -- the module -------------------------------------------------------------------------------------------- */
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_decode_path",
+    .m_doc = "A plain decode step, recorded without running any Python.",
+    .m_size = -1,
+};
+
+static PyTypeObject *
+add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type == NULL || PyModule_AddObjectRef(module, name, type) < 0)
+        return NULL;
+    return (PyTypeObject *)type; /* the static variable's reference */
+}
+
+PyMODINIT_FUNC
+PyInit__decode_path(void)
+{
+    struct {
+        PyObject **place;
+        const char *text;
+    } names[] = {{&s_schedule_exit, "_schedule_exit"}, {&s_run_enter, "_run_enter"},
+                 {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
+                 {&s_process_exit, "_process_exit"},
+                 {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
+                 {&s_launch_enter, "_launch_enter"}};
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        *names[i].place = PyUnicode_InternFromString(names[i].text);
+        if (*names[i].place == NULL)
+            return NULL;
+    }
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL)
+        return NULL;
+    blocks_type = add_type(module, "Blocks", &Blocks_spec);
+    slots_type = add_type(module, "Slots", &Slots_spec);
+    step_type = add_type(module, "Step", &Step_spec);
+    tracker_type = add_type(module, "Tracker", &Tracker_spec);
+    if (blocks_type == NULL || slots_type == NULL || step_type == NULL || tracker_type == NULL
+        || add_type(module, "StepPath", &StepPath_spec) == NULL
+        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

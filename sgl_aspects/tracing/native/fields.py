@@ -1,0 +1,144 @@
+"""Without the compiled module: its types as Python classes, with nothing in the place of its functions."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sgl_aspects.tracing.ring import format as layout
+
+
+class Blocks:
+    """The memory in which steps are open."""
+
+    __slots__ = ()
+
+    def map(self, memory: Any) -> None:
+        """Steps are open in this memory."""
+
+    def retire(self) -> None:
+        """The memory may go."""
+
+
+class Slots:
+    """The slots that are at hand: ``take()`` gives the next number, its memory, and the place there.
+
+    Taking is one step of iterators written in C, which no other thread can interrupt. ``StopIteration``: none
+    is at hand.
+    """
+
+    __slots__ = ("_numbers", "take")
+
+    def __init__(self) -> None:
+        self.hand_out(1, 0, b"", 0)
+
+    def hand_out(self, first: int, last: int, memory: Any, offset: int) -> None:
+        """From now on these numbers, from this place of the memory on."""
+        numbers = range(first, last + 1)
+        offsets = range(offset, offset + len(numbers) * layout.SLOT_BYTES, layout.SLOT_BYTES)
+        self._numbers: Iterator[int] = iter(numbers)
+        self.take: Callable[[], tuple[int, Any, int]] = zip(
+            self._numbers, itertools.repeat(memory), offsets
+        ).__next__
+
+    def __length_hint__(self) -> int:
+        return operator.length_hint(self._numbers)
+
+
+class Step:
+    """The fields of a batch from its launch to its result."""
+
+    __slots__ = (
+        "batch",
+        "block",
+        "child",
+        "events",
+        "id",
+        "is_announced",
+        "is_recorded",
+        "number",
+        "offset",
+        "opened",
+        "prefill",
+        "result",
+        "spans",
+        "steps",
+        "words",
+    )
+
+
+class Tracker:
+    """The fields of a tracker of steps."""
+
+    steps: Any
+    running: Any
+    in_flight: list[Any]
+    late: list[Any]
+    details: list[Any]
+    spare: list[Any]
+    spare_events: list[Any]
+    schedule_start: int
+    schedule_end: int
+    level: int
+    group: int
+    mode_text: int
+    finishing: bool
+
+
+class StepPath:
+    """The fields of the observer of steps."""
+
+    tracker: Any
+    slots: Any
+    new_id: Any
+    preempted: set[Any]
+    busy: Any
+    mode: Any
+    reqs: Any
+    mode_source: Any
+    reqs_source: Any
+    number_source: Any
+    ran_at: int
+    processing_at: int
+    processed_at: int
+    result_at: int
+    size: int
+    count: int
+    waiting: int
+    running: int
+    usage: int
+    decodes: bool
+    measures: bool
+    is_plain: bool
+    #: The compiled module's.
+    schedule_enter: Any
+    schedule_exit: Any
+    run_enter: Any
+    run_exit: Any
+    process_enter: Any
+    process_exit: Any
+
+
+class ForwardPath:
+    """The fields of the observer of forward passes."""
+
+    tracker: Any
+    step: Any
+    events: Any
+    stream: Any
+    met_runner: Any
+    met_steps: Any
+    runner_at: int
+    eager_text: int
+    replayed_text: int
+    device_text: int
+    passes: int
+    expects: int
+    has_begun: bool
+    has_events: bool
+    #: The compiled module's.
+    forward_enter: Any
+    forward_exit: Any
+    launch_enter: Any
