@@ -47,6 +47,9 @@ class Step(native.Step):
 
     __slots__ = ()
 
+    opened: tuple[int, Fields] | None
+    spans: dict[int, Fields]
+
     def __init__(self, steps: OpenSteps, block: int) -> None:
         self.steps, self.words, self.block, self.offset = steps, steps.words, block, block * 8
         self.id = self.child = 0
@@ -73,6 +76,13 @@ class StepTracker(native.Tracker):
     a request may have ended. ``on_level`` is called once a step where the
     recorder's level has changed, before anything of that step.
     """
+
+    steps: OpenSteps | None
+    running: Step | None
+    in_flight: list[Step]
+    late: list[Step]
+    details: list[tuple[SpanWriter, int, int, str]]
+    spare: list[Step]
 
     def __init__(self, recorder: Recorder, measures: bool = False) -> None:
         self.schedule_start = self.schedule_end = self.group = self.mode_text = 0

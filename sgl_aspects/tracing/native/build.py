@@ -54,7 +54,9 @@ def load() -> Any:
 def header() -> str:
     """``layout.h``: the numbers of the ring's layout that the C code uses."""
     names = [
-        name for name, value in vars(layout).items() if type(value) is int and name.isupper() and name[0] != "_"
+        name
+        for name, value in vars(layout).items()
+        if type(value) is int and name.isupper() and name[0] != "_"
     ]
     return "".join(f"#define {name} {getattr(layout, name)}ull\n" for name in names)
 

@@ -51,22 +51,25 @@ class Step:
     """The fields of a batch from its launch to its result."""
 
     __slots__ = (
-        "batch",
-        "block",
-        "child",
-        "events",
-        "id",
-        "is_announced",
-        "is_recorded",
-        "number",
-        "offset",
-        "opened",
-        "prefill",
-        "result",
-        "spans",
-        "steps",
-        "words",
+        *("batch", "block", "child", "events", "id", "is_announced", "is_recorded", "number", "offset"),
+        *("opened", "prefill", "result", "spans", "steps", "words"),
     )
+
+    steps: Any
+    words: Any
+    batch: Any
+    result: Any
+    prefill: Any
+    events: Any
+    number: Any
+    opened: Any
+    spans: dict[int, Any]
+    id: int
+    block: int
+    offset: int
+    child: int
+    is_announced: bool
+    is_recorded: bool
 
 
 class Tracker:

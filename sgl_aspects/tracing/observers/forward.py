@@ -10,7 +10,7 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.tracing import native
-from sgl_aspects.tracing.lifecycle import Step, Trackers
+from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.ring.format import (
     CHILD_FORWARD,
@@ -29,6 +29,8 @@ from sgl_aspects.tracing.ring.format import (
 
 _FAILED = 1 << CHILD_FORWARD
 pack_label, LABEL = STEP_LABEL.pack_into, 8 * STEP_GRAPH
+
+
 class ForwardObserver(native.ForwardPath):
     """Stores the moments of ``forward`` and ``sample`` in the step that runs, and takes the device's time.
 
@@ -36,6 +38,9 @@ class ForwardObserver(native.ForwardPath):
     graph) nothing is stored. Written for a decode step of a fast engine, whose caches are cold when it comes
     here: few instructions, few objects.
     """
+
+    tracker: StepTracker
+    step: Step | None
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -61,13 +66,14 @@ class ForwardObserver(native.ForwardPath):
         self.passes = 0
 
     def observations(self) -> list[Observation]:
-        is_compiled = native.compiled is not None
-        forward = (self.forward_enter, self.forward_exit) if is_compiled else (self._enter, self._exit)
+        enter, leave, launch = self._enter, self._exit, self._launch_enter
+        if native.compiled is not None:
+            enter, leave, launch = self.forward_enter, self.forward_exit, self.launch_enter
         found = [
-            Observation("forward", *forward, 3),
+            Observation("forward", enter, leave, 3),
             Observation("graph_decision", None, self._decision_exit, 3),
             Observation("graph_mode", None, self._graph_mode_exit, 3),
-            Observation("graph_launch", self.launch_enter if is_compiled else self._launch_enter, None, 3),
+            Observation("graph_launch", launch, None, 3),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
         if not self._launches:
@@ -113,7 +119,7 @@ class ForwardObserver(native.ForwardPath):
             self.tracker.fail(step, _FAILED, error_type(error))
 
     def _decision_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if self.events is not None:
+        if self.events is not None and self.step is not None:
             self.expects |= _mode_bit(self.step)
             if not result:
                 self._begin_on_device()

@@ -14,7 +14,7 @@ from sgl_aspects.tracing import native
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
-from sgl_aspects.tracing.lifecycle.steps import figure, usage_figure
+from sgl_aspects.tracing.lifecycle.steps import StepTracker, figure, usage_figure
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.format import (
@@ -35,6 +35,8 @@ class StepObserver(native.StepPath):
     Where the compiled path is (:mod:`..native`), it takes the plain decode steps, and calls the methods here
     for the others.
     """
+
+    tracker: StepTracker
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -125,7 +127,7 @@ class StepObserver(native.StepPath):
             self._tell_idle()
 
     def _tell_idle(self) -> None:
-        """After the last step nothing waits any more, and the metrics are to show a scheduler without work."""
+        """After the last step nothing waits, and the metrics are to show a scheduler without work."""
         if self.tracker.late:
             self.tracker.read_late()
         scheduler, self.busy = self.busy, None

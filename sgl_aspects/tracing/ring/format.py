@@ -123,8 +123,8 @@ CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESU
 #: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
 CHILD_SHIFT = 60
 
-# How often what is slow is asked for, as the mask of a count: queues and KV usage, in decode; whether an engine
-# still runs its passes in the same stream.
+# How often what is slow is asked for, as the mask of a count: queues and KV usage, in decode; whether an
+# engine still runs its passes in the same stream.
 STEPS_PER_READING = 7
 PASSES_PER_STREAM = 63
 #: More batches than these are not under way at once: the result of the oldest will never be processed.
