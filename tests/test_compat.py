@@ -183,3 +183,14 @@ def test_what_torch_compile_has_traced_is_noted() -> None:
     assert traced.may_hold(Layer.inlined)
     assert not traced.may_hold(Layer.never)
     assert traced.may_hold(len)
+
+
+def test_torch_compile_takes_a_substitute_for_the_test_of_woven_functions() -> None:
+    import torch
+    import torch._dynamo
+
+    test = compat.compiling_test(torch.compiler)
+    assert test is not torch.compiler.is_compiling, "ask torch for another way: woven functions pay for it"
+    traced = torch.compile(lambda number: number + int(test()), fullgraph=True, backend="eager")
+    assert not test()
+    assert int(traced(torch.zeros(()))) == 1

@@ -1,0 +1,145 @@
+"""A plain decode step is recorded in C where there is a compiler, else in Python: the same records."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.tracing.native import build
+from sgl_aspects.tracing.ring import format as layout
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+
+# An engine of stand-ins: twenty steps with what interrupts them. Prints its spans without ids and times.
+_ENGINE = """
+import json, sys
+from types import SimpleNamespace
+from sgl_aspects.engines import EMBEDDED
+from sgl_aspects.runtime.scheduling.batch import ForwardMode
+from sgl_aspects.tracing import native
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.forward import ForwardObserver
+from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from tests.support.rings import read_all
+
+class Event:
+    ready = True
+    def marker(self): return lambda stream: None
+    def timer(self, end):
+        def read():
+            if not Event.ready:
+                raise RuntimeError("not ready")
+            return 2.0
+        return read
+
+recorder = RingRecorder(sys.argv[1])
+recorder.open()
+trackers = Trackers.of(EMBEDDED, recorder, DEFAULTS)
+found = {o.role: o for kind in (StepObserver, ForwardObserver) for o in kind(trackers).observations()}
+reqs = [SimpleNamespace(rid=f"r{n}", output_ids=[]) for n in range(4)]
+for req in reqs:
+    trackers.requests.resume(trackers.requests.queued(req.rid), 1)
+cache = SimpleNamespace(total_size=1000, available_size=lambda: 500)
+scheduler = SimpleNamespace(waiting=[], running=reqs, kv_cache=cache, has_work=True)
+platform = SimpleNamespace(device_name="chip", create_event=Event, current_stream=lambda: None)
+runner = SimpleNamespace(platform=platform)
+
+def call(role, args, result=None, error=None, inside=lambda: None):
+    observer = found[role]
+    token = observer.enter(args, {}) if observer.enter else None
+    inside()
+    if observer.exit:
+        observer.exit(token, result, error)
+
+def step(number, error=None, processing=None, size=4, level=3):
+    recorder.steps.words[layout.WORD_LEVEL] = level
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs[:size] if size < 4 else reqs,
+                            step_id=number, num_tokens=size)
+    result = object()
+    call("schedule", (scheduler,), batch)
+    replay = lambda: call("graph_launch", (object(),))
+    inside = replay if number % 3 else lambda: None
+    forward = lambda: call("forward", (runner, batch), inside=inside, error=error)
+    call("run_batch", (scheduler, batch), result, error, inside=forward)
+    if error is None:
+        call("process_batch_result", (scheduler, batch, result), None, processing)
+
+for number in range(1, 31):
+    Event.ready = number not in (11, 12)
+    step(number, error=ValueError() if number == 5 else None, processing=KeyError() if number == 9 else None,
+         size=3 if number in (14, 15, 20) else 4, level={17: 0, 18: 2, 19: 1}.get(number, 3))
+call("schedule", (scheduler,), None)
+call("schedule", (scheduler,), None)
+assert trackers.steps.late == [] and trackers.steps.in_flight == [] and trackers.steps.running is None
+records = [r for r in read_all(RunReader(sys.argv[1])) if type(r).__name__ == "SpanEnd"]
+told = [[r.type.name, list(r.values), r.error, len(r.links), r.start_ns <= r.end_ns] for r in records]
+print(json.dumps([native.compiled is not None, told]))
+"""
+
+
+def spans(folder: Path, native: str, more: dict[str, str] | None = None) -> tuple[bool, list[list[object]]]:
+    """Whether it was compiled, and the spans that it recorded."""
+    folder.mkdir(parents=True)
+    environment = {**os.environ, build.VARIABLE: native, **(more or {})}
+    done = subprocess.run(
+        [sys.executable, "-c", _ENGINE, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, told = json.loads(done.stdout)
+    return compiled, told
+
+
+@needs_compiler
+def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
+    was_compiled, compiled = spans(tmp_path / "compiled", build.AUTO)
+    assert was_compiled
+    was_compiled, interpreted = spans(tmp_path / "interpreted", build.OFF)
+    assert not was_compiled
+    # Device times are read together, a few steps later: the order in the ring may differ, what is told not.
+    order = json.dumps
+    assert sorted(compiled, key=order) == sorted(interpreted, key=order)
+    steps = [span for span in compiled if span[0] == "scheduler.step"]
+    assert len(steps) > 25
+
+
+@needs_compiler
+def test_what_is_compiled_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert not spans(tmp_path / "before", build.CACHED, cache)[0]
+    assert spans(tmp_path / "first", build.AUTO, cache)[0]
+    (made,) = (tmp_path / "cache" / "sgl-aspects").iterdir()
+    assert spans(tmp_path / "next", build.CACHED, cache)[0]
+    made.chmod(0o666)  # anybody may have written to it
+    assert not spans(tmp_path / "foreign", build.CACHED, cache)[0]
+
+
+def test_without_a_compiler_python_records(tmp_path: Path) -> None:
+    more = {"CC": "/no/such/compiler", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    was_compiled, told = spans(tmp_path / "run", build.AUTO, more)
+    assert not was_compiled
+    assert told
+
+
+def test_the_header_has_the_layout_of_a_step() -> None:
+    assert f"#define PROCESS_END {layout.PROCESS_END}ull\n" in build.header()
+    assert f"#define SLOT_BYTES {layout.SLOT_BYTES}ull\n" in build.header()
+
+
+def test_an_unknown_value_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(build.VARIABLE, "perhaps")
+    build.load()
+    assert "SGL_ASPECTS_NATIVE=perhaps is ignored: it takes auto, cached or off" in caplog.text
