@@ -82,7 +82,7 @@ def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
 TRACING = (
     ("records", "schema"),
     ("content", "options", "context"),
-    ("sampling", "recorder", "logs", "ring", "control", "settings", "export", "run_folder"),
+    ("sampling", "recorder", "logs", "native", "ring", "control", "settings", "export", "run_folder"),
     ("lifecycle", "observers"),
     ("collector", "sdk"),
     ("session", "plugin"),
