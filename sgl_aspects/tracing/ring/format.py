@@ -129,7 +129,7 @@ STEPS_PER_READING = 7
 PASSES_PER_STREAM = 63
 #: More batches than these are not under way at once: the result of the oldest will never be processed.
 MOST_IN_FLIGHT = OPEN_STEPS - 2
-#: The device's times of so many steps are read together: to ask once more costs a tenth of asking first.
+#: Steps whose device times are read together: to ask once more costs a tenth of asking first.
 MOST_LATE = 8
 
 
