@@ -28,7 +28,10 @@ SPANS = {
     "decode_forward": ("decode", "decode"),
 }
 #: Of the same name here; between two of ours; a step here; the threads of a transfer, inside ``kv_transfer``.
-OTHERS = {"tokenize", "api_server_dispatch", "request_process", "decode_loop", "chunked_prefill"}
+OTHERS = {
+    *("tokenize", "api_server_dispatch", "request_process", "prefill_prepare"),
+    *("decode_loop", "chunked_prefill", "fake_output"),
+}
 TRANSFERS = {
     *("mooncake_send", "mooncake_recv"),
     *("mooncake_worker_send", "mooncake_worker_send_session", "mooncake_worker_recv"),
