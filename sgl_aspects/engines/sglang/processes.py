@@ -48,6 +48,8 @@ def _rank(scheduler: Any) -> str | None:
     holder = context.get_parallel() if context is not None and hasattr(context, "get_parallel") else scheduler
     names = {"tp": "tp_rank", "pp": "pp_rank", "dp": "dp_rank", "ep": "moe_ep_rank"}
     ranks = {kind: getattr(holder, name, None) for kind, name in names.items()}
+    if ranks["dp"] is None and (getattr(holder, "attn_dp_size", None) or 1) > 1:
+        ranks["dp"] = holder.attn_dp_rank  # data parallelism of the attention alone
     return " ".join(f"{kind}{rank}" for kind, rank in ranks.items() if rank is not None) or None
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from sgl_aspects.engines import SGLANG
 
@@ -14,3 +17,19 @@ def test_an_embedding_has_no_limit_of_tokens() -> None:
     assert read(embedding) is None
     assert read(SimpleNamespace(sampling_params={"max_new_tokens": 0})) == 0
     assert read(SimpleNamespace(sampling_params=[{"max_new_tokens": 7}])) == 7
+
+
+@pytest.mark.parametrize(
+    ("placement", "rank"),
+    [
+        ({"tp_rank": 1, "pp_rank": 0, "moe_ep_rank": 1}, "tp1 pp0 ep1"),
+        ({"tp_rank": 0, "pp_rank": 0, "dp_rank": 1}, "tp0 pp0 dp1"),
+        ({"tp_rank": 1, "dp_rank": None, "attn_dp_size": 2, "attn_dp_rank": 1}, "tp1 dp1"),
+        ({"tp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0}, "tp0"),
+    ],
+)
+def test_a_scheduler_says_its_rank(placement: dict[str, Any], rank: str) -> None:
+    """With data parallelism of the attention alone the rank is another of SGLang's."""
+    describe = SGLANG.call_reader("describe_scheduler", "description")
+    server_args = SimpleNamespace(served_model_name="mini", nnodes=1)
+    assert describe((SimpleNamespace(**placement), server_args), {}) == {"service": "mini", "rank": rank}
