@@ -11,28 +11,26 @@ delivered and what was dropped.
 from __future__ import annotations
 
 import argparse
-import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks.receiver import counted, receiver
 from benchmarks.spans import processor_seconds
 from sgl_aspects.tracing import attach, context
 from sgl_aspects.tracing.collector.join import Joiner
+from sgl_aspects.tracing.collector.process import _collect_garbage_seldom
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.lifecycle.requests import Chunk, RequestTracker
-from sgl_aspects.tracing.records import Record, RequestBegin, RequestSent
-from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.records import RequestBegin, RequestSent
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST, STEP, TOKENIZE
 
@@ -120,54 +118,40 @@ def _fill(folder: str, number: int, level: int, requests: int) -> None:
 
 
 def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
-    """Each stage over all that the one before it made, of rings that are already written."""
+    """The stages of a collector that is far behind: the rings are already written."""
     with tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-", dir="/dev/shm") as folder:
         for number in range(servers):
             process = spawn.Process(target=_fill, args=(folder, number, level, requests))
             process.start()
             process.join()
-        reader = RunReader(folder)
-        rounds: list[list[tuple[RingReader, Record]]] = []
-
-        def read() -> None:
-            rounds.append(list(reader.poll()))
-            while reader.has_more:
-                rounds.append(list(reader.poll()))
-
-        spans: list[ReadableSpan] = []
-        joiner = Joiner(engine_resource(), spans.append)
-
-        def join() -> None:
-            for records in rounds:
-                for writer, record in records:
-                    joiner.add(writer, record)
-                joiner.settle()
-            joiner.finish()
-
-        encoder, size = SpanEncoder(), 0
-
-        def encode() -> None:
-            nonlocal size
+        reader, spans, clock = RunReader(folder), [], time.thread_time
+        joiner, encoder = Joiner(engine_resource(), spans.append), SpanEncoder()
+        spent, count, size, is_last = [0.0, 0.0, 0.0], 0, 0, False
+        _collect_garbage_seldom()
+        while not is_last:
+            moments = [clock()]
+            records = list(reader.poll())
+            is_last = not records and not reader.has_more
+            moments.append(clock())
+            for writer, record in records:
+                joiner.add(writer, record)
+            if is_last:
+                joiner.finish()
+            joiner.settle(is_behind=reader.has_more)
+            moments.append(clock())
             for start in range(0, len(spans), _BATCH):
                 size += len(encoder.encode(spans[start : start + _BATCH]))
-
-        spent = [(name, _time(work)) for name, work in (("read", read), ("join, build", join))]
-        spent.append(("encode", _time(encode)))
+            moments.append(clock())
+            count += len(spans)
+            spans.clear()
+            spent = [sum(each) for each in zip(spent, (b - a for a, b in itertools.pairwise(moments)))]
         dropped = reader.dropped
         reader.close()
-    found = [Stage(name, seconds * 1e6 / len(spans)) for name, seconds in spent]
-    found.append(Stage("total", sum(stage.microseconds for stage in found)))
-    print(f"level {level}: {len(spans)} spans, {size / len(spans):.0f} bytes each as OTLP", end="; ")
+    names = "read", "join, build", "encode", "total"
+    found = [Stage(name, each * 1e6 / count) for name, each in zip(names, (*spent, sum(spent)))]
+    print(f"level {level}: {count} spans, {size / count:.0f} bytes each as OTLP", end="; ")
     print(f"unjoined {joiner.unjoined}, dropped {dropped}")
     return found
-
-
-def _time(work: Callable[[], None]) -> float:
-    gc.collect()
-    gc.freeze()
-    before = time.thread_time()
-    work()
-    return time.thread_time() - before
 
 
 def _load(folder: str, number: int, level: int, rate: float, seconds: float, told: Any) -> None:
