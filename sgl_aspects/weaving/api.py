@@ -390,13 +390,13 @@ def report_of(weaver: Weaver) -> Report:
     points = weaver.points
     return Report(
         hooks=tuple(_hook_report(weaver, advice) for advice in weaver.advices),
-        stale=tuple(stale for point in points for stale in weaver.fabric.stale.get(point, ())),
+        stale=tuple(stale for point in points for stale in weaver.table.stale.get(point, ())),
         displaced=tuple(str(point.place) for point in weaver.displaced),
     )
 
 
 def _hook_report(weaver: Weaver, advice: Advice) -> HookReport:
-    points = weaver.fabric.of(advice)
+    points = weaver.table.of(advice)
     return HookReport(
         target=str(advice.target),
         hook=advice.name,
@@ -420,7 +420,7 @@ def explanation(weaver: Weaver, target: str) -> str:
     lines += [
         f"{target}: {advice.state.value}: {advice} ({advice.detail})"
         for advice in weaver.advices
-        if not weaver.fabric.of(advice) and _is_about(advice.target, parsed)
+        if not weaver.table.of(advice) and _is_about(advice.target, parsed)
     ]
     return "\n".join(lines) or f"{target}: no hooks"
 
@@ -435,7 +435,7 @@ def _explain_point(weaver: Weaver, point: JoinPoint) -> list[str]:
             f"{'  ' * (depth + 1)}{advice.hook_type.value} {advice.name} order={advice.order}{source}{state}"
         )
     lines.append(f"{'  ' * (len(point.advices) + 1)}original {point.place}")
-    lines += [f"  still held by {stale.holder}" for stale in weaver.fabric.stale.get(point, ())]
+    lines += [f"  still held by {stale.holder}" for stale in weaver.table.stale.get(point, ())]
     if point.displaced:
         lines.append("  somebody else's patch stands over it")
     return lines

@@ -26,7 +26,7 @@ _MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]
 
 
 @dataclass(frozen=True)
-class Place:
+class AttributeReference:
     """An attribute of a module, class or instance.
 
     :param raw: what stands there, descriptors unopened.
@@ -155,7 +155,7 @@ class Resolution:
     """
 
     presence: Presence
-    places: tuple[Place, ...] = ()
+    places: tuple[AttributeReference, ...] = ()
     detail: str = ""
 
 
@@ -217,18 +217,18 @@ def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
     return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
 
 
-def find(module: Any, path: tuple[str, ...]) -> Iterator[Place]:
+def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
     """Every place that ``path`` names in ``module``; several for wildcards, none where it is missing."""
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1]):
             if issubclass(type(place.raw), property):
                 part = "" if path[-1] == "fget" else path[-1]
-                yield Place(place.owner, place.name, place.raw, place.inherited, part)
+                yield AttributeReference(place.owner, place.name, place.raw, place.inherited, part)
                 return
     yield from _walk(module, path)
 
 
-def find_once(module: Any, path: tuple[str, ...], alternate: Alternate) -> list[Place]:
+def find_once(module: Any, path: tuple[str, ...], alternate: Alternate) -> list[AttributeReference]:
     """The places of ``path``; of a method that several classes of a pattern inherit, only the uppermost."""
     found = list(find(module, path))
     if "*" not in alternate.text:
@@ -236,7 +236,7 @@ def find_once(module: Any, path: tuple[str, ...], alternate: Alternate) -> list[
     return [place for place in found if not (place.inherited and _is_covered(place, alternate))]
 
 
-def _is_covered(place: Place, alternate: Alternate) -> bool:
+def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
     """Whether the pattern reaches a base class through which the method comes, too."""
     if not is_class(place.owner):
         return False
@@ -259,7 +259,7 @@ def _is_reached(cls: type, qualname: str) -> bool:
     return found is cls
 
 
-def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[Place]:
+def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
     segment, rest = path[0], path[1:]
     for place in _attributes(owner, segment):
         if not rest:
@@ -274,7 +274,7 @@ def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[Place]:
             yield from _walk(place.raw, rest)
 
 
-def _attributes(owner: Any, segment: str) -> Iterator[Place]:
+def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
     if "*" in segment:
         regex = segment_regex(segment)
         module_name = namespace(owner).get("__name__") if is_module(owner) else None
@@ -282,16 +282,16 @@ def _attributes(owner: Any, segment: str) -> Iterator[Place]:
             # A wildcard over a module means what the module defines, not what it imported.
             defined = module_name is None or getattr_static(raw, "__module__") == module_name
             if regex.fullmatch(name) and not name.startswith("__") and defined and _hookable(raw):
-                yield Place(owner, name, raw)
+                yield AttributeReference(owner, name, raw)
         return
     name = segment.removesuffix("+")
     raw = current(owner, name)
     if raw is not MISSING:
-        yield Place(owner, name, raw)
+        yield AttributeReference(owner, name, raw)
         return
     raw = inherited(owner, name)
     if raw is not MISSING:
-        yield Place(owner, name, raw, inherited=True)
+        yield AttributeReference(owner, name, raw, inherited=True)
 
 
 def inherited(owner: Any, name: str) -> Any:

@@ -6,6 +6,7 @@ with the import system. Calls through woven functions take no lock at all.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving.attributes import (
-    Place,
+    AttributeReference,
     Presence,
     class_name,
     find,
@@ -30,17 +31,17 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.modules import (
-    Families,
-    Interest,
     LazyAttributes,
+    ModuleIndex,
     ModuleWatcher,
+    SubclassWatcher,
     bases_of_family,
     is_ready,
     loaded,
-    until_registered,
+    wait_for_imports,
     when_ready,
 )
-from sgl_aspects.weaving.table import Fabric, Outcome
+from sgl_aspects.weaving.table import Applied, JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
 
@@ -75,14 +76,14 @@ class Weaver:
         self._changing = False
         self._deferred: deque[tuple[_Change, list[Any]]] = deque()
         self._advices: dict[Advice, None] = {}
-        self._fabric = Fabric()
-        self._interest = Interest()
+        self._table = JoinPointTable()
+        self._index = ModuleIndex()
         self._chosen: dict[Advice, int] = {}  # which alternate is woven
         self._missing: dict[Advice, dict[int, str]] = {}  # alternates that nothing can bring, and why
         self._just_run: Any = None  # the module whose code has run in the import that is going on
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
         self._lazy = LazyAttributes(self._module_loaded)
-        self._families = Families(self._class_made)
+        self._subclasses = SubclassWatcher(self._class_made)
         self._listeners: dict[str, list[Callable[[Any], None]]] = {}
         self._traced: compat.TracedCode | None = None
         self._unwatch_scripting: Callable[[], None] | None = None
@@ -109,7 +110,7 @@ class Weaver:
                 advice.state, advice.detail = State.PENDING, "another change of hooks is going on"
         self._change(self._add, advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
-        if wanted and until_registered(name for one in wanted for name in one.target.module_names):
+        if wanted and wait_for_imports(name for one in wanted for name in one.target.module_names):
             self._change(self._look_again, wanted)
 
     def remove(self, advices: Iterable[Advice]) -> None:
@@ -121,7 +122,8 @@ class Weaver:
                     entry[1].remove(advice)
                     advice.state, advice.detail = State.REMOVED, ""
                 if not entry[1]:
-                    self._deferred.remove(entry)
+                    with contextlib.suppress(ValueError):  # another signal handler was here in between
+                        self._deferred.remove(entry)
             here = [advice for advice in gone if advice in self._advices]
             if here:
                 self._change(self._remove, here)
@@ -165,7 +167,7 @@ class Weaver:
             return
         for advice in new:
             self._advices[advice] = None
-            self._interest.add(advice)
+            self._index.add(advice)
             advice.state, advice.detail = State.PENDING, waiting(advice.target)
         self._watcher.install()
         self._note_compiler()
@@ -177,20 +179,20 @@ class Weaver:
         except BaseException:
             self._remove(new)
             raise
-        self._forget_compiled_code(new, [point for one in new for point, _ in self._fabric.of(one)])
+        self._forget_compiled_code(new, [point for one in new for point, _ in self._table.of(one)])
 
     def _remove(self, advices: list[Advice], strict: bool = False) -> None:
         gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
         points = []
         for advice in gone:
-            points += self._fabric.detach(advice)
+            points += self._table.detach(advice)
             del self._advices[advice]
-            self._interest.discard(advice)
-            self._families.forget(advice)
+            self._index.discard(advice)
+            self._subclasses.forget(advice)
             self._chosen.pop(advice, None)
             self._missing.pop(advice, None)
             advice.state, advice.detail = State.REMOVED, ""
-        self._settle(points, strict=False)
+        self._apply(points, strict=False)
         self._forget_compiled_code(gone, points)
         if not self._advices:
             self._uninstall_watcher()
@@ -209,11 +211,11 @@ class Weaver:
         points = []
         for advice in advices:
             advice.enabled = enabled
-            here = [point for point, _ in self._fabric.of(advice)]
+            here = [point for point, _ in self._table.of(advice)]
             if here:
                 advice.state = State.WOVEN if enabled else State.DISABLED
             points += here
-        self._settle(points, strict=False)
+        self._apply(points, strict=False)
         self._forget_compiled_code(advices, points)
 
     def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
@@ -262,34 +264,34 @@ class Weaver:
     @property
     def points(self) -> list[JoinPoint]:
         with self._lock:
-            return list(self._fabric.points)
+            return list(self._table.points)
 
     @property
     def displaced(self) -> list[JoinPoint]:
         """Points that somebody else's object stands over."""
         with self._lock:
-            return list(self._fabric.displaced())
+            return list(self._table.displaced())
 
     @property
-    def fabric(self) -> Fabric:
+    def table(self) -> JoinPointTable:
         """For reading only."""
-        return self._fabric
+        return self._table
 
     def points_named(self, target: Target) -> list[JoinPoint]:
         """The points that ``target`` leads to in loaded modules, whichever names their hooks gave."""
         with self._lock:
             found: dict[JoinPoint, None] = {}
-            for name, module in loaded(target) if self._fabric.points else ():
+            for name, module in loaded(target) if self._table.points else ():
                 for path in target.attribute_paths(name):
                     for place in find(module, path):
-                        found.update(dict.fromkeys(self._fabric.at(place)))
+                        found.update(dict.fromkeys(self._table.at(place)))
             return list(found)
 
     # -- modules as they load ---------------------------------------------------------------------------
 
     def _is_wanted(self, name: str) -> bool:
         # Called for every import, without the lock: only reads.
-        return name in (_COMPILER, _SCRIPTING) or name in self._listeners or self._interest.wants(name)
+        return name in (_COMPILER, _SCRIPTING) or name in self._listeners or self._index.wants(name)
 
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:
@@ -305,7 +307,7 @@ class Weaver:
         try:
             if name in (_COMPILER, _SCRIPTING):
                 self._note_compiler()
-            concerned = list(self._interest.concerned(name, module))
+            concerned = list(self._index.concerned(name, module))
             self._weave(concerned, strict=strict)
             lost = [advice for advice, *_ in concerned if advice.required and self._is_lost(advice)]
         except Exception:
@@ -318,13 +320,13 @@ class Weaver:
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         try:
-            self._change(self._look_again, self._families.concerned(cls))
+            self._change(self._look_again, self._subclasses.concerned(cls))
         except Exception:
             logger.exception("hooks on %s failed", class_name(cls))
 
     def _scripted(self, function: Any) -> None:
         """torch.jit is about to compile the source of ``function``, and so leaves its hooks out."""
-        for point in self._fabric.points:
+        for point in self._table.points:
             if point.function is function and point.active:
                 hooks = ", ".join(str(advice) for advice in point.advices)
                 logger.warning(
@@ -338,11 +340,11 @@ class Weaver:
         if self._unwatch_scripting is None and _SCRIPTING in sys.modules:
             self._unwatch_scripting = compat.watch_torchscript(sys.modules[_SCRIPTING], self._scripted)
         compiler = sys.modules.get("torch.compiler")
-        if self._fabric.compiling is None and _COMPILER in sys.modules and compiler is not None:
-            self._fabric.compiling = compat.compiling_test(compiler)
+        if self._table.compiling is None and _COMPILER in sys.modules and compiler is not None:
+            self._table.compiling = compat.compiling_test(compiler)
             self._traced = compat.TracedCode()
-            for point in self._fabric.points:
-                point.refresh(self._fabric.compiling)
+            for point in self._table.points:
+                point.refresh(self._table.compiling)
 
     def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[JoinPoint]) -> None:
         """Have torch.compile begin anew where its code may have the old body of one of ``points`` in it.
@@ -387,7 +389,7 @@ class Weaver:
             for advice, name, module in work:
                 if advice.is_class_replacement is classes:
                     touched += self._weave_in(advice, name, module, strict=strict)
-            self._settle(touched, strict=strict)
+            self._apply(touched, strict=strict)
 
     def _weave_in(self, advice: Advice, name: str, module: Any, *, strict: bool) -> list[JoinPoint]:
         touched: list[JoinPoint] = []
@@ -396,7 +398,7 @@ class Weaver:
             if resolution is None or self._chosen.get(advice, rank) < rank:
                 continue
             for base in bases_of_family(alternate, module):
-                self._families.wait(advice, base)
+                self._subclasses.wait(advice, base)
             if resolution.presence is Presence.FOUND:
                 touched += self._attach(advice, rank, resolution.places, module, strict=strict)
             elif resolution.presence is Presence.LAZY:
@@ -407,39 +409,39 @@ class Weaver:
         return touched
 
     def _attach(
-        self, advice: Advice, rank: int, places: Iterable[Place], module: Any, *, strict: bool
+        self, advice: Advice, rank: int, places: Iterable[AttributeReference], module: Any, *, strict: bool
     ) -> list[JoinPoint]:
         """Add ``advice`` to the join points of ``places``, of its alternate ``rank``."""
         touched: list[JoinPoint] = []
         if self._chosen.get(advice, rank) > rank:
-            touched += self._fabric.detach(advice)  # a better alternate has turned up
+            touched += self._table.detach(advice)  # a better alternate has turned up
         self._chosen[advice] = rank
         faults: list[HookError] = []
         for place in places:
             try:
                 # What a module defines is new after its code has run, even where we were before.
                 rerun = module is self._just_run and place.owner is module
-                point = self._fabric.attach(advice, place, rerun=rerun)
+                point = self._table.attach(advice, place, rerun=rerun)
             except HookError as fault:
                 faults.append(fault)
             else:
                 touched += [point] if point is not None else []
-        if self._fabric.of(advice):
+        if self._table.of(advice):
             advice.state = State.WOVEN if advice.enabled else State.DISABLED
             advice.detail = ""
         elif faults and "*" not in advice.target.alternates[rank].text:  # a pattern means what can be hooked
             self._fail(advice, faults[0], strict=strict)
         return touched
 
-    def _settle(self, points: Iterable[JoinPoint], *, strict: bool) -> None:
-        outcome: Outcome = self._fabric.settle(points)
+    def _apply(self, points: Iterable[JoinPoint], *, strict: bool) -> None:
+        outcome: Applied = self._table.apply(points)
         if outcome.classes:
-            for advice in outcome.homeless:
+            for advice in outcome.detached:
                 advice.state, advice.detail = State.PENDING, "the class that it is for has changed"
             absent = [advice for advice in self._advices if advice.state is State.MISSING]
-            self._weave(self._in_loaded_modules([*outcome.homeless, *absent]), strict=False)
+            self._weave(self._in_loaded_modules([*outcome.detached, *absent]), strict=False)
         for advice, fault in outcome.refused.items():
-            if not self._fabric.of(advice):
+            if not self._table.of(advice):
                 self._fail(advice, fault, strict=strict)
 
     # -- what cannot be woven ---------------------------------------------------------------------------
@@ -453,7 +455,7 @@ class Weaver:
             self._tell_lost(advice, "failed")
 
     def _note_missing(self, advice: Advice, rank: int, detail: str) -> None:
-        if self._fabric.of(advice):
+        if self._table.of(advice):
             return
         gone = self._missing.setdefault(advice, {})
         known = gone.get(rank) == detail
@@ -494,7 +496,7 @@ def _keep_lock_over_forks(weaver: weakref.ref[Weaver]) -> None:
         this = weaver()
         if this is not None:
             this._lock = threading.RLock()
-            this._fabric.count_anew()
+            this._table.count_anew()
 
     os.register_at_fork(before=take, after_in_parent=give, after_in_child=renew)
 

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.attributes import MISSING, Place, current, derives, found_after, is_class
+from sgl_aspects.weaving.attributes import (
+    MISSING,
+    AttributeReference,
+    current,
+    derives,
+    found_after,
+    is_class,
+)
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 from sgl_aspects.weaving.rebinding import rebuilt
@@ -50,7 +57,7 @@ class Opened:
         return WovenProxy(self.content, self.called, place)
 
 
-def open_attribute(place: Place) -> Opened:
+def open_attribute(place: AttributeReference) -> Opened:
     """Take apart what stands at ``place``.
 
     :raises HookError: there is nothing in it that can be called, or nothing that can be put in its stead.
@@ -60,7 +67,7 @@ def open_attribute(place: Place) -> Opened:
     return dataclasses.replace(opened, called=_next_in_line(opened, place)) if is_shadow else opened
 
 
-def _open(place: Place) -> Opened:
+def _open(place: AttributeReference) -> Opened:
     raw = place.raw
     if is_class(raw):
         raise HookError(
@@ -87,7 +94,7 @@ def _open(place: Place) -> Opened:
     return _late(opened, place) if is_class(place.owner) else opened
 
 
-def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened:
+def _opened(place: AttributeReference, content: Any, rebuild: Callable[[Any], Any]) -> Opened:
     if not callable(content):
         raise HookError(
             f"{place} is {type(content).__name__} {reprlib.repr(content)}, "
@@ -96,7 +103,7 @@ def _opened(place: Place, content: Any, rebuild: Callable[[Any], Any]) -> Opened
     return Opened(content, content, lambda woven: rebuild(woven[""]))
 
 
-def _next_in_line(opened: Opened, place: Place) -> Callable[..., Any]:
+def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., Any]:
     """What comes after a class that only inherits: for a subclass with several bases, not always the same.
 
     With `class D(Sub, Other)`, a hook on ``Sub.m`` stands before ``Other.m``, as ``Sub`` does.
@@ -121,14 +128,14 @@ def _next_in_line(opened: Opened, place: Place) -> Callable[..., Any]:
     return functools.update_wrapper(called, opened.content) if callable(opened.content) else called
 
 
-def _late(opened: Opened, place: Place) -> Opened:
+def _late(opened: Opened, place: AttributeReference) -> Opened:
     """What somebody's descriptor gives may be bound in a way of its own: then it is what binds."""
     if type(opened.content) is types.FunctionType:
         return opened
     return dataclasses.replace(opened, called=bound_late(opened.content, place.owner))
 
 
-def _check_new(place: Place) -> None:
+def _check_new(place: AttributeReference) -> None:
     if place.raw is object.__new__:
         # Once a class had a __new__ of its own, CPython no longer lets object.__new__ ignore arguments.
         raise HookError(
@@ -137,7 +144,7 @@ def _check_new(place: Place) -> None:
         )
 
 
-def _open_for_owner(place: Place) -> Opened:
+def _open_for_owner(place: AttributeReference) -> Opened:
     """An instance is given a method of its class, or a class one of its metaclass: bound to it."""
     raw, owner = place.raw, place.owner
     if issubclass(type(raw), staticmethod):
@@ -159,7 +166,7 @@ def _only_binds(raw: Any) -> bool:
     return hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
 
 
-def _open_property(place: Place) -> Opened:
+def _open_property(place: AttributeReference) -> Opened:
     raw, part = place.raw, place.part or "fget"
     function = getattr(raw, part)
     if function is None:
@@ -179,82 +186,82 @@ def _open_property(place: Place) -> Opened:
 logger = logging.getLogger("sgl_aspects")
 
 
-class Home:
+class Slot:
     """One attribute: its original, and what stands there as far as we know.
 
-    :param rebuild: makes the attribute anew around woven callables, given by part (see :class:`Place`).
+    :param rebuild: makes the attribute anew around woven callables; parts as in :class:`AttributeReference`.
     """
 
-    def __init__(self, place: Place, rebuild: Rebuild) -> None:
+    def __init__(self, place: AttributeReference, rebuild: Rebuild) -> None:
         self.original = place.raw
         self.standing = place.raw
         self._place = place
         self._rebuild = rebuild
-        self._residents: dict[str, Any] = {}
+        self._occupants: dict[str, Any] = {}
         self._made: dict[frozenset[tuple[str, int]], Any] = {}
 
     @property
     def is_ours(self) -> bool:
         """Nobody else has written there."""
-        vacant = self._place.inherited and not self._residents
+        vacant = self._place.inherited and not self._occupants
         return current(self._place.owner, self._place.name) is (MISSING if vacant else self.standing)
 
-    def with_resident(self, part: str, woven: Any) -> Any:
+    def with_occupant(self, part: str, woven: Any) -> Any:
         """What stands there when ``woven`` is in."""
-        return self._with({**self._residents, part: woven})
+        return self._with({**self._occupants, part: woven})
 
-    def move_in(self, part: str, woven: Any) -> None:
+    def put(self, part: str, woven: Any) -> None:
         """Put ``woven`` there.
 
         :raises Exception: the attribute cannot be written; nothing has changed then.
         """
-        self._stand({**self._residents, part: woven})
+        self._stand({**self._occupants, part: woven})
 
-    def move_out(self, part: str) -> None:
+    def take_out(self, part: str) -> None:
         """Take away what was put there; the last one leaves the original behind."""
-        self._stand({other: woven for other, woven in self._residents.items() if other != part})
+        self._stand({other: woven for other, woven in self._occupants.items() if other != part})
 
     def follow(self, below: Any, rebuild: Rebuild) -> None:
         """Another original: what an inherited attribute comes from has changed."""
         self.original = below
         self._rebuild = rebuild
-        self._made = {_key(self._residents): self.standing} if self._residents else {}
-        if not self._residents:
+        self._made = {_key(self._occupants): self.standing} if self._occupants else {}
+        if not self._occupants:
             self.standing = below
 
     def own_containers(self) -> list[Any]:
         """Everything of ours that holds the original on purpose."""
         cells = _cells(self._rebuild)
         nested = [cell for outer in cells for cell in _cells(outer.cell_contents)]
-        ours = [self, self.__dict__, self._residents, self._made, *self._made.values()]
+        ours = [self, self.__dict__, self._occupants, self._made, *self._made.values()]
         return [*ours, self.original, *cells, *nested]
 
-    def _stand(self, residents: dict[str, Any]) -> None:
+    def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
-        wanted = self._with(residents)
+        wanted = self._with(occupants)
         if not self.is_ours:
             logger.info("%s: somebody else's patch stands there; it is left in place", self._place)
-        elif self._place.inherited and not residents:
+        elif self._place.inherited and not occupants:
             delattr(owner, name)
         else:
             before = current(owner, name)
             setattr(owner, name, wanted)
             if is_class(owner) and current(owner, name) is before:
                 raise AttributeError(f"its metaclass {type(owner).__qualname__} ignores assignments")
-        self._residents = residents
+        self._occupants = occupants
         self.standing = wanted
 
-    def _with(self, residents: Mapping[str, Any]) -> Any:
-        if not residents:
+    def _with(self, occupants: Mapping[str, Any]) -> Any:
+        if not occupants:
             return self.original
-        key = _key(residents)
+        key = _key(occupants)
         if key not in self._made:
-            self._made[key] = self._rebuild(residents)
+            self._made[key] = self._rebuild(occupants)
         return self._made[key]
 
 
-def _key(residents: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
-    return frozenset((part, id(woven)) for part, woven in residents.items())
+def _key(occupants: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
+    return frozenset((part, id(woven)) for part, woven in occupants.items())
 
 
 def _cells(function: Any) -> tuple[Any, ...]:

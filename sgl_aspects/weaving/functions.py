@@ -354,13 +354,13 @@ def _source(shape: Shape) -> list[str]:
     if shape.guarded:
         body = [
             f"if {_NAME}.compiling():",
-            *_indent(_hand_on(shape, f"{_NAME}._chain", packed=False)),
+            *_indent(_delegate(shape, f"{_NAME}._chain", packed=False)),
             *body,
         ]
     if free:
         body.append(f"if 0: {free}")  # never runs: it makes the function close over them
     body.append("chain = '<chain>'")
-    body += _observed(shape) if shape.observers else _hand_on(shape, "chain", packed=shape.packed)
+    body += _observed(shape) if shape.observers else _delegate(shape, "chain", packed=shape.packed)
     return [f"def factory({free}):", f"    {definition} woven(*args, **kwargs):", *_indent(_indent(body))]
 
 
@@ -372,7 +372,7 @@ def _result(shape: Shape, chain: str, packed: bool) -> str:
     return f"{wait}({chain}(*args, **kwargs) if kwargs else {chain}(*args))"
 
 
-def _hand_on(shape: Shape, chain: str, *, packed: bool) -> list[str]:
+def _delegate(shape: Shape, chain: str, *, packed: bool) -> list[str]:
     """Call the chain and return what it gives, as this kind of function does."""
     result = _result(shape, chain, packed)
     if shape.kind is FunctionKind.ASYNC_GENERATOR:
@@ -397,7 +397,7 @@ def _observed(shape: Shape) -> list[str]:
             f"except '<Exception>' as error: token{i} = failed{i}(error)",
         ]
     if not exits:
-        return lines + _hand_on(shape, "chain", packed=shape.packed)
+        return lines + _delegate(shape, "chain", packed=shape.packed)
     result = _result(shape, "chain", shape.packed)
     body = [f"result = ({result})"]
     if shape.kind is FunctionKind.ASYNC_GENERATOR:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
-    Place,
+    AttributeReference,
     bases,
     class_module,
     class_name,
@@ -27,7 +27,7 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.chain import build_chain, own_containers
-from sgl_aspects.weaving.descriptors import Home, open_attribute
+from sgl_aspects.weaving.descriptors import Slot, open_attribute
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
 from sgl_aspects.weaving.rebinding import Pair, Stale, unfrozen
@@ -36,32 +36,32 @@ logger = logging.getLogger("sgl_aspects")
 
 # -- what goes on holding an original that is replaced -------------------------------------------------------
 
-Kept = frozenset[Any]
+Exclusions = frozenset[Any]
 """Ids of containers that are left alone as a whole, and pairs of a namespace's id and one name in it."""
 
 _CONTAINERS = (list, dict, set, types.CellType)
 
 
-def kept_by(advices: Iterable[Advice]) -> Kept:
+def exclusions_of(advices: Iterable[Advice]) -> Exclusions:
     """What the hooks of ``advices`` hold of their own: for REPLACE hooks, their modules too."""
     kept: set[Any] = set()
     for advice in advices:
         kept.update(id(holder) for holder in _holders_in(advice.hook))
         if advice.hook_type is HookType.REPLACE:
-            home = _home_of(advice.hook)
+            home = _namespace_of(advice.hook)
             if home is not None:
                 kept.add(id(home))
     return frozenset(kept)
 
 
-def give_back(hook: Any, standing: Any, original: Any) -> None:
+def give_original(hook: Any, standing: Any, original: Any) -> None:
     """Let a hook that is about to replace ``original`` hold it, where it was given what stands there now.
 
     A class that derives from the one that stands there means that one, and keeps it.
     """
     if is_class(hook) and is_class(standing) and derives(hook, standing):
         return
-    home = _home_of(hook)
+    home = _namespace_of(hook)
     # In the module that defines it, it is the original and not a copy.
     if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
         for name in [name for name, value in list(home.items()) if value is standing]:
@@ -71,7 +71,7 @@ def give_back(hook: Any, standing: Any, original: Any) -> None:
             holder.cell_contents = original
 
 
-def _home_of(hook: Any) -> dict[str, Any] | None:
+def _namespace_of(hook: Any) -> dict[str, Any] | None:
     """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
     try:
         name = class_module(hook) if is_class(hook) else hook.__module__
@@ -129,7 +129,7 @@ class OwnHolders:
             elif isinstance(holder, _CONTAINERS):
                 self._containers.append(holder)
                 kept.add(id(holder))
-        self.kept: Kept = frozenset(kept)
+        self.kept: Exclusions = frozenset(kept)
 
 
 # -- functions -----------------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ class JoinPoint:
     what the table, the weaver and the reports know of a join point.
     """
 
-    place: Place
+    place: AttributeReference
     advices: list[Advice]
     inner: Any  # what is hooked: for a descriptor, the callable in it
     installed = False
     kind = "a generated function"
-    home: Home | None = None
+    slot: Slot | None = None
     function: Any = None  # the woven one
     calls: Any = 0
 
@@ -175,18 +175,18 @@ class JoinPoint:
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
-    def admit(self, advice: Advice) -> None:
+    def add(self, advice: Advice) -> None:
         """Add a hook.
 
         :raises HookError: this join point cannot take it.
         """
         raise NotImplementedError
 
-    def dismiss(self, advice: Advice) -> None:
+    def remove(self, advice: Advice) -> None:
         """Take a hook away."""
         self.advices.remove(advice)
 
-    def settle(self, compiling: Any = None) -> None:
+    def apply(self, compiling: Any = None) -> None:
         """Put ours in place while a hook is active, the identical original while none is.
 
         :raises Exception: the place cannot be written, or its owner does not want it to be.
@@ -227,27 +227,27 @@ class JoinPoint:
 class FunctionJoinPoint(JoinPoint):
     """A function, or another callable.
 
-    :param home: shared by the points for the parts of one property.
+    :param slot: shared by the points for the parts of one property.
     """
 
-    home: Home
+    slot: Slot
 
-    def __init__(self, place: Place, home: Home | None = None) -> None:
-        if home is not None:
-            place = dataclasses.replace(place, raw=home.original)
+    def __init__(self, place: AttributeReference, slot: Slot | None = None) -> None:
+        if slot is not None:
+            place = dataclasses.replace(place, raw=slot.original)
         self.place = place
         self.advices: list[Advice] = []
         opened = open_attribute(place)
         self.inner = opened.content
         self._called = opened.called
         self.woven = opened.weave(str(place))
-        self.home = home or Home(place, opened.rebuild)
+        self.slot = slot or Slot(place, opened.rebuild)
         self._head: Any = self._called
         self._observers: dict[Advice, Any] = {}
         self.function = self.woven.function
-        self.home.with_resident(place.part, self.function)  # may fail: now, not when it is registered
+        self.slot.with_occupant(place.part, self.function)  # may fail: now, not when it is registered
 
-    def admit(self, advice: Advice) -> None:
+    def add(self, advice: Advice) -> None:
         # An observer that wants to know its function is asked for the one for this function.
         if advice.is_class_replacement:
             raise HookError(
@@ -270,25 +270,25 @@ class FunctionJoinPoint(JoinPoint):
                 "Write it as a plain def, or hook the async def that awaits this function"
             )
 
-    def dismiss(self, advice: Advice) -> None:
-        super().dismiss(advice)
+    def remove(self, advice: Advice) -> None:
+        super().remove(advice)
         self._observers.pop(advice, None)
 
     @property
     def original(self) -> Any:
-        return self.home.original
+        return self.slot.original
 
     @property
     def standing(self) -> Any:
-        return self.home.standing
+        return self.slot.standing
 
     @property
     def replacement(self) -> Any:
-        return self.home.with_resident(self.place.part, self.woven.function)
+        return self.slot.with_occupant(self.place.part, self.woven.function)
 
     def own_containers(self) -> set[int]:
         held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
-        held += [*own_containers(self._head), *self.home.own_containers()]
+        held += [*own_containers(self._head), *self.slot.own_containers()]
         held += [self.woven, *self.woven.own_containers()]
         if self._called is not self.inner and type(self._called) is types.FunctionType:
             held += [self._called.__dict__, *(self._called.__closure__ or ())]
@@ -298,7 +298,7 @@ class FunctionJoinPoint(JoinPoint):
     def follow(self, below: Any) -> None:
         opened = open_attribute(dataclasses.replace(self.place, raw=below))
         self.inner, self._called = opened.content, opened.called
-        self.home.follow(below, opened.rebuild)
+        self.slot.follow(below, opened.rebuild)
 
     @property
     def calls(self) -> int:
@@ -323,17 +323,17 @@ class FunctionJoinPoint(JoinPoint):
     def release(self) -> None:
         self.woven.release(self._called)
 
-    def settle(self, compiling: Any = None) -> None:
+    def apply(self, compiling: Any = None) -> None:
         self.refresh(compiling)
         if self.active and not self.installed:
             self._exchange_attributes()
-            self.home.move_in(self.place.part, self.woven.function)
+            self.slot.put(self.place.part, self.woven.function)
             self.installed = True
         elif not self.active and self.installed and not (self.advices and self.displaced):
             # Under somebody's patch, ours stays where that patch calls it, until its last hook has gone.
             self.installed = False
             self._exchange_attributes()
-            self.home.move_out(self.place.part)
+            self.slot.take_out(self.place.part)
 
     def _exchange_attributes(self) -> None:
         if isinstance(self.woven, WovenFunction) and isinstance(self.inner, types.FunctionType):
@@ -343,18 +343,18 @@ class FunctionJoinPoint(JoinPoint):
                 self.woven.give_attributes(self.inner)
 
     def pairs(self, before: Any, after: Any, extra: int) -> Iterator[Pair]:
-        ours, keep = self.woven.function, kept_by(self.advices)
+        ours, exclude = self.woven.function, exclusions_of(self.advices)
         old, new = (self.inner, ours) if self.installed else (ours, self.inner)
         if self.place.inherited:
-            yield Pair(old, new, -1, keep, self.place.owner if self.installed else None)
+            yield Pair(old, new, -1, exclude, self.place.owner if self.installed else None)
             return
-        yield Pair(before, after, extra, keep)
+        yield Pair(before, after, extra, exclude)
         if self.inner is not self.original:
-            yield Pair(old, new, -1, keep)
+            yield Pair(old, new, -1, exclude)
 
     @property
     def displaced(self) -> bool:
-        return self.installed and not self.home.is_ours
+        return self.installed and not self.slot.is_ours
 
     @property
     def extra_references(self) -> int:
@@ -363,7 +363,7 @@ class FunctionJoinPoint(JoinPoint):
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             return -1
         if current(self.place.owner, self.place.name) is not self.standing:
-            return -1  # it does not stand at home, so that the home does not count
+            return -1  # it does not stand in its own attribute, so that this is not a holder
         key = (self.installed, self.woven.applied)
         if key not in _baselines:
             _baselines[key] = _measure(*key)
@@ -406,11 +406,11 @@ _baselines: dict[tuple[bool, bool], int] = {}
 def _measure(installed: bool, applied: bool) -> int:
     home = types.ModuleType("stand_in")
     exec("def f(): pass", home.__dict__)
-    point = FunctionJoinPoint(Place(home, "f", home.__dict__["f"]))
+    point = FunctionJoinPoint(AttributeReference(home, "f", home.__dict__["f"]))
     if applied:
         point.refresh()
     if installed:
-        point.home.move_in("", point.woven.function)
+        point.slot.put("", point.woven.function)
         point.installed = True
     return point.count_references()
 
@@ -430,14 +430,14 @@ class ClassJoinPoint(JoinPoint):
 
     kind = "a class"
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: AttributeReference) -> None:
         self.place = place
         self.advices: list[Advice] = []
         self.inner: type = place.raw
         self._replacement: type = self.inner
         self._superseded = False
         self._stale: list[Stale] = []
-        self._kept: Kept = frozenset()
+        self._kept: Exclusions = frozenset()
         self._own: list[OwnHolders] = []
         self._subclasses: list[type] = []  # of the replacement, before it stood here
         self._moved: list[type] = []
@@ -466,7 +466,7 @@ class ClassJoinPoint(JoinPoint):
         held += [self._own, self._subclasses, self._moved]
         return {id(holder) for holder in held}
 
-    def admit(self, advice: Advice) -> None:
+    def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:
             raise HookError(
                 f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
@@ -479,10 +479,10 @@ class ClassJoinPoint(JoinPoint):
 
     def pairs(self, before: Any, after: Any, extra: int) -> Iterator[Pair]:
         # What holds a replacement, or what a replacement holds, by itself.
-        self._kept |= kept_by(self.advices)
+        self._kept |= exclusions_of(self.advices)
         yield Pair(before, after, extra, self._kept.union(*(own.kept for own in self._own)))
 
-    def settle(self, compiling: Any = None) -> None:
+    def apply(self, compiling: Any = None) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]
         wanted = active[-1].hook if active else self.original
         if wanted is self.standing:

@@ -182,7 +182,7 @@ class _NotifyingLoader:
             module.__loader__ = self._loader
 
 
-def until_registered(names: Iterable[str]) -> bool:
+def wait_for_imports(names: Iterable[str]) -> bool:
     """Let other threads go on that have looked for one of these modules, and have not made it yet.
 
     Such a thread asked us whether anybody wants the module before somebody did, so that nobody would notice
@@ -238,7 +238,7 @@ def _is_initialising(module: Any) -> bool:
 # -- which hooks a module may be about -----------------------------------------------------------------------
 
 
-class Interest:
+class ModuleIndex:
     """Hooks by the modules that they wait for."""
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ class LazyAttributes:
         return ask
 
 
-class Families:
+class SubclassWatcher:
     """The classes whose new subclasses hooks on ``Class+`` wait for.
 
     :param made: called with each new subclass, which is ready but for its decorators.

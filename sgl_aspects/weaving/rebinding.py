@@ -216,7 +216,7 @@ class Pair:
     """Holders of ``old`` shall hold ``new``.
 
     :param extra: how many references to ``old`` are unaccounted for; below zero where that is unknown.
-    :param keep: ids of what goes on holding ``old`` (see keeping.py): containers, or (namespace, name).
+    :param exclude: ids of what goes on holding ``old`` (see keeping.py): containers, or (namespace, name).
     :param only_bound_to: a class or an instance that inherits ``old``, which its base goes on having:
         nothing but methods bound to it, or to its instances, are holders then.
     """
@@ -224,7 +224,7 @@ class Pair:
     old: Any
     new: Any
     extra: int = -1
-    keep: frozenset[Any] = frozenset()
+    exclude: frozenset[Any] = frozenset()
     only_bound_to: Any = None
 
 
@@ -256,7 +256,7 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
         for name, value in [(name, value) for name, value in list(names.items()) if id(value) in wanted]:
             pair = wanted[id(value)]
             if pair.old is value and pair.only_bound_to is None:
-                if not pair.keep.isdisjoint((id(names), (id(names), name))):
+                if not pair.exclude.isdisjoint((id(names), (id(names), name))):
                     continue
                 names[name] = pair.new
                 found[id(value)] = found.get(id(value), 0) + 1
@@ -283,7 +283,7 @@ class _Collected:
     def __init__(self, pairs: Iterable[Pair], ours: frozenset[int]) -> None:
         self.pairs = {id(pair.old): pair for pair in pairs}
         self.ours = ours
-        self.kept: frozenset[Any] = frozenset().union(*(pair.keep for pair in self.pairs.values()))
+        self.kept: frozenset[Any] = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
         self.stale: list[Stale] = []
         self.attributes: set[int] = set()
         """Ids of the dictionaries of our own instances, where Python makes such dictionaries."""
@@ -343,7 +343,7 @@ class _Collected:
     def _remade(self, holder: Any, anew: Any) -> list[Pair]:
         """``holder`` is immutable: what holds it shall hold the one that was made anew."""
         if anew is not holder:
-            return [Pair(holder, anew, keep=self.kept)]
+            return [Pair(holder, anew, exclude=self.kept)]
         if is_a(holder, types.MethodType) and self._is_old(holder.__self__):
             self._report(holder.__self__, f"the bound method {holder.__func__.__qualname__}")
         return []

@@ -1,4 +1,4 @@
-"""The fabric: every woven point of a process, its hooks, and putting all of it in place.
+"""The table: every woven point of a process, its hooks, and putting all of it in place.
 
 The weaver says which hook belongs at which place. Here hooks come to points, points come to stand where
 the originals stood, and every holder of an original follows, in one pass for all points that changed.
@@ -15,7 +15,7 @@ from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
-    Place,
+    AttributeReference,
     current,
     find,
     inherited,
@@ -23,29 +23,29 @@ from sgl_aspects.weaving.attributes import (
     is_module,
     namespace,
 )
-from sgl_aspects.weaving.descriptors import Home
+from sgl_aspects.weaving.descriptors import Slot
 from sgl_aspects.weaving.hooks import Advice, HookType
-from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint, give_back
+from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint, give_original
 from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
 
 logger = logging.getLogger("sgl_aspects")
 
 
 @dataclass
-class Outcome:
-    """What came of settling points.
+class Applied:
+    """What came of applying points.
 
     :param refused: hooks whose place could not be written, each with the reason.
     :param classes: whether a class was replaced, or is back.
-    :param homeless: hooks on members of such a class: they belong to the class that stands there now.
+    :param detached: hooks on members of such a class: they belong to the class that stands there now.
     """
 
     refused: dict[Advice, HookError] = field(default_factory=dict)
     classes: bool = False
-    homeless: list[Advice] = field(default_factory=list)
+    detached: list[Advice] = field(default_factory=list)
 
 
-class Fabric:
+class JoinPointTable:
     """All points. Not locked: the weaver serialises every change."""
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class Fabric:
         """Where ``advice`` is, each with the number of calls before it came."""
         return self._at.get(advice, [])
 
-    def at(self, place: Place) -> list[JoinPoint]:
+    def at(self, place: AttributeReference) -> list[JoinPoint]:
         """All points at ``place``, those below somebody else's patch too; the one on top comes last."""
         standing = self.known(place)
         below = [point for point in self._here.get(place.key, ()) if point is not standing]
         return below if standing is None else [*below, standing]
 
-    def known(self, place: Place) -> JoinPoint | None:
+    def known(self, place: AttributeReference) -> JoinPoint | None:
         """The point that stands at ``place`` now, under this name or another one; None where none does."""
         for point in reversed(self._here.get(place.key, ())):
             if current(place.owner, place.name) is _expected(point):
@@ -92,8 +92,8 @@ class Fabric:
 
     # -- hooks come and go ------------------------------------------------------------------------------
 
-    def attach(self, advice: Advice, place: Place, *, rerun: bool = False) -> JoinPoint | None:
-        """Add ``advice`` to the point at ``place``, making one where there is none; settles nothing.
+    def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> JoinPoint | None:
+        """Add ``advice`` to the point at ``place``, making one where there is none; applies nothing.
 
         Returns None where it is there already. A patch that somebody laid over a point of ours is not
         woven again for the hooks below it.
@@ -109,10 +109,10 @@ class Fabric:
             return None
         if point is None:
             point = self._point_for(place)
-        point.admit(advice)
+        point.add(advice)
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
-            give_back(advice.hook, point.standing, point.original)
+            give_original(advice.hook, point.standing, point.original)
         if point not in self.points:
             for below in here:
                 below.supersede()
@@ -121,10 +121,10 @@ class Fabric:
         return point
 
     def detach(self, advice: Advice) -> list[JoinPoint]:
-        """Take ``advice`` off all its points, and return them to be settled."""
+        """Take ``advice`` off all its points, and return them to be applied."""
         points = [point for point, _ in self._at.pop(advice, ())]
         for point in points:
-            point.dismiss(advice)
+            point.remove(advice)
         return points
 
     def count_anew(self) -> None:
@@ -139,7 +139,7 @@ class Fabric:
         if is_module(point.place.owner):
             self._by_original[id(point.original)] = point
 
-    def _point_for(self, place: Place) -> JoinPoint:
+    def _point_for(self, place: AttributeReference) -> JoinPoint:
         """A new point, ready to be put in place, before anything is registered.
 
         :raises HookError: whatever goes wrong with what stands at ``place``.
@@ -147,18 +147,18 @@ class Fabric:
         try:
             if is_class(place.raw):
                 return ClassJoinPoint(place)
-            return FunctionJoinPoint(place, self._home_of(place))
+            return FunctionJoinPoint(place, self._slot_of(place))
         except HookError:
             raise
         except Exception as error:
             raise HookError(f"{place} cannot be hooked: {error!r}") from error
 
-    def _home_of(self, place: Place) -> Home | None:
+    def _slot_of(self, place: AttributeReference) -> Slot | None:
         """The home that another part of the same property has already."""
         for part in ("", *PROPERTY_PARTS):
             for point in self._here.get((id(place.owner), place.name, part), ()):
                 if point.standing is place.raw:
-                    return point.home
+                    return point.slot
         return None
 
     def _drop(self, point: JoinPoint) -> None:
@@ -192,9 +192,9 @@ class Fabric:
 
     # -- putting in place -------------------------------------------------------------------------------
 
-    def settle(self, points: Iterable[JoinPoint]) -> Outcome:
+    def apply(self, points: Iterable[JoinPoint]) -> Applied:
         """Make each point's place and all its holders agree with its hooks; one rebinding pass for all."""
-        outcome = Outcome()
+        outcome = Applied()
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
         unique = [self._on_top(point) for point in dict.fromkeys(points)]
@@ -202,7 +202,7 @@ class Fabric:
             extra = point.extra_references
             before = point.standing
             try:
-                point.settle(self.compiling)
+                point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, outcome)
             after = point.standing
@@ -222,7 +222,7 @@ class Fabric:
         for pair in pairs:
             if is_class(pair.old):
                 outcome.classes = True
-                outcome.homeless += self._evict(pair.old, outcome)
+                outcome.detached += self._detach_members(pair.old, outcome)
         return outcome
 
     def _on_top(self, point: JoinPoint) -> JoinPoint:
@@ -242,21 +242,21 @@ class Fabric:
             anew = self.attach(advice, here) or anew
         return anew or point
 
-    def _refuse(self, point: JoinPoint, error: Exception, outcome: Outcome) -> None:
+    def _refuse(self, point: JoinPoint, error: Exception, outcome: Applied) -> None:
         """The place cannot be written: a type made in C, a read-only instance."""
         failure = HookError(f"{point.place} cannot be hooked: {error}")
         failure.__cause__ = error
         if not point.advices:
             logger.warning("%s cannot be restored: %s", point.place, error)
-        for advice in self._vacate(point):
+        for advice in self._detach_all(point):
             outcome.refused[advice] = failure
 
-    def _vacate(self, point: JoinPoint) -> list[Advice]:
-        """Take all hooks off ``point`` without settling it; returns them."""
+    def _detach_all(self, point: JoinPoint) -> list[Advice]:
+        """Take all hooks off ``point`` without applying it; returns them."""
         advices = list(point.advices)
         for advice in advices:
             self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
-            point.dismiss(advice)
+            point.remove(advice)
         return advices
 
     def _rebind(self, pairs: list[Pair]) -> list[Stale]:
@@ -286,14 +286,14 @@ class Fabric:
                 point.follow(below)
                 point.refresh(self.compiling)
 
-    def _evict(self, before: type, outcome: Outcome) -> list[Advice]:
+    def _detach_members(self, before: type, outcome: Applied) -> list[Advice]:
         """Take the hooks off the members of a class that no longer stands where it stood."""
         owners = _with_nested(before)
         points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
-        advices = [advice for point in points for advice in self._vacate(point)]
-        nested = self.settle(points)
+        advices = [advice for point in points for advice in self._detach_all(point)]
+        nested = self.apply(points)
         outcome.refused.update(nested.refused)
-        return list(dict.fromkeys([*advices, *nested.homeless]))
+        return list(dict.fromkeys([*advices, *nested.detached]))
 
 
 def _expected(point: JoinPoint) -> Any:

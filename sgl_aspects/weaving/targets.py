@@ -1,7 +1,7 @@
 """Targets: which functions a hook is for, written as text.
 
     pkg.mod:Class.method          the canonical form: module, colon, attribute path
-    pkg.mod.Class.method          SGLang's form: where the module ends is settled as modules load
+    pkg.mod.Class.method          SGLang's form: where the module ends is found as modules load
     pkg.models.**:*Model.forward  `*` within a segment, `**` over any number of module segments
     pkg.mod:Class+.method         the class and all its subclasses
     pkg.old:f | pkg.new:f         alternates: the first one that exists wins

@@ -89,6 +89,8 @@ def test_a_hook_whose_own_methods_raise(engine: Any) -> None:
     assert HookRegistry.is_hook_applied("engine.f", odd, HookType.AROUND)
     assert HookRegistry.unregister("engine.f", odd, HookType.AROUND)
     assert engine.f(1) == ("odd", ("f", 1))
+    HookRegistry.reset()
+    assert engine.f(1) == ("f", 1)
 
 
 def test_modules_under_names_that_are_no_texts(engine: Any) -> None:
