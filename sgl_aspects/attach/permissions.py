@@ -64,7 +64,8 @@ def refusal(facts: Facts, *, needs_ptrace: bool = True) -> str | None:
     where = f"process {facts.process_id}"
     again = f"sgl-aspects attach {facts.process_id}"
     if facts.user != facts.our_user and not (facts.our_user == 0 and facts.has_capability):
-        return f"{where} belongs to user {facts.user}, you are {facts.our_user}: sudo {again}"
+        help = "in a container docker run --cap-add SYS_PTRACE" if facts.our_user == 0 else f"sudo {again}"
+        return f"{where} belongs to user {facts.user}, you are {facts.our_user}: {help}"
     if not facts.same_files:
         return (
             f"{where} runs in another container (mount namespace): run the command inside it, "

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from sgl_aspects.attach.permissions import Facts, refusal
 from sgl_aspects.attach.process_tree import engine_of, engine_tree, read_process
+from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.errors import AttachError
 from tests.support.attachable import command, running
 
@@ -30,6 +33,7 @@ _ALLOWED = Facts(
 
 _REFUSED = {
     "another user": ({"user": 33}, "sudo sgl-aspects attach 7"),
+    "another user, root without the capability": ({"our_user": 0}, "--cap-add SYS_PTRACE"),
     "ptrace scope 1": ({"ptrace_scope": 1}, "sudo sysctl kernel.yama.ptrace_scope=0"),
     "ptrace scope 2": ({"ptrace_scope": 2}, "kernel.yama.ptrace_scope is 2"),
     "ptrace scope 3": ({"ptrace_scope": 3, "has_capability": True}, "sgl-aspects run --dormant"),
@@ -62,13 +66,21 @@ def test_a_prepared_process_needs_no_ptrace() -> None:
     assert refusal(refused, needs_ptrace=False) is None
 
 
-def _attach(process_id: int, *words: str) -> str:
-    done = subprocess.run(
-        command("attach", str(process_id), "--dry-run", *words), capture_output=True, text=True, check=False
-    )
+def _attach(process_id: int, *words: str, prefix: Sequence[str] = ()) -> str:
+    asked = [*prefix, *command("attach", str(process_id), "--dry-run", *words)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stdout
     assert len(done.stderr.splitlines()) == 1
     return done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_another_users_process_and_one_that_is_being_debugged(tmp_path: Path) -> None:
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    with running(tmp_path) as program:
+        assert f"sudo sgl-aspects attach {program.id}" in _attach(program.id, "--force", prefix=nobody)
+        with stopped(program.id):
+            assert f"traced by process {os.getpid()}" in _attach(program.id, "--force")
 
 
 def test_a_process_that_is_not_python() -> None:
