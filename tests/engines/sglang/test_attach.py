@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from tests.support.attachable import run_folder
+from tests.support.processes import wait_until
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import serve
 from tests.support.stream_load import Load, Request, longest_gap, median_gap
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
 
 ROUNDS, SECONDS = 3, 10
 
@@ -52,7 +55,31 @@ def _attach(process_id: int, file: Path) -> str:
     return done.stdout
 
 
-def _resident(process_ids: list[int]) -> int:
+_STAGES: tuple[Callable[[Path], bool], ...] = (
+    lambda run: any(run.glob("attach/*.taken")),  # the first process is at work
+    lambda run: len([*run.glob("attach/*.answer")]) > 1,  # two are woven
+    lambda run: len([*run.glob("attach/*.answer")]) > 2,  # all are
+)
+
+
+def _kill_at(has_come: Callable[[Path], bool], process_id: int, file: Path) -> None:
+    """`kill -9` of the attaching command: its guard lets go of the engine, and removes the run."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sgl_aspects", "attach", str(process_id), "--file", str(file)],
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: run_folder(process) is not None)
+    run = run_folder(process)
+    assert run is not None
+    wait_until(lambda: has_come(run), 300)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not run.exists(), 300)
+
+
+def _resident(process_ids: list[str]) -> int:
     """Megabytes."""
     texts = [Path(f"/proc/{process_id}/smaps_rollup").read_text() for process_id in process_ids]
     return sum(int(text.split("Rss:")[1].split()[0]) for text in texts) >> 10
@@ -63,28 +90,28 @@ def test_three_rounds_under_sixteen_streams(tmp_path: Path) -> None:
     with serve(tmp_path / "mini", tmp_path / "log") as server:
         load = Load(server.port, "/generate", 16)
         time.sleep(SECONDS)
-        moments, outputs = [time.time_ns()], []
+        moments, outputs, resident = [time.time_ns()], [], []
         for number in range(ROUNDS):
             outputs.append(_attach(server.process.pid, tmp_path / f"spans-{number}.jsonl"))
             moments.append(time.time_ns())
             time.sleep(SECONDS)
             moments.append(time.time_ns())
-        processes = [
-            int(line.split()[1].rstrip(":")) for line in outputs[0].splitlines() if "are back" in line
-        ]
-        resident = _resident(processes)
+            resident.append(_resident(re.findall(r"process (\d+): \d+ originals", outputs[0])))
+        for has_come in _STAGES:
+            _kill_at(has_come, server.process.pid, tmp_path / "killed.jsonl")
+        outputs.append(_attach(server.process.pid, tmp_path / f"spans-{ROUNDS}.jsonl"))
         found = load.end()
-    _assert_same_answers(found)
-    for number, output in enumerate(outputs):
-        assert "NOT" not in output, output
-        assert len(re.findall(r": [1-9]\d* originals are back", output)) == 3, output
-        _assert_complete(_spans(tmp_path / f"spans-{number}.jsonl"))
     turns = [
         (median_gap(found, begin, end), longest_gap(found, begin, end))
         for begin, end in itertools.pairwise(moments)
     ]
     print([f"step {step * 1e3:.1f} ms, longest {gap * 1e3:.0f} ms" for step, gap in turns], resident, "MB")
     print(*outputs, sep="\n")
+    _assert_same_answers(found)
+    for number, output in enumerate(outputs):
+        assert "NOT" not in output, output
+        assert len(re.findall(r": [1-9]\d* originals are back", output)) == 3, output
+        _assert_complete(_spans(tmp_path / f"spans-{number}.jsonl"))
 
 
 def _assert_same_answers(found: list[Request]) -> None:

@@ -72,6 +72,9 @@ def questions() -> dict[str, Any]:
         ),
         "get_quantization_config": (lambda: platform.get_quantization_config("fp8"), (type, type(None))),
         "get_paged_allocator_cls": (platform.get_paged_allocator_cls, (type, type(None))),
+        "get_graph_runner_cls": (platform.get_graph_runner_cls, (type, type(None))),
+        "get_piecewise_backend_cls": (platform.get_piecewise_backend_cls, (type, type(None))),
+        "get_communicator_class": (platform.get_communicator_class, (type, type(None))),
     }
     return {name: _answer(question, kind) for name, (question, kind) in expected.items()}
 
