@@ -124,7 +124,7 @@ def running(
         )
     program = Program(process, folder)
     try:
-        wait_until(lambda: bool(program.said) or not program.lives() or not pause)
+        wait_until(lambda: bool(program.said) or not program.lives() or not pause, SECONDS)
         yield program
     finally:
         process.kill()
