@@ -97,3 +97,11 @@ def test_texts_are_plain() -> None:
                     faults.setdefault(room, []).append(f"{name}:{number}: {match[0]!r}: say {better}")
     more = [each for room, found in faults.items() if len(found) > LEFT.get(room, 0) for each in found]
     assert not more, "\n".join(more)
+
+
+def test_the_earlier_name_of_the_test_server_is_the_same_module() -> None:
+    """Scripts outside of the tree, for GPU machines, set its options under that name."""
+    from tests import sglang_server as earlier
+    from tests.support import sglang_server
+
+    assert earlier is sglang_server
