@@ -32,6 +32,7 @@ def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None
     weak_method._func_ref = weakref.ref(function, weak_method._func_ref.__callback__)
 
 
+@functools.cache
 def compiling_test(compiler: Any) -> Callable[[], bool]:
     """Says whether torch.compile traces what calls it, in one call of C where torch lets it be so.
 
@@ -42,7 +43,7 @@ def compiling_test(compiler: Any) -> Callable[[], bool]:
     """
     substitute = getattr(compiler, "substitute_in_graph", None)
     if substitute is not None:
-        never: Callable[[], bool] = "".isdigit  # a method of its own: nobody else's calls are replaced
+        never: Callable[[], bool] = _Own().isdigit
         try:
             substitute(never, skip_signature_check=True)(_always)
         except (ImportError, TypeError, ValueError) as error:
@@ -50,6 +51,10 @@ def compiling_test(compiler: Any) -> Callable[[], bool]:
         else:
             return never
     return compiler.is_compiling  # type: ignore[no-any-return]
+
+
+class _Own(str):
+    """Whose methods, written in C, are nobody else's: only our calls of one are replaced."""
 
 
 def _always() -> bool:
