@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Any
 
+_NATIVE = "SGL_ASPECTS_NATIVE"
+
 
 def enter(folder: str, key: str) -> None:
     """Do what the request ``key`` in ``folder`` asks for, once, and answer in a file."""
@@ -70,10 +72,15 @@ def _import_agent(package: str, pace: _Pace) -> Any:
     sys.meta_path.insert(0, pace)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)  # other threads get the interpreter soon after they ask for it
+    native = os.environ.get(_NATIVE)
+    os.environ[_NATIVE] = "off"  # what is compiled could not be taken out of the process again
     try:
         agent = importlib.import_module("sgl_aspects.attach.agent")
         pace.take_turn()
     finally:
+        os.environ.pop(_NATIVE)
+        if native is not None:
+            os.environ[_NATIVE] = native
         sys.setswitchinterval(interval)
         sys.meta_path.remove(pace)
         sys.path.remove(package)
