@@ -361,7 +361,6 @@ def test_an_exporter_named_twice_exports_once(monkeypatch: pytest.MonkeyPatch) -
 FULL = """
 from sgl_aspects.tracing import attach
 from tests.support.sessions import begin
-
 with attach(level=1, endpoint="http://127.0.0.1:9") as session:
     begin(session, "r")()
 print(session.summary)
