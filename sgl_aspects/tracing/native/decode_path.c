@@ -596,7 +596,7 @@ ForwardPath_forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t co
     uint64_t *words = words_of(step);
     if (words == NULL || (self->has_events && !has_any(tracker->spare_events)))
         goto slow;
-    replace(&self->step, (PyObject *)step);
+    Py_INCREF(step);
     step->child = CHILD_FORWARD;
     words[FORWARD_START] = now_ns();
     words[STEP_GRAPH] = self->eager_text;
@@ -604,13 +604,14 @@ ForwardPath_forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t co
     if (self->has_events) {
         Py_ssize_t spare = PyList_GET_SIZE(tracker->spare_events);
         replace(&self->events, PyList_GET_ITEM(tracker->spare_events, spare - 1));
-        if (PyList_SetSlice(tracker->spare_events, spare - 1, spare, NULL) < 0)
-            return NULL;
         self->has_begun = 0;
-        if (!(self->expects >> (words[STEP_MODE] & 63) & 1) && !begin_on_device(self))
+        if (PyList_SetSlice(tracker->spare_events, spare - 1, spare, NULL) < 0
+            || (!(self->expects >> (words[STEP_MODE] & 63) & 1) && !begin_on_device(self))) {
+            Py_DECREF(step);
             return NULL;
+        }
     }
-    Py_INCREF(step);
+    replace(&self->step, (PyObject *)step); /* last: its exit, which lets go of it, comes only after this */
     return (PyObject *)step;
 slow:
     return call_method(object, s_forward_enter, args, count);

@@ -88,7 +88,6 @@ class ForwardObserver(native.ForwardPath):
         runner = args[at] if at < len(args) else self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
             self._meet(runner, step)
-        self.step = step
         step.child = CHILD_FORWARD
         block = step.block
         step.words[block + FORWARD_START] = time_ns()
@@ -98,6 +97,7 @@ class ForwardObserver(native.ForwardPath):
             self.has_begun = False
             if not self.expects & _mode_bit(step):
                 self._begin_on_device()
+        self.step = step  # last: its exit, which lets go of it, comes only after this
         return step
 
     def _exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
