@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,29 @@ def test_sglangs_device_is_one_of_ours_where_there_is_one(device: str, name: str
         SimpleNamespace(device=torch.device(device) if name else device)
     )
     assert getattr(platform, "device_name", None) == name
+
+
+def test_an_end_that_the_engine_did_not_tell_of_is_found_when_nothing_is_left_to_run() -> None:
+    """As where the memory of a request is given back later, by another thread."""
+    ended = {"batch.finished": lambda batch: [req for req in batch.reqs if req.reason]}
+    engine = dataclasses.replace(
+        EMBEDDED, attributes={**EMBEDDED.attributes, **ended, "req.finish_reason": lambda req: req.reason}
+    )
+    recorder = Memory()
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
+    found = {each.role: each for each in StepObserver(trackers).observations()}
+    req = SimpleNamespace(rid="one", output_ids=[1], reason=None)
+    trackers.requests.resume(trackers.requests.queued("one"), 1)
+    scheduler = SimpleNamespace(waiting=[], running=[req], kv_cache=None, has_work=False)
+    found["release_request"].enter((req,), {})  # of another request: this engine tells
+    for number in (1, 2, 3):
+        batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=number), object()
+        token = found["run_batch"].enter((scheduler, batch), {})
+        found["run_batch"].exit(token, result, None)
+        token = found["process_batch_result"].enter((scheduler, batch, result), {})
+        if number == 3:
+            req.reason = "stop"
+        found["process_batch_result"].exit(token, None, None)
+    found["receive_messages"].enter((scheduler,), {})
+    (decode,) = recorder.named("decode")
+    assert decode.values[-1] == "stop"

@@ -118,7 +118,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tracker, *slots, *new_id, *preempted, *busy, *mode, *reqs;
+    PyObject *tracker, *slots, *new_id, *requests, *preempted, *busy, *mode, *reqs;
     PyObject *mode_source, *reqs_source, *number_source; /* an attribute's name, or a function of the batch */
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size;
     unsigned long long count, waiting, running, usage;
@@ -334,7 +334,10 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     uint64_t now = now_ns();
     int is_idle = count == 3 && (args[1] == Py_None || (tracker != NULL && tracker->schedule_start));
     if (count != 3 || tracker == NULL
-        || (is_idle && (!is_none(self->busy) || has_any(tracker->details) || has_any(tracker->late))))
+        || (is_idle
+            && (!is_none(self->busy) || has_any(tracker->details) || has_any(tracker->late)
+                || is_none(self->requests) || !PyDict_Check(self->requests)
+                || PyDict_GET_SIZE(self->requests))))
         return call_method(object, s_schedule_exit, args, count);
     unsigned long long start = PyLong_AsUnsignedLongLong(args[0]);
     if (PyErr_Occurred())
@@ -549,7 +552,7 @@ slow:
 
 static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, new_id),
-    OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
+    OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), NUMBER(StepPath, count), NUMBER(StepPath, waiting),
@@ -561,7 +564,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 10)
+COLLECTED(StepPath, tracker, 11)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 

@@ -96,6 +96,7 @@ class StepPath:
     tracker: Any
     slots: Any
     new_id: Any
+    requests: dict[str, Any]
     preempted: set[Any]
     busy: Any
     mode: Any

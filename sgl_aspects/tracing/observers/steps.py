@@ -43,7 +43,8 @@ class StepObserver(native.StepPath):
         self._recorder = trackers.recorder
         self.tracker, self._requests = trackers.steps, trackers.requests
         self.slots = getattr(trackers.recorder, "free_slots", None)
-        self.new_id, self.preempted = trackers.recorder.new_id, trackers.requests.preempted_requests
+        self.new_id, self.requests = trackers.recorder.new_id, trackers.requests.requests
+        self.preempted = trackers.requests.preempted_requests
         self.measures = trackers.options.measures
         self.busy = None  # the scheduler, while the latest figures for the metrics show it at work
         call, reader = engine.call_reader, engine.reader
@@ -123,11 +124,14 @@ class StepObserver(native.StepPath):
         tracker.schedule_start, tracker.schedule_end = start_ns, time_ns()
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (self.busy is not None or self.tracker.late) and self._is_idle(self._receiving(args, kwargs)):
+        is_open = self.busy is not None or self.tracker.late or self.requests
+        if is_open and self._is_idle(self._receiving(args, kwargs)):
             self._tell_idle()
 
     def _tell_idle(self) -> None:
         """After the last step nothing waits, and the metrics are to show a scheduler without work."""
+        if self._finished is not None and self.requests:  # should its end not have been told
+            self._end_requests([req for req in self.reqs or () if self._finish_reason(req)])
         if self.tracker.late:
             self.tracker.read_late()
         scheduler, self.busy = self.busy, None
@@ -273,7 +277,7 @@ class StepObserver(native.StepPath):
         if self.measures:
             self.busy = scheduler
         tracker.end(step, now)
-        if tracker.late and not self._requests.requests:
+        if tracker.late and not self.requests:
             tracker.read_late()
 
     def _end_requests(self, finished: Sequence[Any]) -> None:
