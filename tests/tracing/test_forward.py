@@ -22,6 +22,12 @@ from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
 from tests.support.memory_recorder import Memory
 
+#: How an engine says which requests have ended.
+ENDS: dict[str, Any] = {
+    "batch.finished": lambda batch: [req for req in batch.reqs if req.reason],
+    "req.finish_reason": lambda req: req.reason,
+}
+
 
 class Clock:
     """A device whose time passes when it is told so."""
@@ -194,10 +200,7 @@ def test_sglangs_device_is_one_of_ours_where_there_is_one(device: str, name: str
 
 def test_an_end_that_the_engine_did_not_tell_of_is_found_when_nothing_is_left_to_run() -> None:
     """As where the memory of a request is given back later, by another thread."""
-    ended = {"batch.finished": lambda batch: [req for req in batch.reqs if req.reason]}
-    engine = dataclasses.replace(
-        EMBEDDED, attributes={**EMBEDDED.attributes, **ended, "req.finish_reason": lambda req: req.reason}
-    )
+    engine = dataclasses.replace(EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS})
     recorder = Memory()
     trackers = Trackers.of(engine, recorder, DEFAULTS)
     found = {each.role: each for each in StepObserver(trackers).observations()}
@@ -216,3 +219,24 @@ def test_an_end_that_the_engine_did_not_tell_of_is_found_when_nothing_is_left_to
     found["receive_messages"].enter((scheduler,), {})
     (decode,) = recorder.named("decode")
     assert decode.values[-1] == "stop"
+
+
+def test_a_request_with_the_id_of_one_that_has_ended_is_another() -> None:
+    engine = dataclasses.replace(EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS})
+    recorder = Memory()
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
+    found = {each.role: each for each in StepObserver(trackers).observations()}
+    for _ in range(2):
+        req = SimpleNamespace(rid="again", output_ids=[1], reason=None)
+        trackers.requests.resume(trackers.requests.queued("again"), 1)
+        found["release_request"].enter((req,), {})
+        batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=1), object()
+        token = found["run_batch"].enter((None, batch), {})
+        found["run_batch"].exit(token, result, None)
+        assert [*trackers.requests.requests] == ["again"]
+        token = found["process_batch_result"].enter((None, batch, result), {})
+        req.reason = "stop"
+        found["release_request"].enter((req,), {})
+        found["process_batch_result"].exit(token, None, None)
+        assert not trackers.requests.requests
+    assert [decode.values[-1] for decode in recorder.named("decode")] == ["stop", "stop"]

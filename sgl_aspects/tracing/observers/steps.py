@@ -13,7 +13,7 @@ from typing import Any
 from sgl_aspects.tracing import native
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
-from sgl_aspects.tracing.lifecycle.requests import Chunk
+from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
 from sgl_aspects.tracing.lifecycle.steps import StepTracker, figure, usage_figure
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.ring import format as layout
@@ -87,6 +87,7 @@ class StepObserver(native.StepPath):
         self._mode_text = ""
         self.decodes = False
         self.size = 0
+        self._served: list[tuple[Any, ScheduledRequest]] = []
         # Of the scheduler, as it last was when it was asked; as they are stored.
         self.count = self.waiting = self.running = self.usage = 0
 
@@ -130,8 +131,8 @@ class StepObserver(native.StepPath):
 
     def _tell_idle(self) -> None:
         """After the last step nothing waits, and the metrics are to show a scheduler without work."""
-        if self._finished is not None and self.requests:  # should its end not have been told
-            self._end_requests([req for req in self.reqs or () if self._finish_reason(req)])
+        self._end_untold()
+        self.reqs, self.size, self._served = None, 0, []
         if self.tracker.late:
             self.tracker.read_late()
         scheduler, self.busy = self.busy, None
@@ -214,15 +215,21 @@ class StepObserver(native.StepPath):
 
     def _link(self, reqs: Any, size: int) -> None:
         """The batch serves others than the last one did."""
-        if not self._asks_always and self._finished is not None:  # should it not always have told
-            left = {id(req) for req in self.reqs or ()}.difference(id(req) for req in reqs or ())
-            gone = [req for req in self.reqs or () if id(req) in left and self._finish_reason(req)]
-            self._end_requests(gone)
+        self._end_untold()
         self.reqs, self.size = reqs, size
         known, rid = self._requests.requests, self._rid
         found = [known.get(rid(req)) for req in reqs or ()]
+        self._served = [(req, request) for req, request in zip(reqs or (), found) if request is not None]
         keys = [request.key for request in found if request is not None]
         self.tracker.link(keys)
+
+    def _end_untold(self) -> None:
+        """Of those in the latest batch some may have ended without the engine's telling."""
+        if self._finished is None or self._asks_always:
+            return
+        # Another request may have the same id by now.
+        served = [req for req, request in self._served if self.requests.get(request.rid) is request]
+        self._end_requests([req for req in served if self._finish_reason(req)])
 
     # -- its result processed -------------------------------------------------------------------------------
 
