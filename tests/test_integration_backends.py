@@ -63,7 +63,7 @@ def test_phoenix_holds_whole_traces(
     # Metrics went there, too, and are refused by Phoenix: the spans do not suffer.
     assert summary.exported == {"otlp": summary.spans_recorded}
     assert summary.spans_recorded > 1000  # more than a page of its interface
-    wait_until(lambda: len(backend.spans(project)) >= summary.spans_recorded)
+    wait_until(lambda: len(backend.spans(project)) >= summary.spans_recorded, 180.0)
     spans = backend.spans(project)
     assert len(spans) == summary.spans_recorded
     assert len({span["context"]["span_id"] for span in spans}) == len(spans)
