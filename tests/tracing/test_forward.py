@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.ring.format import SAMPLE_ALL
+from sgl_aspects.tracing.ring.steps import OpenSteps
 from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
 from tests.support.memory_recorder import Memory
@@ -240,3 +243,28 @@ def test_a_request_with_the_id_of_one_that_has_ended_is_another() -> None:
         found["process_batch_result"].exit(token, None, None)
         assert not trackers.requests.requests
     assert [decode.values[-1] for decode in recorder.named("decode")] == ["stop", "stop"]
+
+
+def test_the_steps_of_a_forked_child_have_ids_of_their_own() -> None:
+    """A recorder has another source of ids, and another file, after a fork."""
+    recorder = Memory()
+    trackers = Trackers.of(EMBEDDED, recorder, DEFAULTS)
+    found = {each.role: each for each in StepObserver(trackers).observations()}
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[], step_id=1)
+
+    def step() -> None:
+        result = object()
+        found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
+        token = found["process_batch_result"].enter((None, batch, result), {})
+        found["process_batch_result"].exit(token, None, None)
+
+    for _ in range(3):
+        step()
+    recorder.new_id = itertools.count(1000).__next__  # type: ignore[method-assign]
+    recorder.steps.retire()
+    recorder.steps = OpenSteps.in_memory()
+    recorder.level, recorder.sample = 3, SAMPLE_ALL
+    for _ in range(3):
+        step()
+    ids = [span.span_id for span in recorder.named("scheduler.step")]
+    assert [number >= 1000 for number in ids] == [False] * 3 + [True] * 3

@@ -92,7 +92,7 @@ class StepTracker(native.Tracker):
         self.on_level: Callable[[int], None] | None = None
         self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder
-        self._new_id = recorder.new_id
+        self.new_id = recorder.new_id
         self._measures = measures
         self._thread = 0
         self._mode, self._keys = "", array("Q")
@@ -116,7 +116,7 @@ class StepTracker(native.Tracker):
                 self.on_level(level)
         step_id = 0
         if level >= 2:
-            step_id = shared_id or self._new_id()
+            step_id = shared_id or self.new_id()
             sample = words[WORD_SAMPLE]
             if sample < SAMPLE_ALL and not in_sample(step_id, sample):
                 step_id = 0
@@ -164,7 +164,7 @@ class StepTracker(native.Tracker):
         known = array("Q", keys)
         if known == self._keys:
             return
-        group = self._new_id() if keys else 0
+        group = self.new_id() if keys else 0
         if group and not self._recorder.write_group(group, keys):
             group, known = 0, array("Q")
         self.group, self._keys = group, known
@@ -336,7 +336,7 @@ class StepTracker(native.Tracker):
         schedule_id = layout.child_id(step.id, layout.CHILD_SCHEDULE)
         for write, start_ns, end_ns, problem in details:
             parent_id = schedule_id if schedule_start and start_ns >= schedule_start else step.id
-            write(self._new_id(), step.id, parent_id, start_ns, end_ns, (), problem)
+            write(self.new_id(), step.id, parent_id, start_ns, end_ns, (), problem)
 
     def _meet(self, steps: OpenSteps) -> OpenSteps:
         """The recorder has another file: at the beginning, after a fork, at the end."""
@@ -345,7 +345,7 @@ class StepTracker(native.Tracker):
             steps = self._recorder.steps
         self.steps = steps
         self._thread = threading.get_ident()
-        self._new_id = self._recorder.new_id
+        self.new_id = self._recorder.new_id
         self._mode = ""
         self.spare.clear()
         keys, self.group, self._keys = self._keys, 0, array("Q")

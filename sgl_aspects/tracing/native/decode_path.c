@@ -111,14 +111,14 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events;
+    PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events, *new_id;
     unsigned long long schedule_start, schedule_end, level, group, mode_text;
     char finishing;
 } Tracker;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tracker, *slots, *new_id, *requests, *preempted, *busy, *mode, *reqs;
+    PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
     PyObject *mode_source, *reqs_source, *number_source; /* an attribute's name, or a function of the batch */
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size;
     unsigned long long count, waiting, running, usage;
@@ -290,11 +290,11 @@ COLLECTED(Step, steps, 9)
 
 static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
-    OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events),
+    OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events), OBJECT(Tracker, new_id),
     NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
     NUMBER(Tracker, group), NUMBER(Tracker, mode_text), FLAG(Tracker, finishing), END};
 static PyMethodDef Tracker_methods[] = {{NULL, NULL, 0, NULL}};
-COLLECTED(Tracker, steps, 7)
+COLLECTED(Tracker, steps, 8)
 
 static inline int
 has_any(PyObject *list)
@@ -309,7 +309,7 @@ tracker_in(PyObject *object)
     Tracker *tracker = (Tracker *)object;
     if (is_none(object) || !PyObject_TypeCheck(object, tracker_type) || is_none(tracker->steps)
         || !PyObject_TypeCheck(tracker->steps, blocks_type) || ((Blocks *)tracker->steps)->words == NULL
-        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_Check(tracker->in_flight)
+        || is_none(tracker->new_id) || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_Check(tracker->in_flight)
         || !PyList_Check(tracker->spare))
         return NULL;
     return tracker;
@@ -386,7 +386,7 @@ StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         goto slow;
     uint64_t id = 0;
     if (level >= 2) {
-        PyObject *number = PyObject_CallNoArgs(self->new_id);
+        PyObject *number = PyObject_CallNoArgs(tracker->new_id);
         if (number == NULL)
             return NULL;
         id = PyLong_AsUnsignedLongLong(number);
@@ -551,8 +551,7 @@ slow:
 }
 
 static PyMemberDef StepPath_members[] = {
-    OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, new_id),
-    OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
+    OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), NUMBER(StepPath, count), NUMBER(StepPath, waiting),
@@ -564,7 +563,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 11)
+COLLECTED(StepPath, tracker, 10)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 

@@ -82,6 +82,7 @@ class Tracker:
     details: list[Any]
     spare: list[Any]
     spare_events: list[Any]
+    new_id: Any
     schedule_start: int
     schedule_end: int
     level: int
@@ -95,7 +96,6 @@ class StepPath:
 
     tracker: Any
     slots: Any
-    new_id: Any
     requests: dict[str, Any]
     preempted: set[Any]
     busy: Any

@@ -43,8 +43,7 @@ class StepObserver(native.StepPath):
         self._recorder = trackers.recorder
         self.tracker, self._requests = trackers.steps, trackers.requests
         self.slots = getattr(trackers.recorder, "free_slots", None)
-        self.new_id, self.requests = trackers.recorder.new_id, trackers.requests.requests
-        self.preempted = trackers.requests.preempted_requests
+        self.requests, self.preempted = trackers.requests.requests, trackers.requests.preempted_requests
         self.measures = trackers.options.measures
         self.busy = None  # the scheduler, while the latest figures for the metrics show it at work
         call, reader = engine.call_reader, engine.reader
