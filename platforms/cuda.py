@@ -57,6 +57,10 @@ class CudaPlatform(CudaDeviceMixin, SRTPlatform):
         return "inductor"
 
 
+#: SGLang's name for its own platform of this device.
+CudaSRTPlatform = CudaPlatform
+
+
 def _has_triton() -> bool:
     """torch brings Triton on Linux; elsewhere the plain operators do the work."""
     return importlib.util.find_spec("triton") is not None

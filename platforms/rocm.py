@@ -23,3 +23,7 @@ class RocmPlatform(RocmDeviceMixin, CudaPlatform):
         """CDNA 3 and later (9.4, 9.5) and RDNA 4 (12.0) calculate in float8; RDNA 3 (11.0) does not."""
         capability = self.get_device_capability()
         return capability is not None and ((9, 4) <= capability < (10, 0) or capability >= (12, 0))
+
+
+#: SGLang's name for its own platform of this device.
+RocmSRTPlatform = RocmPlatform
