@@ -534,12 +534,3 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
-
-
-def test_sglangs_names_for_the_same_platforms_exist() -> None:
-    from sgl_aspects.platforms.cuda import CudaSRTPlatform
-    from sgl_aspects.platforms.rocm import RocmPlatform, RocmSRTPlatform
-
-    assert CudaSRTPlatform is CudaPlatform
-    assert RocmSRTPlatform is RocmPlatform
-    assert CudaPlatform().support_device_graph() is CudaPlatform().support_cuda_graph()
