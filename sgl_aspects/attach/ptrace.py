@@ -15,6 +15,7 @@ import ctypes
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,9 +85,8 @@ def _ptrace(request: int, thread_id: int, data: object = None) -> None:
 @contextlib.contextmanager
 def stopped(process_id: int) -> Iterator[None]:
     """The main thread is stopped in the block, wherever it is. Ctrl-C waits for the end of the block."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     pending = 0
-    try:
+    with _signals_held():
         _ptrace(_SEIZE, process_id)
         try:
             _ptrace(_INTERRUPT, process_id)
@@ -95,8 +95,31 @@ def stopped(process_id: int) -> Iterator[None]:
         finally:
             with contextlib.suppress(OSError):  # it has ended, or has not stopped: our end detaches it
                 _ptrace(_DETACH, process_id, ctypes.c_void_p(pending))
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """SIGINT and SIGTERM are answered after the block.
+
+    By their handlers, not by the thread's mask: another thread would take a masked signal, and Python would
+    answer it in this one all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which no handler interrupts
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in handlers.items():
+        if handler is not None:  # None: not Python's, and could not be put back
+            signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _wait_for_stop(process_id: int) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -227,11 +229,33 @@ def _send_signals(process_id: int, count: int) -> None:
 
 
 def test_ctrl_c_waits_until_the_main_thread_goes_on(tmp_path: Path) -> None:
-    reached = False
-    with running(tmp_path) as program, pytest.raises(KeyboardInterrupt), stopped(program.id):  # noqa: PT012
-        os.kill(os.getpid(), signal.SIGINT)
-        reached = True
+    """Also where another thread takes the signal."""
+    reached, ended = False, threading.Event()
+    taker = threading.Thread(target=ended.wait)
+    taker.start()
+    with _signals_announced() as announced:
+        try:
+            with running(tmp_path) as program, pytest.raises(KeyboardInterrupt), stopped(program.id):  # noqa: PT012
+                signal.pthread_kill(taker.ident or 0, signal.SIGINT)
+                announced.recv(1)
+                reached = True
+        finally:
+            ended.set()
+            taker.join()
     assert reached
+
+
+@contextlib.contextmanager
+def _signals_announced() -> Iterator[socket.socket]:
+    """Something can be read when a signal has come to any thread."""
+    ours, writer = socket.socketpair()
+    with ours, writer:
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno())
+        try:
+            yield ours
+        finally:
+            signal.set_wakeup_fd(before)
 
 
 def test_dry_run_touches_nothing(tmp_path: Path) -> None:
