@@ -11,7 +11,7 @@ from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanEnd, SpanType
 
 if TYPE_CHECKING:
-    from sgl_aspects.tracing.ring.steps import OpenSteps
+    from sgl_aspects.tracing.ring.open_steps import OpenSteps
 
 
 class SpanWriter(Protocol):

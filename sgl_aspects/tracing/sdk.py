@@ -24,7 +24,8 @@ from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
 from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.steps import OpenSteps, spans_of
+from sgl_aspects.tracing.ring.open_steps import OpenSteps
+from sgl_aspects.tracing.ring.steps import spans_of
 
 # Cap on spans whose parent has not come yet, and on requests that never ended.
 _KEPT = 4096

@@ -10,7 +10,8 @@ from sgl_aspects.tracing.context import Opened, TraceContext, enter
 from sgl_aspects.tracing.recorder import SpanWriter, span_writer
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.steps import OpenSteps, spans_of
+from sgl_aspects.tracing.ring.open_steps import OpenSteps
+from sgl_aspects.tracing.ring.steps import spans_of
 
 
 @dataclass

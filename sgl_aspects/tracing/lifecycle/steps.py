@@ -29,7 +29,8 @@ from sgl_aspects.tracing.ring.format import (
     WORD_LEVEL,
     WORD_SAMPLE,
 )
-from sgl_aspects.tracing.ring.steps import CHILD_STARTS, CHILD_TYPES, OpenSteps
+from sgl_aspects.tracing.ring.open_steps import OpenSteps
+from sgl_aspects.tracing.ring.steps import CHILD_STARTS, CHILD_TYPES
 
 pack_begin, pack_queues = layout.STEP_BEGIN.pack_into, layout.STEP_QUEUES.pack_into
 # Details of what precedes a step are bounded: they may be outside of any step.

@@ -33,9 +33,9 @@ from sgl_aspects.tracing.records import (
 )
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.file import RingFile
+from sgl_aspects.tracing.ring.open_steps import OpenSteps
 from sgl_aspects.tracing.ring.slots import Slots
 from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, shape, writer_by_values
-from sgl_aspects.tracing.ring.steps import OpenSteps
 
 # Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
