@@ -118,8 +118,8 @@ def _signals_held() -> Iterator[None]:
         for number, handler in handlers.items():
             if handler is not None:
                 signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for one in came:
+            signal.raise_signal(one)
 
 
 def _wait_for_stop(process_id: int) -> int:

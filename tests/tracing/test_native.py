@@ -156,5 +156,6 @@ def test_an_unknown_value_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 @pytest.mark.parametrize("reader", ["collector.process", "collector.dump", "ring.reader"])
 def test_what_only_reads_records_compiles_nothing(reader: str, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), build.VARIABLE: build.AUTO}
-    subprocess.run([sys.executable, "-c", f"import sgl_aspects.tracing.{reader}"], env=environment, check=True)
+    command = [sys.executable, "-c", f"import sgl_aspects.tracing.{reader}"]
+    subprocess.run(command, env=environment, check=True)
     assert list(tmp_path.iterdir()) == []

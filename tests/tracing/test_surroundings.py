@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -277,6 +278,19 @@ time.sleep(60)
         finally:
             for child in children:
                 os.kill(child, signal.SIGKILL)
+
+
+def test_a_ring_has_ended_when_it_is_closed_though_somebody_still_holds_its_memory(tmp_path: Path) -> None:
+    """A thread that is just writing, a cycle that is not collected yet: nothing comes any more."""
+    recorder = RingRecorder(str(tmp_path))
+    recorder.open()
+    held = recorder.steps.memory
+    (path,) = tmp_path.glob("*.ring")
+    with contextlib.closing(RingReader(path, read_only=True)) as ring:
+        assert ring.is_alive()
+        recorder.close()
+        assert not ring.is_alive()
+    assert held is not None
 
 
 @pytest.mark.parametrize("keeps_all", [False, True])

@@ -91,7 +91,9 @@ class RingFile:
     def end(self, reason: int = layout.CLOSED) -> None:
         """This process writes no more. The mapping lives on for a thread that is just writing to it."""
         self.words[layout.WORD_CLOSED] = reason
-        self._close()  # and with it the lock is gone
+        with contextlib.suppress(OSError):  # the same as below
+            _lock(self._descriptor, fcntl.F_UNLCK)  # the mapping has a copy of the descriptor
+        self._close()
 
     def close(self) -> None:
         """In a forked child: gives up the copy, with nothing said to anybody."""
@@ -104,17 +106,17 @@ class RingFile:
             os.close(self._descriptor)
 
 
-def _lock(descriptor: int) -> None:
-    """A lock of the open file, where the system has such.
+def _lock(descriptor: int, kind: int = fcntl.F_WRLCK) -> None:
+    """A lock of the open file, where the system has such; ``fcntl.F_UNLCK`` gives it up.
 
     One of the process would be gone as soon as anything in it (a look at the run from within) has opened and
     closed the file. A forked child closes its copy.
     """
     try:
-        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        whole = struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0)
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole)
     except (AttributeError, OSError):
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:
