@@ -12,6 +12,7 @@ import torch
 
 import sgl_aspects as aspects
 from sgl_aspects.engines import EMBEDDED, SGLANG, Engine
+from sgl_aspects.engines.base import Outcome
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -222,6 +223,30 @@ def test_an_end_that_the_engine_did_not_tell_of_is_found_when_nothing_is_left_to
     found["receive_messages"].enter((scheduler,), {})
     (decode,) = recorder.named("decode")
     assert decode.values[-1] == "stop"
+
+
+def test_how_a_request_ended_is_told_by_its_engines_own_word() -> None:
+    outcomes = {"client_closed": Outcome.ABORTED, "broken": Outcome.FAILED}
+    engine = dataclasses.replace(
+        EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS}, outcomes={**EMBEDDED.outcomes, **outcomes}
+    )
+    recorder = Memory()
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
+    found = {each.role: each for each in StepObserver(trackers).observations()}
+    for reason in ("length", "abort", *outcomes):
+        req = SimpleNamespace(rid=reason, output_ids=[1], reason=None)
+        trackers.requests.resume(trackers.requests.queued(reason), 1)
+        batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=1), object()
+        found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
+        token = found["process_batch_result"].enter((None, batch, result), {})
+        req.reason = reason
+        found["process_batch_result"].exit(token, None, None)
+    assert {decode.values[-1]: decode.error for decode in recorder.named("decode")} == {
+        "length": "",
+        "abort": "abort",
+        "client_closed": "abort",
+        "broken": "error",
+    }
 
 
 def test_a_request_with_the_id_of_one_that_has_ended_is_another() -> None:

@@ -65,6 +65,7 @@ class StepObserver(native.StepPath):
         self._is_prefill_only = reader("req.is_prefill_only")
         self._finished = engine.attributes.get("batch.finished")
         self._finish_reason = reader("req.finish_reason")
+        self._outcome = engine.outcome
         self._output_tokens = reader("req.output_tokens")
         self._step_number = reader("batch.step_id")
         self._shared_id = reader("batch.shared_id") if "batch.shared_id" in engine.attributes else None
@@ -292,5 +293,5 @@ class StepObserver(native.StepPath):
             request = requests.requests.get(self._rid(req))
             if request is not None:
                 reason = self._finish_reason(req)
-                problem = request.problem or (reason if reason == "abort" else "")
+                problem = request.problem or (self._outcome(reason).problem if reason else "")
                 requests.finished(request.rid, self._output_tokens(req), reason, problem)
