@@ -21,7 +21,9 @@ START_SECONDS = 600  # vLLM compiles first, on two busy cores
 
 @dataclass
 class Answer:
-    """What a client saw: text, the engine's own numbers, and when it was sent and its first chunk came."""
+    """What a client saw: text, the engine's own numbers, and between which moments it was sent, and its first
+    chunk came.
+    """
 
     rid: str = ""
     text: str = ""
@@ -29,7 +31,13 @@ class Answer:
     finish_reason: str = ""
     sent_ns: int = 0
     sent_until_ns: int = 0
+    first_from_ns: int = 0
     first_ns: int = 0
+
+    def late_ms(self, seconds: float) -> float:
+        """By how many milliseconds its first chunk came later than after these seconds; negative: earlier."""
+        shortest, longest = self.first_from_ns - self.sent_until_ns, self.first_ns - self.sent_ns
+        return (min(max(seconds * 1e9, shortest), longest) - seconds * 1e9) / 1e6
 
 
 @dataclass
@@ -137,9 +145,7 @@ class EngineServer:
 
 
 def _answer(result: dict[str, Any]) -> Answer:
-    answer = Answer(
-        sent_ns=result["sent_ns"], sent_until_ns=result["sent_until_ns"], first_ns=result["first_ns"]
-    )
+    answer = Answer(**{name: value for name, value in result.items() if name.endswith("_ns")})
     for line in result["text"].splitlines():
         if not line.startswith("data: {"):
             continue

@@ -3,8 +3,10 @@
 python -m tests.support.streaming_client PORT < requests.json > answers.json
 
 The kernel stamps what it receives (SO_TIMESTAMPNS), so that a client that waits for a processor does not see
-its own waiting as the server's. Times are nanoseconds since the epoch; ``sent_ns`` and ``sent_until_ns`` are
-read around the system call that sends the request.
+its own waiting as the server's. But what waits to be read is joined and has the stamp of its last part: if
+several parts are read at once, the first came after ``first_from_ns``, when there was nothing yet, and by
+``first_ns``; otherwise the two are equal. Times are nanoseconds since the epoch; ``sent_ns`` and
+``sent_until_ns`` are read around the system call that sends the request.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ class Exchange:
             "\r\n".join([f"POST {request['path']} HTTP/1.1", "host: here", *lines, "", ""]).encode() + body
         )
         self.received = b""
-        self.first_ns = self.sent_ns = self.sent_until_ns = 0
+        self.first_from_ns = self.first_ns = self.sent_ns = self.sent_until_ns = self.empty_ns = 0
 
     def send(self) -> None:
         self.sent_ns = time.time_ns()
         with contextlib.suppress(ConnectionError):  # a server may hang up on what it does not like
             self.socket.sendall(self.message)
-        self.sent_until_ns = time.time_ns()
+        self.sent_until_ns = self.empty_ns = time.time_ns()
 
     def receive(self) -> bool:
         """Whether there is more to come."""
@@ -52,14 +54,17 @@ class Exchange:
         except ConnectionError:
             return False
         self.received += data
-        if not self.first_ns and b"data: {" in self.received:
+        parts = 0 if self.first_ns else self.received.count(b"data: {")
+        if parts:
             stamps = [one[:16] for level, kind, one in ancillary if kind == SO_TIMESTAMPNS]
             seconds, nanoseconds = _TIMESTAMP.unpack(stamps[0]) if stamps else (0, time.time_ns())
             self.first_ns = seconds * 1_000_000_000 + nanoseconds
+            self.first_from_ns = self.first_ns if parts == 1 else min(self.empty_ns, self.first_ns)
         return bool(data)
 
     def result(self) -> dict[str, Any]:
-        times = {name: getattr(self, name) for name in ("sent_ns", "sent_until_ns", "first_ns")}
+        names = ("sent_ns", "sent_until_ns", "first_from_ns", "first_ns")
+        times = {name: getattr(self, name) for name in names}
         response = http.client.HTTPResponse(_Received(self.received))  # type: ignore[arg-type]
         try:
             response.begin()
@@ -86,7 +91,11 @@ def main() -> None:
         for exchange in exchanges:
             exchange.send()
         while selector.get_map():
-            for key, _ in selector.select(120):
+            now = time.time_ns()
+            ready = [key for key, _ in selector.select(120)]
+            for key in {*selector.get_map().values()}.difference(ready):
+                key.data.empty_ns = now
+            for key in ready:
                 if not key.data.receive():
                     selector.unregister(key.fileobj)
     print(json.dumps([exchange.result() for exchange in exchanges]))
