@@ -92,6 +92,8 @@ def test_what_its_caller_did_not_trace_takes_nothing_from_the_next(receiver: Rec
     assert below(receiver.spans, request) == ["decode", "queue"]
     assert session.summary is not None
     assert session.summary.unjoined == 1
+    assert "1 spans left out" in str(session.summary)
+    assert "lost" not in str(session.summary)
 
 
 def test_a_caller_that_went_away_before_the_scheduler_heard_of_it(receiver: Receiver) -> None:

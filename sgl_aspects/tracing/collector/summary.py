@@ -49,9 +49,10 @@ class TraceSummary:
         for name, count in self.exported.items():
             missing = self.not_delivered[name]
             parts.append(f"{name}: {count} delivered" + (f", {missing} NOT delivered" if missing else ""))
-        lost = self.dropped + self.unjoined + self.damaged
-        if lost:
-            parts.append(f"{lost} records lost")
+        if self.dropped + self.damaged:
+            parts.append(f"{self.dropped + self.damaged} records lost")
+        if self.unjoined:
+            parts.append(f"{self.unjoined} spans left out: the beginning of their requests was not recorded")
         if self.restarted:
             parts.append("counted since the collector was started again")
         return "; ".join(parts)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,38 @@ def _flags(span: dict[str, Any]) -> set[str]:
     return {one["key"] for one in span.get("attributes", ())}
 
 
-def _attach(process_id: int, file: Path) -> tuple[str, int]:
-    """What the command printed, and when every process was woven, in nanoseconds since the epoch."""
+@dataclass
+class Round:
+    """One run of the command: what it printed, and when, in nanoseconds since the epoch, it began, every
+    process was woven, and it ended.
+    """
+
+    output: str
+    begun_ns: int
+    woven_ns: int
+    ended_ns: int
+
+    def gaps(self, load: list[Request]) -> str:
+        """What the streams saw: the longest time without a chunk, and a decode step."""
+        leaving_ns = self.woven_ns + SECONDS * 10**9
+        spans = {
+            "attaching": (self.begun_ns, self.woven_ns),
+            "attached": (self.woven_ns, leaving_ns),
+            "detaching": (leaving_ns, self.ended_ns),
+            "after": (self.ended_ns, self.ended_ns + SECONDS * 10**9),
+        }
+        return "; ".join(f"{name} {_seen(load, *moments)}" for name, moments in spans.items())
+
+
+def _seen(load: list[Request], begin_ns: int, end_ns: int) -> str:
+    step, longest = median_gap(load, begin_ns, end_ns), longest_gap(load, begin_ns, end_ns)
+    return f"{(end_ns - begin_ns) / 1e9:.1f} s, step {step * 1e3:.1f} ms, longest {longest * 1e3:.0f} ms"
+
+
+def _attach(process_id: int, file: Path) -> Round:
     flags = ["--file", str(file), "--for", f"{SECONDS}s"]
     command = [sys.executable, "-m", "sgl_aspects", "attach", str(process_id), *flags]
-    output, woven_ns = "", 0
+    output, woven_ns, begun_ns = "", 0, time.time_ns()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -53,7 +82,7 @@ def _attach(process_id: int, file: Path) -> tuple[str, int]:
             if line.startswith("tracing at level"):
                 woven_ns = time.time_ns()
     assert process.returncode == 0, output
-    return output, woven_ns
+    return Round(output, begun_ns, woven_ns, time.time_ns())
 
 
 def _kill_at_work(process_id: int, file: Path) -> None:
@@ -73,10 +102,15 @@ def _kill_at_work(process_id: int, file: Path) -> None:
     wait_until(lambda: not run.exists(), 300)
 
 
-def _resident(process_ids: list[str]) -> int:
-    """Megabytes."""
-    texts = [Path(f"/proc/{process_id}/smaps_rollup").read_text() for process_id in process_ids]
-    return sum(int(text.split("Rss:")[1].split()[0]) for text in texts) >> 10
+def _resident(session: int) -> int:
+    """Megabytes of all processes of a session."""
+    total = 0
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if os.getsid(int(place.name)) == session:
+                text = (place / "smaps_rollup").read_text()
+                total += int(text.split("Rss:")[1].split()[0])
+    return total >> 10
 
 
 def test_three_rounds_under_sixteen_streams(tmp_path: Path) -> None:
@@ -84,27 +118,23 @@ def test_three_rounds_under_sixteen_streams(tmp_path: Path) -> None:
     with serve(tmp_path / "mini", tmp_path / "log") as server:
         load = Load(server.port, "/generate", 16)
         time.sleep(SECONDS)
-        moments, outputs, resident = [time.time_ns()], [], []
+        begun_ns = time.time_ns()
+        time.sleep(SECONDS)
+        rounds, resident = [], [_resident(server.process.pid)]
         for number in range(ROUNDS):
-            outputs.append(_attach(server.process.pid, tmp_path / f"spans-{number}.jsonl"))
-            moments.append(time.time_ns())
+            rounds.append(_attach(server.process.pid, tmp_path / f"spans-{number}.jsonl"))
             time.sleep(SECONDS)
-            moments.append(time.time_ns())
-            resident.append(_resident(re.findall(r"process (\d+): \d+ originals", outputs[0][0])))
+            resident.append(_resident(server.process.pid))
         _kill_at_work(server.process.pid, tmp_path / "killed.jsonl")
-        outputs.append(_attach(server.process.pid, tmp_path / f"spans-{ROUNDS}.jsonl"))
+        rounds.append(_attach(server.process.pid, tmp_path / f"spans-{ROUNDS}.jsonl"))
         found = load.end()
-    turns = [
-        (median_gap(found, begin, end), longest_gap(found, begin, end))
-        for begin, end in itertools.pairwise(moments)
-    ]
-    print([f"step {step * 1e3:.1f} ms, longest {gap * 1e3:.0f} ms" for step, gap in turns], resident, "MB")
-    print(*(output for output, _ in outputs), sep="\n")
+    print("before:", _seen(found, begun_ns, rounds[0].begun_ns), resident, "MB")
+    print(*(f"{each.output}{each.gaps(found)}" for each in rounds), sep="\n")
     _assert_same_answers(found)
-    for number, (output, woven_ns) in enumerate(outputs):
-        assert "NOT" not in output, output
-        assert len(re.findall(r": [1-9]\d* originals are back", output)) == 3, output
-        _assert_complete(_spans(tmp_path / f"spans-{number}.jsonl"), woven_ns)
+    for number, each in enumerate(rounds):
+        assert "NOT" not in each.output, each.output
+        assert len(re.findall(r": [1-9]\d* originals are back", each.output)) == 3, each.output
+        _assert_complete(_spans(tmp_path / f"spans-{number}.jsonl"), each.woven_ns)
 
 
 def _assert_same_answers(found: list[Request]) -> None:
