@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Otherwise each of the many processes of a test run would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
 	sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration cluster-env test-cluster
 

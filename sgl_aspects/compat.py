@@ -53,6 +53,15 @@ def compiling_test(compiler: Any) -> Callable[[], bool]:
     return compiler.is_compiling  # type: ignore[no-any-return]
 
 
+def assume_constant_result(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Let torch.compile call ``function`` while it traces, as `torch.compiler.assume_constant_result` does.
+
+    That one imports torch.compile's modules, which takes as long as importing torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 class _Own(str):
     """Whose methods, written in C, are nobody else's: only our calls of one are replaced."""
 

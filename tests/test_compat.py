@@ -194,3 +194,16 @@ def test_torch_compile_takes_a_substitute_for_the_test_of_woven_functions() -> N
     traced = torch.compile(lambda number: number + int(test()), fullgraph=True, backend="eager")
     assert not test()
     assert int(traced(torch.zeros(()))) == 1
+
+
+def test_torch_compile_finds_the_mark_of_a_constant_result() -> None:
+    torch = pytest.importorskip("torch")
+
+    def theirs() -> bool:
+        return True
+
+    def ours() -> bool:
+        return True
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(compat.assume_constant_result(ours)) == vars(theirs)

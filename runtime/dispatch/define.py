@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
 
-from sgl_aspects import generated
+from sgl_aspects import compat, generated
 from sgl_aspects.runtime.dispatch.types import OperatorSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -74,7 +74,7 @@ class _Unbound:
 _sites: dict[str, Any] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.assume_constant_result
 def _find_sites() -> bool:
     """Compilers run this while they compile."""
     from sgl_aspects.runtime.dispatch.process import get_manager

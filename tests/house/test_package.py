@@ -20,6 +20,7 @@ from tests.support.tree import PACKAGE, ROOT, modules
         ("import sgl_aspects.platforms", ["opentelemetry", "sgl_aspects.tracing"]),
         ("import sgl_aspects.runtime", ["opentelemetry", "sgl_aspects.tracing"]),
         ("import sgl_aspects; sgl_aspects.load_plugins()", ["torch", "opentelemetry"]),
+        ("import sgl_aspects.runtime.engine, sgl_aspects.runtime.dispatch", ["torch._dynamo", "sympy"]),
         ("import tests.support.workers", ["torch"]),  # which spawned children do
     ],
 )
