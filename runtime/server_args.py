@@ -74,7 +74,7 @@ class ServerArgs:
             )
         self.model_path = str(self.model_path)
         if self.served_model_name is None:
-            self.served_model_name = Path(self.model_path).expanduser().resolve().name
+            self.served_model_name = Path(os.path.expanduser(self.model_path)).resolve().name
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
         for name in ("page_size", "max_running_requests", "chunked_prefill_size", "tp_size"):

@@ -142,7 +142,7 @@ def read_file(path: str | Path) -> dict[str, Value]:
     import yaml
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"operator configuration {path} cannot be read ({error}): name a YAML file that exists"

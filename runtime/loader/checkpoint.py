@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +46,7 @@ def open_checkpoint(model_path: str) -> Checkpoint:
     from sgl_aspects.runtime.loader.gguf_file import GGUFCheckpoint
     from sgl_aspects.runtime.loader.hf_folder import HuggingFaceCheckpoint
 
-    path = Path(model_path).expanduser()
+    path = Path(os.path.expanduser(model_path))
     if not path.exists():
         raise ModelLoadError(
             f"no model at {path}: it does not exist. model_path is a local Hugging Face folder "

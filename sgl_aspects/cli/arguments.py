@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 
@@ -19,7 +20,7 @@ def positive_integer(text: str) -> int:
 
 def writable_file(text: str) -> Path:
     """A file in a folder that exists: told before the work is done, not after."""
-    file = Path(text).expanduser()
-    if file.is_dir() or not file.parent.is_dir():
+    file = Path(os.path.expanduser(text))
+    if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise argparse.ArgumentTypeError(f"{text!r}: write a file in a folder that exists")
     return file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -98,12 +99,14 @@ def take_profile(server: str, num_steps: int) -> int:
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     url = f"{server.rstrip('/')}/start_profile"
-    request = urllib.request.Request(url, json.dumps({"num_steps": num_steps}).encode(), headers)
     try:
+        request = urllib.request.Request(url, json.dumps({"num_steps": num_steps}).encode(), headers)
         with urllib.request.urlopen(request) as answer:
             print(answer.read().decode().strip())
     except urllib.error.HTTPError as error:
         raise ConfigError(f"{url} answers {error.code}: {error.read().decode()[:300]}") from error
-    except (urllib.error.URLError, ValueError) as error:
-        raise ConfigError(f"{url}: {error}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ConfigError(
+            f"{url}: {error}; name a server that runs with --server http://HOST:PORT"
+        ) from error
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sgl_aspects import bootstrap, env
+from sgl_aspects.cli.run import program_of
 from sgl_aspects.engines.device_calls import CALLS_VARIABLE, REPORT_VARIABLE, DeviceCall, read_reports
 from sgl_aspects.errors import ConfigError
 
@@ -23,8 +23,7 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
     Exit status: the command's, where it failed; else 0.
     """
     command = list(words[1:] if words[:1] == ["--"] else words)
-    program = shutil.which(command[0]) if command else None
-    if program is None:
+    if not command:
         raise ConfigError(
             "nothing to run: write the command after --, as in doctor --platform cpu -- python app.py"
         )
@@ -33,7 +32,7 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
         environment[REPORT_VARIABLE.removeprefix("SGL_")] = folder
         if platform is not None:
             environment["SGLANG_PLATFORM"] = platform
-        engine = subprocess.Popen([program, *command[1:]], env=environment)
+        engine = subprocess.Popen([program_of(command), *command[1:]], env=environment)
         while True:
             try:
                 status = engine.wait()

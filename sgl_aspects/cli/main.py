@@ -62,6 +62,8 @@ COMMANDS: tuple[Command, ...] = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``argv`` (``sys.argv[1:]`` where None) names; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        words = ["version"]
     try:
         arguments = _parse(words)
         status = int(arguments.run(arguments))
@@ -80,10 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_no_more()  # the reader of our output is gone, as in "| head"
         return 141
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno in _NO_ROOM:
+            _write_no_more()
+            return _complain(f"{error.strerror}: what was to be written is not whole")
+        if error.filename is None:
             raise
-        _write_no_more()
-        return _complain(f"{error.strerror}: what was to be written is not whole")
+        return _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _how_to_install() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import os
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the package. ConfigError for a name that cannot be one, and for a folder that is not empty."""
     name = check_name(arguments.name)
-    folder = (arguments.output or Path(f"{name.replace('_', '-')}-platform")).expanduser()
+    folder = Path(os.path.expanduser(arguments.output or f"{name.replace('_', '-')}-platform"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not empty: give another one with --output")
     written = write_package(name, folder)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from sgl_aspects import bootstrap, config, env, process_reports
 from sgl_aspects.bootstrap import dormant
@@ -48,12 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "nothing to run: write the command after --, as in sgl-aspects run -- python app.py"
         )
-    program = shutil.which(command[0])
-    if program is None:
-        raise ConfigError(f"{command[0]!r} is not a program that can be found; check its name and PATH")
+    program = program_of(command)
     environment = env.shortened(bootstrap.prepared(os.environ))
     if arguments.dormant:
-        os.execve(program, command, {**environment, dormant.SWITCH: "1"})
+        return _become(program, command, {**environment, dormant.SWITCH: "1"})
     environment = trace_environment(environment, arguments, _LEVEL)
     if arguments.config:
         config.read(arguments.config)  # its faults are told here, in one line
@@ -65,7 +64,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
     print(end="", flush=True)  # also where there is no standard output
-    os.execve(program, command, environment)
+    return _become(program, command, environment)
+
+
+def program_of(command: Sequence[str]) -> str:
+    """The path of the command's program."""
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError(f"{command[0]!r} is not a program that can be found; check its name and PATH")
+    return program
+
+
+def _become(program: str, command: list[str], environment: Mapping[str, str]) -> NoReturn:
+    try:
+        os.execve(program, command, environment)
+    except OSError as error:
+        raise ConfigError(
+            f"{program} cannot be run: {error.strerror}; a script needs a first line such as #!/bin/sh "
+            "that names an interpreter on this machine"
+        ) from error
 
 
 def _made(folder: str) -> str:

@@ -84,11 +84,13 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
     ``process_id`` leaves that process's ring alone. Raises ``ConfigError`` where it is not clear which run is
     meant, or nothing is there. Close each.
     """
-    folders = [Path(folder)] if folder else runs()
+    folders = runs() if folder is None else [Path(folder)]
     pattern = f"{'*' if process_id is None else process_id}-*{layout.SUFFIX}"
     found = sorted(ring for run in folders for ring in run.glob(pattern))
     if not found:
-        of = f"process {process_id}" if process_id is not None else folder or "this user"
+        of = "this user" if folder is None else repr(folder)
+        if process_id is not None:
+            of = f"process {process_id}"
         raise ConfigError(
             f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
             "or name the folder of a run with --run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def load_run(source: str | None) -> Run:
     """
     if source is None:
         return _of_rings(None)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         if not any(path.glob("*.ring")):
             files = sorted(path.glob("*.jsonl"))

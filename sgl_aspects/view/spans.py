@@ -57,19 +57,16 @@ def read_spans(path: Path) -> list[Span]:
     A last line without its end is left out: the file's writer is at work, or was killed.
     """
     spans: list[Span] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    spans.extend(_spans_of(json.loads(line)))
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                    if spans and not line.endswith("\n"):
-                        break
-                    raise ConfigError(f"{path}:{number} is not a line of OTLP-JSON: {error!r}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a file of OTLP-JSON lines: {error}") from error
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                spans.extend(_spans_of(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                if spans and not line.endswith(b"\n"):
+                    break
+                raise ConfigError(f"{path}:{number} is not a line of OTLP-JSON: {error!r}") from error
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
@@ -145,14 +142,14 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
 
 
 def _attributes_of(message: dict[str, Any]) -> dict[str, Any]:
-    return {str(item["key"]): _value_of(item["value"]) for item in message.get("attributes", ())}
+    return {str(item["key"]): _value_of(item.get("value")) for item in message.get("attributes", ())}
 
 
 def _process_id(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _value_of(value: dict[str, Any]) -> Any:
+def _value_of(value: dict[str, Any] | None) -> Any:
     """OTLP's typed value as Python's; 64-bit integers are text in JSON."""
     if not value:
         return None  # an empty one

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import types
@@ -54,6 +56,7 @@ assert not {"torch", "opentelemetry.sdk", "rich"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    assert command_line("--version").stdout in done.stdout
     assert done.stdout.startswith(f"sgl-aspects {sgl_aspects.__version__}\npython 3.")
     assert "\ntorch 2." in done.stdout
 
@@ -91,6 +94,41 @@ def test_a_fault_of_ours_keeps_its_traceback(stand_in: types.ModuleType) -> None
     stand_in.__dict__["run"] = run
     with pytest.raises(ZeroDivisionError):
         main(["stand-in"])
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("report", LONG), "File name too long"),
+        (("report", "~nobody-of-this-name"), "No such file"),
+        (("report", "-o", "~nobody-of-this-name/page"), "write a file in a folder that exists"),
+        (("report", "-o", f"{LONG}/page"), "write a file in a folder that exists"),
+        (("dump", "--run", LONG), "File name too long"),
+        (("ctl", "--run", ""), "no traced run of '' found"),
+        (("hooks", "--from", LONG), "File name too long"),
+        (("new-platform", "acme", "--output", LONG), "File name too long"),
+        (("new-platform", "acme", "--output", "~nobody-of-this-name/\x7f/" + LONG), "File name too long"),
+        (("serve", "--model", "~nobody-of-this-name"), "no model at ~nobody-of-this-name"),
+        (("ctl", "--profile", "1", "--server", "localhost"), "with --server http://HOST:PORT"),
+        (("ctl", "--profile", "1", "--server", "http://a b"), "with --server http://HOST:PORT"),
+        (("doctor", "--", "no-such-program"), "'no-such-program' is not a program that can be found"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_line(
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(SystemExit):  # argparse's, after its usage
+        assert main(words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"sgl-aspects.*: error: .*{re.escape(message)}.*", error), error
 
 
 def test_an_interrupt_is_status_130(stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,20 @@ def test_what_cannot_run_is_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("content", ["", "#!/no/such/interpreter\n", "\x7fELF"])
+@pytest.mark.parametrize("options", [(), ("--dormant",)])
+def test_a_program_without_an_interpreter_is_one_line(
+    content: str, options: tuple[str, ...], site: Path
+) -> None:
+    program = site / "script"
+    program.write_text(content)
+    program.chmod(0o755)
+    done = sgl_aspects_run(site, str(program), options=options)
+    assert done.returncode == 2
+    assert f"{program} cannot be run: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_missing_required_hook_stops_the_program_with_its_reason(site: Path) -> None:
     (site / "victim_hooks.py").write_text(PLUGIN.replace('"victim:f"', '"victim:gone", required=True'))
     done = sgl_aspects_run(site, sys.executable, "program.py")

@@ -177,6 +177,13 @@ def test_a_damaged_ring_beside_a_good_one(killed: Path, tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 6
 
 
+def test_a_named_pipe_among_the_rings_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "1-a.ring")
+    done = command("dump", "--run", str(tmp_path))
+    assert done.returncode == 2
+    assert "none of its rings can be read" in done.stderr
+
+
 def test_a_file_that_cannot_be_written(killed: Path, tmp_path: Path) -> None:
     done = command("dump", "--run", str(killed), "--output", str(tmp_path / "no" / "such"))
     assert done.returncode != 0

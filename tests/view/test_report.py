@@ -136,6 +136,8 @@ def test_a_file_whose_writer_is_at_work(tmp_path: Path) -> None:
     cut.write_text(whole.read_text()[:-200])
     assert 0 < len(read_spans(whole)) - len(read_spans(cut)) <= 20
     lines = whole.read_text().splitlines(keepends=True)
+    cut.write_bytes(b"\xef\xbb\xbf" + lines[0].encode() + '{"name": "é'.encode()[:-1])
+    assert len(read_spans(cut)) == 20
     cut.write_text(lines[0] + lines[1][:100] + "\n" + lines[2])
     with pytest.raises(ConfigError, match=r"cut\.jsonl:2 is not a line"):
         read_spans(cut)
@@ -146,7 +148,7 @@ def test_a_file_whose_writer_is_at_work(tmp_path: Path) -> None:
     [
         (b"not json", "is not a line of OTLP-JSON"),
         (b"[]\n", "is not a line of OTLP-JSON"),
-        (b"\xff\xfe\x00", "is not a file of OTLP-JSON lines"),
+        (b"\xff\xfe\x00", "is not a line of OTLP-JSON"),
         (b"[" * 100_000, "is not a line of OTLP-JSON"),
         (b"", "holds no spans"),
         (

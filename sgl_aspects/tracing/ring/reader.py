@@ -35,7 +35,9 @@ class RingReader:
         self.last_ns = 0
         self.damaged = 0
         self._read_only = read_only
-        self._descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
+        # O_NONBLOCK: opening a named pipe would wait for its other end.
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK
+        self._descriptor = os.open(path, flags)
         self._stuck_since: float | None = None
         self.is_exhausted = False  # its process is gone and everything is read
         try:
