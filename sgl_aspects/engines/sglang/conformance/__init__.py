@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ _GRANITE = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
+#: The last line of a traceback, with its exception.
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")
 CHECKS: list[Check] = []
 
 
@@ -58,9 +61,16 @@ def ask(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
         [*command, *words], env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
     )
     if done.returncode != 0:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no output"]
-        raise BrokenPromiseError("SGLang to start", f"exit code {done.returncode}: {last[0][:300]}", "")
+        found = f"exit code {done.returncode}: {_cause(done.stderr)}"
+        raise BrokenPromiseError("SGLang to start", found, "")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _cause(log: str) -> str:
+    """Where a scheduler dies, the process that started it says only that: the first error is the cause."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return "; ".join(dict.fromkeys(line[:300] for line in (errors or lines)[:1] + lines[-1:])) or "no output"
 
 
 def _chosen(bench: Bench, group: str) -> tuple[str, dict[str, str]]:
