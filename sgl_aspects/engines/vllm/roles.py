@@ -196,7 +196,9 @@ VLLM = Engine(
         "send_request": Role(
             (f"{_ENGINE}.core_client:AsyncMPClient+.add_request_async",), ("client:self", "tokenized:request")
         ),
-        "receive_outputs": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}, required=True),
+        "receive_outputs": Role(
+            (f"{_OUTPUTS}.process_outputs",), ("manager:self",), {"outputs": _outputs}, required=True
+        ),
         "detokenize": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}),
         "receive_abort": Role(
             (f"{_OUTPUTS}.abort_requests",),
@@ -258,6 +260,7 @@ VLLM = Engine(
         "request.presence_penalty": lambda request: _sampling("presence_penalty")(request) or None,
         "request.stop_sequences": lambda request: _sampling("stop")(request) or None,
         "manager.model": "model_config.served_model_name",
+        "manager.in_flight": "request_states",  # of what processes outputs, which knows no model
         "tokenized.rid": "request_id",
         "tokenized.count": _tokenized_count,
         "outputs.each": _Outputs.each,
