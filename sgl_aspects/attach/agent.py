@@ -133,6 +133,7 @@ def _beside_the_engine() -> Iterator[None]:
     """Other threads get the interpreter soon after they ask for it; holders that the engine froze are found.
 
     What an engine froze (``gc.freeze``) the garbage collector shows to nobody. It does not run in the block.
+    All is frozen again afterwards: what was garbage before or became it is collected first, or it would stay.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -140,11 +141,13 @@ def _beside_the_engine() -> Iterator[None]:
     gc.disable()
     frozen = gc.get_freeze_count()
     if frozen:
+        gc.collect()
         gc.unfreeze()
     try:
         yield
     finally:
         if frozen:
+            gc.collect(1)
             gc.freeze()
         if was_enabled:
             gc.enable()
