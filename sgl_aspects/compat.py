@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -210,49 +210,34 @@ def replace_runtime_context(replacement: Callable[[Any], Any]) -> None:
 # -- torch.compile ------------------------------------------------------------------------------------------
 
 
-class TracedCode:
-    """Which functions torch.compile has traced, as code of their own or within another function's.
+def forget_compiled(functions: Iterable[Any]) -> None:
+    """Have torch.compile begin anew, where what it has compiled may have one of ``functions`` in it.
 
-    Known from the moment that this is made: what was compiled before may hold any function.
-
-    :param earlier: torch.compile was reset, and so has forgotten what this has noted.
+    Dynamo keeps the instructions of each function that it has traced, those that it inlined too. A function
+    and what is woven in its place have the same file, line and name.
     """
+    reset = vars(sys.modules["torch._dynamo"]).get("reset")
+    if reset is None:  # it is being imported
+        return
+    cache = traced_code()
+    known = None if cache is None else {_place(key[0]) for key in cache.copy() if type(key) is tuple}
+    for function in functions:
+        plain = isinstance(function, types.FunctionType)
+        if known is None or not plain or _place(function.__code__) in known:
+            reset()
+            if cache is not None:
+                cache.clear()
+            return
 
-    def __init__(self, earlier: TracedCode | None = None) -> None:
-        guards, counters = sys.modules.get("torch._guards"), sys.modules.get("torch._dynamo.utils")
-        context = getattr(guards, "TracingContext", None)
-        frames = getattr(counters, "counters", {}).get("frames", {})
-        # A counter of frames begun; Dynamo keeps it over a reset.
-        self._is_complete = context is not None and (earlier is not None or not frames.get("total"))
-        self._places: set[tuple[str, int, str]] = set()
-        _tracing.record = self._places
-        if context is not None and context.__init__ is not _begin_tracing:
-            _tracing.begin = context.__init__
-            context.__init__ = _begin_tracing
 
-    def may_hold(self, function: Any) -> bool:
-        """Whether compiled code may have the body of ``function``, or of what stands for it, in it."""
-        if not isinstance(function, types.FunctionType) or not self._is_complete:
-            return True
-        return _place(function.__code__) in self._places
+def traced_code() -> dict[Any, Any] | None:
+    """Dynamo's cache of instructions, by (code, ...); None where this version of torch keeps none."""
+    module = sys.modules.get("torch._dynamo.bytecode_transformation")
+    cached = getattr(module, "_cached_cleaned_instructions", None)
+    held = gc.get_referents(cached) if hasattr(cached, "cache_info") else ()
+    attributes = getattr(cached, "__dict__", None)
+    return next((one for one in held if type(one) is dict and one is not attributes), None)
 
 
 def _place(code: types.CodeType) -> tuple[str, int, str]:
-    """What a function's code has in common with that of a woven function in its place."""
     return code.co_filename, code.co_firstlineno, code.co_name
-
-
-class _tracing:  # noqa: N801  a namespace
-    begin: Any = None
-    record: set[tuple[str, int, str]]
-
-
-class _NotedCode(list[Any]):
-    def append(self, code: types.CodeType) -> None:
-        _tracing.record.add(_place(code))
-        super().append(code)
-
-
-def _begin_tracing(context: Any, *arguments: Any, **keywords: Any) -> None:
-    _tracing.begin(context, *arguments, **keywords)
-    context.traced_code = _NotedCode(context.traced_code)

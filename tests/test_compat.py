@@ -161,7 +161,9 @@ def test_opentelemetry_keeps_its_current_context_where_we_put_ours_on_top(
 # -- torch.compile ------------------------------------------------------------------------------------------
 
 
-def test_what_torch_compile_has_traced_is_noted() -> None:
+def test_torch_compile_begins_anew_only_for_functions_that_it_has_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch = pytest.importorskip("torch")
     importlib.import_module("torch._dynamo")
 
@@ -175,14 +177,23 @@ def test_what_torch_compile_has_traced_is_noted() -> None:
     def outer(layer: Layer, x: object) -> object:
         return layer.inlined(x)
 
-    torch._dynamo.reset()
-    traced = compat.TracedCode(compat.TracedCode())
-    assert not traced.may_hold(Layer.inlined)
-    torch.compile(outer, backend="eager", fullgraph=True)(Layer(), torch.ones(2))
-    assert traced.may_hold(outer)
-    assert traced.may_hold(Layer.inlined)
-    assert not traced.may_hold(Layer.never)
-    assert traced.may_hold(len)
+    resets: list[object] = []
+    reset = torch._dynamo.reset
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(reset()))
+
+    def is_reset_for(function: object) -> bool:
+        before = len(resets)
+        torch.compile(outer, backend="eager", fullgraph=True)(Layer(), torch.ones(2))
+        compat.forget_compiled([Layer.never, function])
+        return len(resets) > before
+
+    assert compat.traced_code() is not None, "ask torch for another way: each hook on a method costs a reset"
+    assert not is_reset_for(Layer.never)
+    for function in (outer, Layer.inlined, len):
+        assert is_reset_for(function)
+        before = len(resets)
+        compat.forget_compiled([outer, Layer.inlined])
+        assert len(resets) == before, "it had forgotten them already"
 
 
 def test_torch_compile_takes_a_substitute_for_the_test_of_woven_functions() -> None:

@@ -4,8 +4,7 @@ Read in this order; each module imports only from those above it:
 
 targets      what a target's text means
 attributes   where a target leads in a module: attribute references
-hooks        hook types, their rules, reading an argument
-chain        an original and its behavioural hooks as one callable
+hooks        hook types, their rules, and the chain that runs them
 functions    the function that stands for a target, and its hooks
 proxies      what stands for callables of other types
 rebinding    every holder of an old object gets the new one

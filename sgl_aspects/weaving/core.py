@@ -25,7 +25,6 @@ from sgl_aspects.weaving.attributes import (
     find,
     is_class,
     is_module,
-    namespace,
     resolve,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, State
@@ -44,15 +43,6 @@ from sgl_aspects.weaving.modules import (
 from sgl_aspects.weaving.table import Applied, JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
-
-def waiting(target: Target) -> str:
-    """What a hook on ``target`` waits for before anything that it names has loaded."""
-    if target.has_module_pattern:
-        return "no loaded module has what the pattern names yet"
-    return "its module is not loaded yet"
-
-
-# -- the weaver ----------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -85,7 +75,6 @@ class Weaver:
         self._lazy = LazyAttributes(self._module_loaded)
         self._subclasses = SubclassWatcher(self._class_made)
         self._listeners: dict[str, list[Callable[[Any], None]]] = {}
-        self._traced: compat.TracedCode | None = None
         self._unwatch_scripting: Callable[[], None] | None = None
         if hasattr(os, "register_at_fork"):
             _keep_lock_over_forks(weakref.ref(self))
@@ -130,7 +119,7 @@ class Weaver:
 
     def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
-        self._change(self._enable if enabled else self._disable, list(advices))
+        self._change(lambda advices, strict: self._switch(advices, enabled), list(advices))
 
     def _change(self, change: _Change, subjects: list[Any], strict: bool = False) -> None:
         """Run ``change`` under the lock; within a change, after that one and not strict.
@@ -168,7 +157,9 @@ class Weaver:
         for advice in new:
             self._advices[advice] = None
             self._index.add(advice)
-            advice.state, advice.detail = State.PENDING, waiting(advice.target)
+            advice.state, advice.detail = State.PENDING, "its module is not loaded yet"
+            if advice.target.has_module_pattern:
+                advice.detail = "no loaded module has what the pattern names yet"
         self._watcher.install()
         self._note_compiler()
         try:
@@ -200,12 +191,6 @@ class Weaver:
             if self._unwatch_scripting is not None:
                 self._unwatch_scripting()
                 self._unwatch_scripting = None
-
-    def _enable(self, advices: list[Advice], strict: bool) -> None:
-        self._switch(advices, True)
-
-    def _disable(self, advices: list[Advice], strict: bool) -> None:
-        self._switch(advices, False)
 
     def _switch(self, advices: list[Advice], enabled: bool) -> None:
         points = []
@@ -328,12 +313,11 @@ class Weaver:
         """torch.jit is about to compile the source of ``function``, and so leaves its hooks out."""
         for point in self._table.points:
             if point.function is function and point.active:
-                hooks = ", ".join(str(advice) for advice in point.advices)
                 logger.warning(
                     "torch.jit compiles %s from its source, without its hooks: %s; hook what calls the "
                     "compiled function, or exclude this one with torch.jit.ignore",
                     point.place,
-                    hooks,
+                    ", ".join(map(str, point.advices)),
                 )
 
     def _note_compiler(self) -> None:
@@ -342,7 +326,6 @@ class Weaver:
         compiler = sys.modules.get("torch.compiler")
         if self._table.compiling is None and _COMPILER in sys.modules and compiler is not None:
             self._table.compiling = compat.compiling_test(compiler)
-            self._traced = compat.TracedCode()
             for point in self._table.points:
                 point.refresh(self._table.compiling)
 
@@ -351,21 +334,9 @@ class Weaver:
 
         What it finds in a module, or in a woven function, it guards; the methods of a class it does not.
         """
-        compiler = sys.modules.get(_COMPILER)
-        if compiler is None or all(advice.hook_type is HookType.OBSERVE for advice in advices):
-            return
-        reset = namespace(compiler).get("reset")
-        # Absent while torch._dynamo itself is being imported.
-        if reset is not None and any(self._may_be_compiled(point) for point in points):
-            reset()
-            self._traced = compat.TracedCode(self._traced)
-
-    def _may_be_compiled(self, point: JoinPoint) -> bool:
-        if is_class(point.inner):
-            return True
-        if is_module(point.place.owner):
-            return False
-        return self._traced is None or self._traced.may_hold(point.inner)
+        if _COMPILER in sys.modules and any(one.hook_type is not HookType.OBSERVE for one in advices):
+            unguarded = [one for one in points if is_class(one.inner) or not is_module(one.place.owner)]
+            compat.forget_compiled(point.inner for point in unguarded)
 
     def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
         """The modules that each hook may be about; those whose code still runs get to us when it has."""

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sgl_aspects.weaving.attributes import claims_to_be
-from sgl_aspects.weaving.chain import NativeLink
+from sgl_aspects.weaving.hooks import NativeLink
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.

@@ -1,4 +1,8 @@
-"""Hooks: what is attached, and the rules that say which hook may be attached where."""
+"""Hooks: their types, the rules that say which may be attached where, and the chain that runs them.
+
+Each link of a chain is called with the target's own arguments. An AROUND link is
+`types.MethodType(hook, next)`: it runs `hook(next, *args, **kwargs)` with no Python frame of ours in between.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import enum
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+import reprlib
+import types
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +22,8 @@ from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
+
+Hook = Callable[..., Any]
 
 
 class HookType(enum.Enum):
@@ -192,9 +200,6 @@ def innermost_first(advices: Iterable[Advice]) -> list[Advice]:
     )
 
 
-Hook = Callable[..., Any]
-
-
 # -- reading an argument -------------------------------------------------------------------------------------
 
 ArgumentReader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -213,33 +218,166 @@ def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentRea
             f"no parameter {parameter!r} can be read: {function!r} does not say which it has"
         ) from error
     if parameter not in signature.parameters:
+        name = getattr(function, "__qualname__", None) or repr(function)
         choices = ", ".join(signature.parameters) or "it has none"
-        raise HookError(f"{_name(function)} has no parameter {parameter!r}; choose from: {choices}")
+        raise HookError(f"{name} has no parameter {parameter!r}; choose from: {choices}")
     found = signature.parameters[parameter]
-    if found.kind in (found.VAR_POSITIONAL, found.VAR_KEYWORD):
-        return _bound(signature, parameter)
     default = None if found.default is found.empty else found.default
-    positional = [one.name for one in signature.parameters.values() if one.kind in _POSITIONAL]
-    if parameter not in positional:
-        return lambda args, kwargs: kwargs.get(parameter, default)
-    position = positional.index(parameter)
-    if found.kind is found.POSITIONAL_ONLY:  # a keyword of this name belongs to **kwargs
-        return lambda args, kwargs: args[position] if position < len(args) else default
-    return lambda args, kwargs: args[position] if position < len(args) else kwargs.get(parameter, default)
+    position = list(signature.parameters).index(parameter)
 
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _bound(signature: inspect.Signature, parameter: str) -> ArgumentReader:
-    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def read_variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return signature.bind(*args, **kwargs).arguments.get(parameter)
         except TypeError:  # the call itself will say so
             return None
 
-    return read
+    if found.kind in (found.VAR_POSITIONAL, found.VAR_KEYWORD):
+        return read_variadic
+    if found.kind is found.KEYWORD_ONLY:
+        return lambda args, kwargs: kwargs.get(parameter, default)
+    if found.kind is found.POSITIONAL_ONLY:  # a keyword of this name belongs to **kwargs
+        return lambda args, kwargs: args[position] if position < len(args) else default
+    return lambda args, kwargs: args[position] if position < len(args) else kwargs.get(parameter, default)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+# -- from an original and its hooks to one callable ----------------------------------------------------------
+
+
+def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> Hook:
+    """The head of the chain over ``original``; ``advices`` come innermost first, observers left out.
+
+    :param awaits: the target is ``async def``: links return awaitables, AFTER gets the awaited result.
+    """
+    head = original
+    for advice in advices:
+        head = _link(advice, head, awaits)
+    return head
+
+
+def own_containers(head: Any) -> Iterator[Any]:
+    """What of ours holds the original in the chain below ``head``: rebinding must leave it alone."""
+    if isinstance(head, types.MethodType):
+        yield head
+        yield from own_containers(head.__self__)
+    elif isinstance(head, NativeLink):
+        yield head
+        yield from own_containers(head.run)
+    elif isinstance(head, types.FunctionType) and head.__module__ == __name__:
+        for cell in head.__closure__ or ():
+            yield cell
+            yield from own_containers(cell.cell_contents)
+
+
+def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:
+    hook: Hook = advice.hook
+    if advice.hook_type is HookType.REPLACE:
+        return _awaited(hook) if awaits else hook
+    if advice.hook_type is HookType.AROUND:
+        link: Hook = types.MethodType(hook, following)
+        return _awaited(link, hook) if awaits else link
+    if advice.hook_type is HookType.NATIVE:
+        return _native_link(hook, following, awaits)
+    if advice.hook_type is HookType.BEFORE:
+        return _async_before(advice, following) if awaits else _before(advice, following)
+    return _async_after(hook, following) if awaits else _after(hook, following)
+
+
+def _before(advice: Advice, following: Hook) -> Hook:
+    hook: Hook = advice.hook
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        changed = hook(*args, **kwargs)
+        if changed is not None:
+            args, kwargs = _changed_arguments(changed, advice)
+        return following(*args, **kwargs)
+
+    return before
+
+
+def _after(hook: Hook, following: Hook) -> Hook:
+    def after(*args: Any, **kwargs: Any) -> Any:
+        result = following(*args, **kwargs)
+        changed = hook(result, *args, **kwargs)
+        if changed is None:
+            return result
+        return changed.value if isinstance(changed, Result) else changed
+
+    return after
+
+
+def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
+    proceed: Hook
+    if isinstance(following, NativeLink):
+        # Natives side by side hand the same packed pair on: nothing is unpacked between them.
+        proceed = following.run
+    else:
+
+        def proceed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return following(*args, **kwargs) if kwargs else following(*args)
+
+    link = NativeLink(types.MethodType(hook, proceed))
+    return _awaited(link, hook) if awaits else link
+
+
+class NativeLink:
+    """A link of the native contract: ``run(args, kwargs)`` takes the packed pair as it is."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Hook) -> None:
+        self.run = run
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs)
+
+
+def _changed_arguments(changed: Any, advice: Advice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        args, kwargs = changed
+    except (TypeError, ValueError):
+        args, kwargs = None, None
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise HookError(f"{advice} returned {reprlib.repr(changed)}; return None, or a pair (args, kwargs)")
+    return tuple(args), kwargs
+
+
+# -- async def targets --------------------------------------------------------------------------------
+
+
+def _awaited(link: Hook, hook: Hook | None = None) -> Callable[..., Awaitable[Any]]:
+    """``link`` as a coroutine function: its hook may be sync, and may return a plain value."""
+    if inspect.iscoroutinefunction(hook if hook is not None else link):
+        return link
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await _settled(link(*args, **kwargs))
+
+    return awaited
+
+
+async def _settled(value: Any) -> Any:
+    # Once only: a coroutine may well return a task or a future.
+    return await value if inspect.isawaitable(value) else value
+
+
+def _async_before(advice: Advice, following: Hook) -> Hook:
+    hook: Hook = advice.hook
+
+    async def before(*args: Any, **kwargs: Any) -> Any:
+        changed = await _settled(hook(*args, **kwargs))
+        if changed is not None:
+            args, kwargs = _changed_arguments(changed, advice)
+        return await following(*args, **kwargs)
+
+    return before
+
+
+def _async_after(hook: Hook, following: Hook) -> Hook:
+    async def after(*args: Any, **kwargs: Any) -> Any:
+        result = await following(*args, **kwargs)
+        changed = await _settled(hook(result, *args, **kwargs))
+        if changed is None:
+            return result
+        return changed.value if isinstance(changed, Result) else changed
+
+    return after

@@ -26,7 +26,7 @@ from sgl_aspects.weaving.attributes import (
     is_class,
     namespace,
 )
-from sgl_aspects.weaving.chain import build_chain, own_containers
+from sgl_aspects.weaving.hooks import build_chain, own_containers
 from sgl_aspects.weaving.descriptors import Slot, open_attribute
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first

@@ -168,7 +168,7 @@ def test_nobody_outside_imports_a_module_of_the_weaving_core() -> None:
 
 
 WEAVING = (
-    *("targets", "attributes", "hooks", "chain", "functions", "proxies", "rebinding"),
+    *("targets", "attributes", "hooks", "functions", "proxies", "rebinding"),
     *("descriptors", "joinpoints", "modules", "table", "core", "api", "__init__"),
 )
 
