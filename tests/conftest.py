@@ -60,7 +60,7 @@ def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("rebinding", "joinpoints"):
+        for module in ("rebinding", "replacements"):
             patch.setattr(f"sgl_aspects.weaving.{module}.unfrozen", contextlib.nullcontext)
         yield
     gc.unfreeze()

@@ -43,7 +43,6 @@ from sgl_aspects.weaving.modules import (
 from sgl_aspects.weaving.table import Applied, JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
-
 logger = logging.getLogger("sgl_aspects")
 
 _COMPILER = "torch._dynamo"

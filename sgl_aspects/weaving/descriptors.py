@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import reprlib
 import sys
 import types
@@ -22,14 +21,16 @@ from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
     AttributeReference,
-    current,
     derives,
     found_after,
+    is_a,
     is_class,
+    is_filled,
+    namespace,
+    slots_of,
 )
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
-from sgl_aspects.weaving.rebinding import rebuilt
 
 # -- opening an attribute ------------------------------------------------------------------------------------
 
@@ -181,88 +182,42 @@ def _open_property(place: AttributeReference) -> Opened:
     return Opened(function, function, rebuild)
 
 
-# -- the attribute that join points stand in -----------------------------------------------------------------
+# -- the same descriptor around other functions ------------------------------------------------------------
 
-logger = logging.getLogger("sgl_aspects")
+_REMADE_FROM = "_sgl_aspects_remade_from"
 
 
-class Slot:
-    """One attribute: its original, and what stands there as far as we know.
+def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
+    """A descriptor of the same type around new functions; the earlier one, where it was made from that."""
+    parts = ("fget", "fset", "fdel") if is_a(descriptor, property) else ("__func__",)
+    held = [getattr(descriptor, part) for part in parts]
+    wanted = [new(value) for value in held]
+    if all(now is then for now, then in zip(wanted, held)):
+        return descriptor
+    earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
+    if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
+        return earlier
+    if is_a(descriptor, property):
+        return rebuilt(descriptor, property, *wanted)
+    anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
+    anew.__dict__[_REMADE_FROM] = descriptor
+    return anew
 
-    :param rebuild: makes the attribute anew around woven callables; parts as in :class:`AttributeReference`.
+
+def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
+    """A descriptor of the type of ``descriptor`` around other functions, with its attributes.
+
+    Made by the constructor of ``kind``, its built-in base: that of a subclass may take other arguments.
     """
-
-    def __init__(self, place: AttributeReference, rebuild: Rebuild) -> None:
-        self.original = place.raw
-        self.standing = place.raw
-        self._place = place
-        self._rebuild = rebuild
-        self._occupants: dict[str, Any] = {}
-        self._made: dict[frozenset[tuple[str, int]], Any] = {}
-
-    @property
-    def is_ours(self) -> bool:
-        """Nobody else has written there."""
-        vacant = self._place.inherited and not self._occupants
-        return current(self._place.owner, self._place.name) is (MISSING if vacant else self.standing)
-
-    def with_occupant(self, part: str, woven: Any) -> Any:
-        """What stands there when ``woven`` is in."""
-        return self._with({**self._occupants, part: woven})
-
-    def put(self, part: str, woven: Any) -> None:
-        """Put ``woven`` there.
-
-        :raises Exception: the attribute cannot be written; nothing has changed then.
-        """
-        self._stand({**self._occupants, part: woven})
-
-    def take_out(self, part: str) -> None:
-        """Take away what was put there; the last one leaves the original behind."""
-        self._stand({other: woven for other, woven in self._occupants.items() if other != part})
-
-    def follow(self, below: Any, rebuild: Rebuild) -> None:
-        """Another original: what an inherited attribute comes from has changed."""
-        self.original = below
-        self._rebuild = rebuild
-        self._made = {_key(self._occupants): self.standing} if self._occupants else {}
-        if not self._occupants:
-            self.standing = below
-
-    def own_containers(self) -> list[Any]:
-        """Everything of ours that holds the original on purpose."""
-        cells = _cells(self._rebuild)
-        nested = [cell for outer in cells for cell in _cells(outer.cell_contents)]
-        ours = [self, self.__dict__, self._occupants, self._made, *self._made.values()]
-        return [*ours, self.original, *cells, *nested]
-
-    def _stand(self, occupants: dict[str, Any]) -> None:
-        owner, name = self._place.owner, self._place.name
-        wanted = self._with(occupants)
-        if not self.is_ours:
-            logger.info("%s: somebody else's patch stands there; it is left in place", self._place)
-        elif self._place.inherited and not occupants:
-            delattr(owner, name)
-        else:
-            before = current(owner, name)
-            setattr(owner, name, wanted)
-            if is_class(owner) and current(owner, name) is before:
-                raise AttributeError(f"its metaclass {type(owner).__qualname__} ignores assignments")
-        self._occupants = occupants
-        self.standing = wanted
-
-    def _with(self, occupants: Mapping[str, Any]) -> Any:
-        if not occupants:
-            return self.original
-        key = _key(occupants)
-        if key not in self._made:
-            self._made[key] = self._rebuild(occupants)
-        return self._made[key]
-
-
-def _key(occupants: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
-    return frozenset((part, id(woven)) for part, woven in occupants.items())
-
-
-def _cells(function: Any) -> tuple[Any, ...]:
-    return getattr(function, "__closure__", None) or ()
+    make: Any = kind
+    anew = make.__new__(type(descriptor))
+    make.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
+    for slot in slots_of(type(descriptor)):
+        if is_filled(slot, descriptor):
+            slot.__set__(anew, slot.__get__(descriptor))
+    for name, value in namespace(descriptor).items():
+        if name not in anew.__dict__ or (kind is functools.cached_property and name != "func"):
+            anew.__dict__[name] = value
+    if kind is property and sys.version_info >= (3, 13) and anew.__name__ != descriptor.__name__:
+        anew.__name__ = descriptor.__name__
+    return anew

@@ -38,6 +38,7 @@ from sgl_aspects.weaving.attributes import (
     namespace,
     slots_of,
 )
+from sgl_aspects.weaving.descriptors import descriptor_anew
 from sgl_aspects.weaving.functions import holds_hooks
 
 # -- kinds of holders ----------------------------------------------------------------------------------------
@@ -51,8 +52,6 @@ SILENT = (types.GetSetDescriptorType, types.MemberDescriptorType)
 """The descriptors of a class belong to it."""
 
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
-
-_REMADE_FROM = "_sgl_aspects_remade_from"
 
 
 def replace_in(holder: Any, new: New) -> bool:
@@ -108,42 +107,6 @@ def bound_anew(method: types.MethodType, new: New) -> types.MethodType:
     """A method bound to the same object, of the new function."""
     function = new(method.__func__, method.__self__)
     return method if function is method.__func__ else types.MethodType(function, method.__self__)
-
-
-def descriptor_anew(descriptor: Any, new: New) -> Any:
-    """A descriptor of the same type around new functions; the earlier one, where it was made from that."""
-    parts = ("fget", "fset", "fdel") if is_a(descriptor, property) else ("__func__",)
-    held = [getattr(descriptor, part) for part in parts]
-    wanted = [new(value) for value in held]
-    if all(now is then for now, then in zip(wanted, held)):
-        return descriptor
-    earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
-    if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
-        return earlier
-    if is_a(descriptor, property):
-        return rebuilt(descriptor, property, *wanted)
-    anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
-    anew.__dict__[_REMADE_FROM] = descriptor
-    return anew
-
-
-def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
-    """A descriptor of the type of ``descriptor`` around other functions, with its attributes.
-
-    Made by the constructor of ``kind``, its built-in base: that of a subclass may take other arguments.
-    """
-    make: Any = kind
-    anew = make.__new__(type(descriptor))
-    make.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
-    for slot in slots_of(type(descriptor)):
-        if is_filled(slot, descriptor):
-            slot.__set__(anew, slot.__get__(descriptor))
-    for name, value in namespace(descriptor).items():
-        if name not in anew.__dict__ or (kind is functools.cached_property and name != "func"):
-            anew.__dict__[name] = value
-    if kind is property and sys.version_info >= (3, 13) and anew.__name__ != descriptor.__name__:
-        anew.__name__ = descriptor.__name__
-    return anew
 
 
 def _replace_in_sequence(holder: Any, new: New) -> None:
@@ -211,12 +174,16 @@ class Stale:
     holder: str
 
 
+Exclusions = frozenset[Any]
+"""Ids of containers that are left alone as a whole, and pairs of a namespace's id and one name in it."""
+
+
 @dataclass(frozen=True, slots=True)  # slots: no dictionary that would be found as a holder
 class Pair:
     """Holders of ``old`` shall hold ``new``.
 
     :param extra: how many references to ``old`` are unaccounted for; below zero where that is unknown.
-    :param exclude: ids of what goes on holding ``old`` (see keeping.py): containers, or (namespace, name).
+    :param exclude: what goes on holding ``old``.
     :param only_bound_to: a class or an instance that inherits ``old``, which its base goes on having:
         nothing but methods bound to it, or to its instances, are holders then.
     """
@@ -224,7 +191,7 @@ class Pair:
     old: Any
     new: Any
     extra: int = -1
-    exclude: frozenset[Any] = frozenset()
+    exclude: Exclusions = frozenset()
     only_bound_to: Any = None
 
 

@@ -23,10 +23,10 @@ from sgl_aspects.weaving.attributes import (
     is_module,
     namespace,
 )
-from sgl_aspects.weaving.descriptors import Slot
 from sgl_aspects.weaving.hooks import Advice, HookType
-from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint, give_original
+from sgl_aspects.weaving.joinpoints import FunctionJoinPoint, JoinPoint, Slot
 from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
+from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give_original
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -208,7 +208,7 @@ class JoinPointTable:
             after = point.standing
             if before is after:
                 continue
-            pairs += point.pairs(before, after, extra)
+            pairs += point.pairs(before, after, extra, exclusions_of(point.advices))
             if point.installed:
                 installed.append((point, describe(before)))
             if is_class(after):  # which replacement stands there differs

@@ -168,8 +168,8 @@ def test_nobody_outside_imports_a_module_of_the_weaving_core() -> None:
 
 
 WEAVING = (
-    *("targets", "attributes", "hooks", "functions", "proxies", "rebinding"),
-    *("descriptors", "joinpoints", "modules", "table", "core", "api", "__init__"),
+    *("targets", "attributes", "hooks", "functions", "proxies", "descriptors", "rebinding"),
+    *("joinpoints", "replacements", "modules", "table", "core", "api", "__init__"),
 )
 
 

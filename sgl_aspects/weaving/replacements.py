@@ -1,0 +1,238 @@
+"""Replacing: classes that stand for other classes, and what goes on holding the original of a replacement."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import gc
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.attributes import (
+    AttributeReference,
+    bases,
+    class_module,
+    class_name,
+    derives,
+    holds,
+    is_a,
+    is_class,
+    namespace,
+)
+from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
+from sgl_aspects.weaving.joinpoints import JoinPoint
+from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale, unfrozen
+
+logger = logging.getLogger("sgl_aspects")
+
+# -- what hooks hold of their own ----------------------------------------------------------------------------
+
+
+def exclusions_of(advices: Iterable[Advice]) -> Exclusions:
+    """What the hooks of ``advices`` hold of their own: for REPLACE hooks, their modules too."""
+    kept: set[Any] = set()
+    for advice in advices:
+        kept.update(map(id, _holders_in(advice.hook)))
+        home = _namespace_of(advice.hook) if advice.hook_type is HookType.REPLACE else None
+        if home is not None:
+            kept.add(id(home))
+    return frozenset(kept)
+
+
+def give_original(hook: Any, standing: Any, original: Any) -> None:
+    """Let a hook that is about to replace ``original`` hold it, where it was given what stands there now.
+
+    A class that derives from the one that stands there means that one, and keeps it.
+    """
+    if is_class(hook) and is_class(standing) and derives(hook, standing):
+        return
+    home = _namespace_of(hook)
+    # In the module that defines it, it is the original and not a copy.
+    if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
+        for name in [name for name, value in list(home.items()) if value is standing]:
+            home[name] = original
+    for holder in _holders_in(hook):
+        if isinstance(holder, types.CellType) and holder.cell_contents is standing:
+            holder.cell_contents = original
+
+
+def _namespace_of(hook: Any) -> dict[str, Any] | None:
+    """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
+    try:
+        name = class_module(hook) if is_class(hook) else hook.__module__
+    except Exception:  # noqa: BLE001  a hook may answer in any way
+        return None
+    module = sys.modules.get(name) if is_a(name, str) else None
+    return namespace(module) if module is not None else None
+
+
+def _holders_in(hook: Any) -> Iterator[Any]:
+    """Only what lives as long as the hook does: exclusions are known by their ids."""
+    yield hook
+    if is_a(hook, types.FunctionType):
+        held = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, hook.__dict__)
+        yield from (holder for holder in held if holder is not None)
+        yield from hook.__closure__ or ()
+        if "__wrapped__" in hook.__dict__:
+            yield from _holders_in(hook.__dict__["__wrapped__"])
+    elif is_a(hook, types.MethodType):
+        yield from _holders_in(hook.__func__)
+        yield hook.__self__
+        if not is_class(hook.__self__):
+            yield namespace(hook.__self__)
+    elif is_a(hook, functools.partial):
+        yield from _holders_in(hook.func)
+    elif is_class(hook):
+        for member in namespace(hook).values():
+            if is_a(member, (classmethod, staticmethod)):
+                member = member.__func__
+            parts = (member.fget, member.fset, member.fdel) if is_a(member, property) else (member,)
+            for part in parts:
+                if is_a(part, types.FunctionType):
+                    yield from _holders_in(part)
+    else:
+        yield namespace(hook)
+
+
+class _OwnHolders:
+    """What holds a class before it replaces another one."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        namespaces = {id(namespace(module)) for module in list(sys.modules.values())}
+        # Strong references, so that no other container can get the id of one of them.
+        self._containers: list[Any] = []
+        kept: set[Any] = set()
+        with unfrozen():
+            holders = gc.get_referrers(cls)
+        for holder in holders:
+            if id(holder) in namespaces:
+                kept.update((id(holder), name) for name, value in list(holder.items()) if value is cls)
+            elif isinstance(holder, (list, dict, set, types.CellType)):
+                self._containers.append(holder)
+                kept.add(id(holder))
+        self.kept: Exclusions = frozenset(kept)
+
+
+# -- classes -------------------------------------------------------------------------------------------------
+
+_BASES: Any = vars(type)["__bases__"]
+
+_hooks: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()  # by id
+"""Classes that were ever meant to replace another one: they keep their bases, whatever stands there."""
+
+
+class ClassJoinPoint(JoinPoint):
+    """A class that is replaced as a whole, by a class."""
+
+    kind = "a class"
+
+    def __init__(self, place: AttributeReference) -> None:
+        super().__init__(place)
+        self.inner: type = place.raw
+        self._replacement: type = self.inner
+        self._superseded = False
+        self._stale: list[Stale] = []
+        self._kept: Exclusions = frozenset()
+        self._own: list[_OwnHolders] = []
+        self._subclasses: list[type] = []  # of the replacement, before it stood here
+        self._moved: list[type] = []
+
+    @property
+    def original(self) -> type:
+        return self.inner
+
+    @property
+    def replacement(self) -> type:
+        return self._replacement
+
+    @property
+    def standing(self) -> type:
+        return self._replacement if self.installed else self.inner
+
+    @property
+    def stale(self) -> list[Stale]:
+        return self._stale
+
+    def supersede(self) -> None:
+        self._superseded = True
+
+    def own_containers(self) -> set[int]:
+        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
+        return set(map(id, [*held, self._own, self._subclasses, self._moved]))
+
+    def add(self, advice: Advice) -> None:
+        if not advice.is_class_replacement:
+            raise HookError(
+                f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
+                f"does, name one of its methods: '{self.place}.__init__'"
+            )
+        _hooks[id(advice.hook)] = advice.hook
+        if holds(self._moved, advice.hook):
+            self._move(advice.hook, self._replacement, self.original)
+        self.advices.append(advice)
+
+    def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
+        # What holds a replacement, or what a replacement holds, by itself.
+        self._kept |= exclude
+        yield Pair(before, after, extra, self._kept.union(*(own.kept for own in self._own)))
+
+    def apply(self, compiling: Any = None) -> None:
+        active = [advice for advice in innermost_first(self.advices) if advice.enabled]
+        wanted = active[-1].hook if active else self.original
+        if wanted is self.standing:
+            return
+        if self.installed:
+            self._restore()
+        if active:
+            self._install(wanted)
+        # Abstract base classes remember who was a subclass of theirs; now others are.
+        for base in (*bases(self.original), *bases(self._replacement)):
+            if is_a(base, abc.ABCMeta):
+                base._abc_caches_clear()  # type: ignore[attr-defined]
+
+    def _install(self, replacement: type) -> None:
+        if not any(own.cls is replacement for own in self._own):
+            self._own.append(_OwnHolders(replacement))
+        self._subclasses = type.__subclasses__(replacement)
+        setattr(self.place.owner, self.place.name, replacement)
+        self._replacement = replacement
+        self.installed = True
+        subclasses: list[type] = type.__subclasses__(self.original)
+        for subclass in subclasses:
+            if id(subclass) not in _hooks and not derives(replacement, subclass):
+                self._move(subclass, self.original, replacement)
+
+    def _restore(self) -> None:
+        displaced = self._superseded or self.displaced
+        self.installed = False
+        self._stale.clear()
+        subclasses: list[type] = type.__subclasses__(self._replacement)
+        for subclass in subclasses:
+            # Those it has had before are its own; all others were made, or moved, while it stood here.
+            if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
+                self._move(subclass, self._replacement, self.original)
+        if displaced:
+            logger.info("%s: somebody else's class stands there; it is left in place", self.place)
+        elif self.place.inherited:
+            delattr(self.place.owner, self.place.name)
+        else:
+            setattr(self.place.owner, self.place.name, self.original)
+
+    def _move(self, subclass: type, old: type, new: type) -> None:
+        """Let a subclass of ``old`` inherit from ``new``, where Python allows it."""
+        wanted = tuple(new if base is old else base for base in _BASES.__get__(subclass))
+        try:
+            _BASES.__set__(subclass, wanted)
+        except TypeError as error:
+            fault = f"the bases of {class_name(subclass)}: {error}"
+            self._stale.append(Stale(str(self.place), fault))
+            logger.warning("%s: %s", self.place, fault)
+        else:
+            self._moved = [one for one in self._moved if one is not subclass]
+            self._moved += [] if new is self.original else [subclass]
