@@ -7,7 +7,8 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
@@ -104,27 +105,14 @@ class Aspect:
     """A group of hooks that are woven together: methods of a subclass that carry the decorators above."""
 
     def _advices(self) -> list[Advice]:
-        found = []
+        found: list[Advice] = []
         for name in dir(type(self)):
             raw = inspect.getattr_static(type(self), name)
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
             # The mark may be outside of @staticmethod or inside.
-            marked: list[Advice] = getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(
-                function, _ADVICES, []
-            )
-            for advice in marked:
+            for advice in getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(function, _ADVICES, []):
                 hook = advice.hook if advice.hook_type is HookType.OBSERVE else getattr(self, name)
-                found.append(
-                    Advice(
-                        advice.target,
-                        advice.hook_type,
-                        hook,
-                        advice.order,
-                        advice.source,
-                        advice.required,
-                        sequence=advice.sequence,
-                    )
-                )
+                found.append(replace_fields(advice, hook=hook, state=State.REMOVED))
         return sorted(found, key=lambda advice: advice.sequence)
 
 
@@ -132,7 +120,7 @@ class Aspect:
 class Handle:
     """Hooks that were woven together, and the way to take them away again."""
 
-    advices: tuple[Advice, ...] = field(default=())
+    advices: tuple[Advice, ...] = ()
 
     def remove(self) -> None:
         """Take the hooks away; the original objects are back where nobody else's hook is left."""
@@ -161,27 +149,19 @@ def weave(*hooks: Any) -> Handle:
     :raises MissingTargetError: a hook marked ``required`` has no target though its module is loaded.
     """
     advices = tuple(advice for hook in hooks for advice in _advices_of(hook))
-    for advice in advices:
-        check_not_woven(advice)
+    for advice in advices:  # one advice is at one place in one chain
+        if advice.state is not State.REMOVED:
+            raise HookError(f"{advice} is woven already; use its handle, or decorate another function")
     weaver.add(advices)
     return Handle(advices)
-
-
-def check_not_woven(advice: Advice) -> None:
-    """One advice is at one place in one chain: weaving it again needs another one."""
-    if advice.state is not State.REMOVED:
-        raise HookError(f"{advice} is woven already; use its handle, or decorate another function")
 
 
 def _advices_of(hook: Any) -> Iterable[Advice]:
     if isinstance(hook, Advice):
         return [hook]
-    if isinstance(hook, Aspect):
-        found: list[Advice] = hook._advices()
-    elif isinstance(hook, type) and issubclass(hook, Aspect):
-        found = hook()._advices()
-    else:
-        found = getattr(hook, _ADVICES, [])
+    if isinstance(hook, type) and issubclass(hook, Aspect):
+        hook = hook()
+    found: list[Advice] = hook._advices() if isinstance(hook, Aspect) else getattr(hook, _ADVICES, [])
     if not found:
         raise HookError(
             f"{hook!r} carries no hooks; decorate it with before, after, around, replace, native or observe"
@@ -197,16 +177,6 @@ def woven(*hooks: Any) -> Iterator[Handle]:
         yield handle
     finally:
         handle.remove()
-
-
-def report() -> Report:
-    """Every hook of this process, its state and counts, stale bindings, displaced places."""
-    return report_of(weaver)
-
-
-def explain(target: str) -> str:
-    """What happens when ``target`` is called, as text."""
-    return explanation(weaver, target)
 
 
 # -- SGLang's names -------------------------------------------------------------------------------------
@@ -304,13 +274,13 @@ class HookRegistry:
 
     @classmethod
     def _found(cls, target: str, hook: Any, hook_type: HookType) -> list[Advice]:
-        parsed = Target.parse(target)
+        names = _dotted(Target.parse(target))
         return [
             advice
             for advice in cls._advices
-            if _same_target(advice.target, parsed)
+            if advice.hook_type is hook_type
             and _same_hook(advice.hook, hook)
-            and advice.hook_type is hook_type
+            and _dotted(advice.target) == names
         ]
 
 
@@ -319,9 +289,9 @@ def _same_hook(one: Any, other: Any) -> bool:
     return one is other or (type(one) in (types.MethodType, types.BuiltinMethodType) and bool(one == other))
 
 
-def _same_target(one: Target, other: Target) -> bool:
-    """Whether both name the same, be it in the canonical form or in SGLang's."""
-    return str(one).replace(":", ".") == str(other).replace(":", ".")
+def _dotted(target: Target) -> list[str]:
+    """The alternates of ``target`` in SGLang's form, to compare them with those of others."""
+    return [alternate.text.replace(":", ".") for alternate in target.alternates]
 
 
 def plugin_hook(target: str, type: HookType = HookType.AFTER) -> Callable[[_F], _F]:
@@ -370,7 +340,7 @@ class Report:
 
     hooks: tuple[HookReport, ...] = ()
     stale: tuple[Stale, ...] = ()
-    displaced: tuple[str, ...] = field(default=())
+    displaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -385,17 +355,16 @@ class Report:
         return "\n".join(lines) or "no hooks"
 
 
-def report_of(weaver: Weaver) -> Report:
-    """A snapshot of ``weaver``."""
-    points = weaver.points
+def report() -> Report:
+    """Every hook of this process, its state and counts, stale bindings, displaced places."""
     return Report(
-        hooks=tuple(_hook_report(weaver, advice) for advice in weaver.advices),
-        stale=tuple(stale for point in points for stale in weaver.table.stale.get(point, ())),
+        hooks=tuple(map(_hook_report, weaver.advices)),
+        stale=tuple(stale for point in weaver.points for stale in weaver.table.stale.get(point, ())),
         displaced=tuple(str(point.place) for point in weaver.displaced),
     )
 
 
-def _hook_report(weaver: Weaver, advice: Advice) -> HookReport:
+def _hook_report(advice: Advice) -> HookReport:
     points = weaver.table.of(advice)
     return HookReport(
         target=str(advice.target),
@@ -412,20 +381,20 @@ def _hook_report(weaver: Weaver, advice: Advice) -> HookReport:
     )
 
 
-def explanation(weaver: Weaver, target: str) -> str:
+def explain(target: str) -> str:
     """What happens when ``target`` is called, outermost hook first, and which hooks wait for it."""
     parsed = Target.parse(target)
-    points = weaver.points_named(parsed)
-    lines = [line for point in points for line in _explain_point(weaver, point)]
+    lines = [line for point in weaver.points_named(parsed) for line in _explain_point(point)]
     lines += [
         f"{target}: {advice.state.value}: {advice} ({advice.detail})"
         for advice in weaver.advices
-        if not weaver.table.of(advice) and _is_about(advice.target, parsed)
+        # As far as the texts tell.
+        if not weaver.table.of(advice) and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))
     ]
     return "\n".join(lines) or f"{target}: no hooks"
 
 
-def _explain_point(weaver: Weaver, point: JoinPoint) -> list[str]:
+def _explain_point(point: JoinPoint) -> list[str]:
     standing = point.kind if point.installed else "the original"
     lines = [f"{point.place}: {point.calls} calls, {standing} stands there"]
     for depth, advice in enumerate(reversed(innermost_first(point.advices))):
@@ -439,9 +408,3 @@ def _explain_point(weaver: Weaver, point: JoinPoint) -> list[str]:
     if point.displaced:
         lines.append("  somebody else's patch stands over it")
     return lines
-
-
-def _is_about(target: Target, asked: Target) -> bool:
-    """Whether ``target`` may come to name what ``asked`` names, as far as the texts tell."""
-    names = {alternate.text.replace(":", ".") for alternate in asked.alternates}
-    return any(alternate.text.replace(":", ".") in names for alternate in target.alternates)

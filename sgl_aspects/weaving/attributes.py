@@ -5,11 +5,12 @@ Looking never wakes a lazy module, runs no property and calls no `__getattr__`: 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -22,7 +23,8 @@ PROPERTY_PARTS = ("fget", "fset", "fdel")
 _EMPTY: dict[str, Any] = {}
 
 # Of every module, whatever its class says.
-_MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]
+_MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]  # a member descriptor
+_C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 @dataclass(frozen=True)
@@ -115,16 +117,14 @@ def namespace(owner: Any) -> dict[str, Any]:
     """The dictionary of ``owner``, read without waking a lazy module; empty where it has none."""
     if is_class(owner):
         return dict(type.__dict__["__dict__"].__get__(owner))
-    if is_module(owner):
-        found = _MODULE_NAMESPACE.__get__(owner)
-    else:
-        # A property of this name would be somebody's own code.
-        descriptor = _among(type(owner).__mro__, "__dict__")
-        try:
-            found = descriptor.__get__(owner) if is_a(descriptor, types.GetSetDescriptorType) else None
-        except AttributeError:  # a proxy in C, around something without a dictionary
-            found = None
-    return found if is_a(found, dict) else _EMPTY
+    # A property of this name would be somebody's own code.
+    found: Any = _MODULE_NAMESPACE if is_module(owner) else _among(type(owner).__mro__, "__dict__")
+    try:
+        found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
+    except AttributeError:  # a proxy in C, around something without a dictionary
+        return _EMPTY
+    names: dict[str, Any] = found if is_a(found, dict) else _EMPTY
+    return names
 
 
 def current(owner: Any, name: str) -> Any:
@@ -167,7 +167,11 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
     path = alternate.attribute_path(name)
     if path is None:
         return None
-    places = tuple(place for place in find_once(module, path, alternate) if not is_module(place.raw))
+    places = tuple(
+        place
+        for place in find(module, path)
+        if not is_module(place.raw) and not ("*" in alternate.text and _is_covered(place, alternate))
+    )
     if places:
         return Resolution(Presence.FOUND, places)
     if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
@@ -221,42 +225,28 @@ def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
     """Every place that ``path`` names in ``module``; several for wildcards, none where it is missing."""
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1]):
-            if issubclass(type(place.raw), property):
-                part = "" if path[-1] == "fget" else path[-1]
-                yield AttributeReference(place.owner, place.name, place.raw, place.inherited, part)
+            if is_a(place.raw, property):
+                yield replace(place, part="" if path[-1] == "fget" else path[-1])
                 return
     yield from _walk(module, path)
 
 
-def find_once(module: Any, path: tuple[str, ...], alternate: Alternate) -> list[AttributeReference]:
-    """The places of ``path``; of a method that several classes of a pattern inherit, only the uppermost."""
-    found = list(find(module, path))
-    if "*" not in alternate.text:
-        return found
-    return [place for place in found if not (place.inherited and _is_covered(place, alternate))]
-
-
 def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
-    """Whether the pattern reaches a base class through which the method comes, too."""
-    if not is_class(place.owner):
+    """Whether the pattern reaches a base class through which an inherited method comes, too."""
+    if not place.inherited or not is_class(place.owner):
         return False
     for base in bases(place.owner)[1:]:
         name = type.__dict__["__qualname__"].__get__(base)
         defines = current(base, place.name) is not MISSING
-        has = defines or inherited(base, place.name) is not MISSING
-        if has and alternate.names_class(class_module(base), name) and _is_reached(base, name):
-            return True
+        if defines or inherited(base, place.name) is not MISSING:
+            standing: Any = sys.modules.get(class_module(base))
+            for part in name.split("."):
+                standing = current(standing, part) if standing is not None else None
+            if standing is base and alternate.names_class(class_module(base), name):
+                return True
         if defines:
             return False
     return False
-
-
-def _is_reached(cls: type, qualname: str) -> bool:
-    """Whether ``cls`` stands in its module under its name."""
-    found: Any = sys.modules.get(class_module(cls))
-    for name in qualname.split("."):
-        found = current(found, name) if found is not None else None
-    return found is cls
 
 
 def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
@@ -280,8 +270,9 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
         module_name = namespace(owner).get("__name__") if is_module(owner) else None
         for name, raw in list(namespace(owner).items()):
             # A wildcard over a module means what the module defines, not what it imported.
-            defined = module_name is None or getattr_static(raw, "__module__") == module_name
-            if regex.fullmatch(name) and not name.startswith("__") and defined and _hookable(raw):
+            defined = module_name is None or _module_of(raw) == module_name
+            hookable = is_a(raw, (classmethod, staticmethod, property)) or callable(raw)
+            if regex.fullmatch(name) and not name.startswith("__") and defined and hookable:
                 yield AttributeReference(owner, name, raw)
         return
     name = segment.removesuffix("+")
@@ -318,45 +309,32 @@ def _among(classes: Iterable[type], name: str) -> Any:
     return next((raw for raw in found if raw is not MISSING), MISSING)
 
 
-def _hookable(raw: Any) -> bool:
-    return issubclass(type(raw), (classmethod, staticmethod, property)) or callable(raw)
+def _module_of(obj: Any) -> Any:
+    """The name of the module that a function or class was defined in; None for anything else."""
+    if is_a(obj, (classmethod, staticmethod)):
+        return _module_of(obj.__func__)
+    if is_a(obj, (types.FunctionType, types.BuiltinFunctionType)):
+        return obj.__module__
+    return class_module(obj) if is_class(obj) else None
 
 
-def getattr_static(obj: Any, name: str) -> Any:
-    """An attribute that functions and classes carry, without running any user code; None where absent."""
-    if is_class(obj):
-        return class_module(obj) if name == "__module__" else None
-    if issubclass(type(obj), (types.FunctionType, types.BuiltinFunctionType)):
-        return getattr(obj, name, None)
-    if issubclass(type(obj), (classmethod, staticmethod)):
-        return getattr_static(obj.__func__, name)
-    return None
-
-
-def _with_subclasses(cls: type) -> Iterator[type]:
-    seen: set[int] = set()  # by id: a metaclass may leave its classes without a hash
+def _with_subclasses(cls: type) -> list[type]:
+    found = {id(cls): cls}  # by id: a metaclass may leave its classes without a hash
     waiting = [cls]
     while waiting:
-        found = waiting.pop()
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting.extend(type.__subclasses__(found))
+        subclasses: list[type] = type.__subclasses__(waiting.pop())
+        waiting += [one for one in subclasses if id(one) not in found]
+        found |= {id(one): one for one in subclasses}
+    return list(found.values())
 
 
-def slots_of(cls: type) -> Iterator[types.MemberDescriptorType]:
-    """What `__slots__` made: members of a type made in C may be read-only."""
-    for base in bases(cls):
+def filled_slots(holder: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
+    """What `__slots__` made and has a value in ``holder``: members of a type made in C may be read-only."""
+    found = []
+    for base in bases(type(holder)):
         if current(base, "__slots__") is not MISSING:
-            for value in type.__dict__["__dict__"].__get__(base).values():
-                if is_a(value, types.MemberDescriptorType):
-                    yield value
-
-
-def is_filled(slot: types.MemberDescriptorType, holder: Any) -> bool:
-    """Whether ``holder`` has a value there."""
-    try:
-        slot.__get__(holder, type(holder))
-    except AttributeError:
-        return False
-    return True
+            for slot in type.__dict__["__dict__"].__get__(base).values():
+                if is_a(slot, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):
+                        found.append((slot, slot.__get__(holder, type(holder))))
+    return found

@@ -51,6 +51,9 @@ _COMPILER = "torch._dynamo"
 _SCRIPTING = "torch.jit.frontend"
 """Once this module is loaded, torch.jit may compile the source of a woven function, without its hooks."""
 
+_LOST = (State.MISSING, State.FAILED)
+"""Nothing that loads later can make such a hook work."""
+
 _Change = Callable[[list[Any], bool], None]
 
 Work = Iterable[tuple[Advice, str, Any]]
@@ -98,7 +101,7 @@ class Weaver:
                 advice.state, advice.detail = State.PENDING, "another change of hooks is going on"
         self._change(self._add, advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
-        if wanted and wait_for_imports(name for one in wanted for name in one.target.module_names):
+        if wait_for_imports(name for one in wanted for name in one.target.module_names):
             self._change(self._look_again, wanted)
 
     def remove(self, advices: Iterable[Advice]) -> None:
@@ -163,7 +166,7 @@ class Weaver:
         self._note_compiler()
         try:
             self._weave(self._in_loaded_modules(new), strict=strict)
-            lost = [advice for advice in new if strict and advice.required and self._is_lost(advice)]
+            lost = [advice for advice in new if strict and advice.required and advice.state in _LOST]
             if lost:
                 raise MissingTargetError(f"required {lost[0]}: {lost[0].detail}")
         except BaseException:
@@ -192,13 +195,11 @@ class Weaver:
                 self._unwatch_scripting = None
 
     def _switch(self, advices: list[Advice], enabled: bool) -> None:
-        points = []
+        points = [point for advice in advices for point, _ in self._table.of(advice)]
         for advice in advices:
             advice.enabled = enabled
-            here = [point for point, _ in self._table.of(advice)]
-            if here:
+            if self._table.of(advice):
                 advice.state = State.WOVEN if enabled else State.DISABLED
-            points += here
         self._apply(points, strict=False)
         self._forget_compiled_code(advices, points)
 
@@ -293,7 +294,7 @@ class Weaver:
                 self._note_compiler()
             concerned = list(self._index.concerned(name, module))
             self._weave(concerned, strict=strict)
-            lost = [advice for advice, *_ in concerned if advice.required and self._is_lost(advice)]
+            lost = [advice for advice, *_ in concerned if advice.required and advice.state in _LOST]
         except Exception:
             logger.exception("hooks on %s failed; the import goes on", name)
         finally:
@@ -444,31 +445,24 @@ class Weaver:
         else:
             logger.warning("%s %s: %s", advice, what, advice.detail)
 
-    def _is_lost(self, advice: Advice) -> bool:
-        """Nothing that loads later can make ``advice`` work."""
-        return advice.state in (State.MISSING, State.FAILED)
-
 
 def _keep_lock_over_forks(weaver: weakref.ref[Weaver]) -> None:
     """A fork waits until nobody weaves, so that the child has neither half a weave nor a locked lock."""
 
-    def take() -> None:
-        this = weaver()
-        if this is not None:
+    def acquire() -> None:
+        if (this := weaver()) is not None:
             this._lock.acquire()
 
-    def give() -> None:
-        this = weaver()
-        if this is not None:
+    def release() -> None:
+        if (this := weaver()) is not None:
             this._lock.release()
 
     def renew() -> None:
-        this = weaver()
-        if this is not None:
+        if (this := weaver()) is not None:
             this._lock = threading.RLock()
             this._table.count_anew()
 
-    os.register_at_fork(before=take, after_in_parent=give, after_in_child=renew)
+    os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=renew)
 
 
 def _stop(message: str) -> None:

@@ -22,12 +22,11 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     AttributeReference,
     derives,
+    filled_slots,
     found_after,
     is_a,
     is_class,
-    is_filled,
     namespace,
-    slots_of,
 )
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
@@ -77,14 +76,14 @@ def _open(place: AttributeReference) -> Opened:
         )
     if place.binds_to_owner:
         return _open_for_owner(place)
-    if issubclass(type(raw), (classmethod, staticmethod)):
-        kind = classmethod if issubclass(type(raw), classmethod) else staticmethod
+    if is_a(raw, (classmethod, staticmethod)):
+        kind = classmethod if is_a(raw, classmethod) else staticmethod
         opened = _opened(place, raw.__func__, lambda woven: rebuilt(raw, kind, woven))
         binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
         return _late(opened, place) if binds else opened
-    if issubclass(type(raw), property):
+    if is_a(raw, property):
         return _open_property(place)
-    if issubclass(type(raw), functools.cached_property):
+    if is_a(raw, functools.cached_property):
         return _opened(place, raw.func, lambda woven: rebuilt(raw, functools.cached_property, woven))
     if isinstance(raw, (functools.partialmethod, functools.singledispatchmethod)):
         return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
@@ -110,7 +109,7 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
     With `class D(Sub, Other)`, a hook on ``Sub.m`` stands before ``Other.m``, as ``Sub`` does.
     """
     owner, name, inherited = place.owner, place.name, opened.called
-    if name != "__new__" and issubclass(type(place.raw), staticmethod):
+    if name != "__new__" and is_a(place.raw, staticmethod):
         return inherited  # nobody knows for which class it is called
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +119,7 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
         found = found_after(cls, owner, name)
         if found is MISSING or found is place.raw:
             return inherited(subject, *args, **kwargs)
-        if issubclass(type(found), property):
+        if is_a(found, property):
             return getattr(found, place.part or "fget")(subject, *args, **kwargs)
         return getattr(super(owner, subject), name)(
             *([subject] if name == "__new__" else []), *args, **kwargs
@@ -148,9 +147,9 @@ def _check_new(place: AttributeReference) -> None:
 def _open_for_owner(place: AttributeReference) -> Opened:
     """An instance is given a method of its class, or a class one of its metaclass: bound to it."""
     raw, owner = place.raw, place.owner
-    if issubclass(type(raw), staticmethod):
+    if is_a(raw, staticmethod):
         return _opened(place, raw.__func__, lambda woven: woven)
-    if issubclass(type(raw), classmethod):
+    if is_a(raw, classmethod):
         return _opened(place, raw.__func__, lambda woven: types.MethodType(woven, type(owner)))
     if not callable(raw) or hasattr(type(raw), "__set__"):
         raise HookError(
@@ -212,9 +211,8 @@ def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
     make: Any = kind
     anew = make.__new__(type(descriptor))
     make.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
-    for slot in slots_of(type(descriptor)):
-        if is_filled(slot, descriptor):
-            slot.__set__(anew, slot.__get__(descriptor))
+    for slot, value in filled_slots(descriptor):
+        slot.__set__(anew, value)
     for name, value in namespace(descriptor).items():
         if name not in anew.__dict__ or (kind is functools.cached_property and name != "func"):
             anew.__dict__[name] = value

@@ -33,7 +33,7 @@ Observers = tuple[tuple[Any, Any, Any], ...]
 
 MAX_FLAT_OBSERVERS = 4
 
-_SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 class FunctionKind(enum.Enum):
@@ -52,7 +52,7 @@ class FunctionKind(enum.Enum):
         if not claims_to_be(function, types.FunctionType):
             call = inspect.getattr_static(type(function), "__call__", None)
             return cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        if not function.__code__.co_flags & _SUSPENDS and not function.__dict__:
+        if not function.__code__.co_flags & SUSPENDS and not function.__dict__:
             return cls.PLAIN  # `inspect` asks for marks in its dictionary, and for more
         if inspect.iscoroutinefunction(function):
             return cls.COROUTINE

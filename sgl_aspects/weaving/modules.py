@@ -34,7 +34,6 @@ from sgl_aspects.weaving.targets import Alternate, Target
 
 # -- as they load --------------------------------------------------------------------------------------------
 
-Wanted = Callable[[str], bool]
 Loaded = Callable[[str, Any], None]
 
 
@@ -46,7 +45,7 @@ class ModuleWatcher:
         while that module's import lock is held.
     """
 
-    def __init__(self, wanted: Wanted, loaded: Loaded) -> None:
+    def __init__(self, wanted: Callable[[str], bool], loaded: Loaded) -> None:
         self._wanted = wanted
         self._loaded = loaded
         self._finding = threading.local()
@@ -56,9 +55,10 @@ class ModuleWatcher:
 
     def install(self) -> None:
         """Watch from now on; does nothing where it is installed."""
-        self._stand_first()
         if self._leave_searches is None:
-            self._leave_searches = compat.before_each_search(self._stay_first)
+            # Finders that somebody puts in front later may find modules without asking us.
+            self._leave_searches = compat.before_each_search(self._stand_first)
+        self._stand_first()
 
     def uninstall(self) -> None:
         """Leave `sys.meta_path` as it was."""
@@ -73,14 +73,9 @@ class ModuleWatcher:
         if self._brought_wrapt:
             self._brought_wrapt = not compat.remove_wrapt_finder()
 
-    def _stay_first(self) -> None:
-        """Before finders that somebody has put in front since, which may find modules without asking us."""
-        if self._leave_searches is not None:
-            self._stand_first()
-
     def _stand_first(self) -> None:
-        finders = sys.meta_path
-        if not finders or finders[0] is not self:
+        finders, is_installed = sys.meta_path, self._leave_searches is not None
+        if is_installed and (not finders or finders[0] is not self):
             finders.insert(0, self)
             for index in [index for index, finder in enumerate(finders) if finder is self][:0:-1]:
                 del finders[index]
@@ -209,7 +204,7 @@ def is_ready(module: Any) -> bool:
     Not so in a circular import, while another thread imports it, and for a module of
     `importlib.util.LazyLoader` that nobody has used yet.
     """
-    return not _is_lazy(module) and not _is_initialising(module)
+    return not _is_lazy(module) and not compat.is_initializing(namespace(module).get("__spec__"))
 
 
 def when_ready(module: Any, loaded: Loaded) -> None:
@@ -228,11 +223,6 @@ def when_ready(module: Any, loaded: Loaded) -> None:
 def _is_lazy(module: Any) -> bool:
     # By its type: isinstance() would ask the module for its __class__, and so wake it.
     return type(module).__module__ == "importlib.util"
-
-
-def _is_initialising(module: Any) -> bool:
-    spec = namespace(module).get("__spec__")
-    return compat.is_initializing(spec)
 
 
 # -- which hooks a module may be about -----------------------------------------------------------------------
@@ -279,10 +269,12 @@ class ModuleIndex:
             if advice.target.attribute_paths(name):
                 yield advice, name, module
         defined = _classes_of(module, name) if self._families else []
-        for advice in list(self._families):
-            for home, base in _bases(advice):
-                if home != name and any(derives(cls, base) for cls in defined):
-                    yield advice, home, sys.modules[home]
+        alternates = [(advice, one) for advice in list(self._families) for one in advice.target.alternates]
+        for advice, alternate in alternates:
+            for home, module in loaded(Target((alternate,))) if alternate.has_family and defined else ():
+                family = bases_of_family(alternate, module) if home != name else []
+                if any(derives(cls, base) for base in family for cls in defined):
+                    yield advice, home, module
 
 
 def loaded(target: Target) -> Iterator[tuple[str, Any]]:
@@ -295,14 +287,6 @@ def loaded(target: Target) -> Iterator[tuple[str, Any]]:
         module = sys.modules.get(name)
         if module is not None:
             yield name, module
-
-
-def _bases(advice: Advice) -> Iterator[tuple[str, type]]:
-    """The loaded classes that ``advice`` names as `Class+`, each with its module's name."""
-    for alternate in advice.target.alternates:
-        if alternate.has_family:
-            for home, module in loaded(Target((alternate,))):
-                yield from ((home, base) for base in bases_of_family(alternate, module))
 
 
 def bases_of_family(alternate: Alternate, module: Any) -> list[type]:

@@ -18,7 +18,6 @@ import contextlib
 import contextvars
 import functools
 import gc
-import inspect
 import sys
 import time
 import types
@@ -32,34 +31,33 @@ from sgl_aspects.weaving.attributes import (
     bases,
     class_name,
     derives,
+    filled_slots,
     is_a,
     is_class,
-    is_filled,
     namespace,
-    slots_of,
 )
 from sgl_aspects.weaving.descriptors import descriptor_anew
-from sgl_aspects.weaving.functions import holds_hooks
+from sgl_aspects.weaving.functions import SUSPENDS, holds_hooks
 
 # -- kinds of holders ----------------------------------------------------------------------------------------
 
 New = Callable[..., Any]
 
-DESCRIPTORS = (staticmethod, classmethod, property)
-"""Immutable descriptors that hold functions: those that hold an old one are made anew."""
-
-SILENT = (types.GetSetDescriptorType, types.MemberDescriptorType)
-"""The descriptors of a class belong to it."""
-
+_BASES: Any = vars(type)["__bases__"]
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
 
-def replace_in(holder: Any, new: New) -> bool:
+def _replace_in_mutable(holder: Any, new: New) -> bool:
     """Change ``holder`` where it is; False where some of what it holds has to stay."""
     if is_a(holder, (list, collections.deque)):
-        _replace_in_sequence(holder, new)
+        kind: Any = list if is_a(holder, list) else collections.deque
+        for index, value in enumerate(list(kind.__iter__(holder))):
+            if new(value) is not value:
+                kind.__setitem__(holder, index, new(value))
     elif is_a(holder, set):
-        _replace_in_set(holder, new)
+        for value in [value for value in set.__iter__(holder) if new(value) is not value]:
+            # In one step: another thread may be walking through the set, and its size must not change.
+            set.symmetric_difference_update(holder, {value, new(value)})
     elif is_a(holder, dict):
         for key, value in list(dict.items(holder)):
             if new(value) is not value:
@@ -76,14 +74,14 @@ def replace_in(holder: Any, new: New) -> bool:
     elif is_a(holder, functools.cached_property):
         holder.func = new(holder.func)
     else:
-        replace_attributes(holder, new)
+        _replace_attributes(holder, new)
         return all(new(value) is value for value in gc.get_referents(holder))
     # A subclass of a container may have attributes of its own.
-    replace_attributes(holder, new)
+    _replace_attributes(holder, new)
     return True
 
 
-def replace_in_class(cls: type, new: New) -> None:
+def _replace_in_class(cls: type, new: New) -> None:
     """Change the attributes of a class."""
     # Through setattr: a write into the raw dictionary would leave CPython's method cache as it was.
     for name, value in list(type.__dict__["__dict__"].__get__(cls).items()):
@@ -91,7 +89,7 @@ def replace_in_class(cls: type, new: New) -> None:
             type.__setattr__(cls, name, new(value))
 
 
-def replace_tuple(holder: tuple[Any, ...], owners: list[Any], new: New) -> int:
+def _replace_tuple(holder: tuple[Any, ...], owners: list[Any], new: New) -> int:
     """Change the functions whose defaults ``holder`` is; returns how many of ``owners`` are in order."""
     functions = [f for f in owners if is_a(f, types.FunctionType) and f.__defaults__ is holder]
     for function in functions:
@@ -99,28 +97,8 @@ def replace_tuple(holder: tuple[Any, ...], owners: list[Any], new: New) -> int:
     partials = [p for p in owners if is_a(p, functools.partial) and p.args is holder]
     for partial in partials:
         _replace_in_partial(partial, new)
-    linearised = [cls for cls in owners if is_class(cls) and _is_of_class(holder, cls)]
+    linearised = [c for c in owners if is_class(c) and (holder is bases(c) or holder is _BASES.__get__(c))]
     return len(functions) + len(partials) + len(linearised)
-
-
-def bound_anew(method: types.MethodType, new: New) -> types.MethodType:
-    """A method bound to the same object, of the new function."""
-    function = new(method.__func__, method.__self__)
-    return method if function is method.__func__ else types.MethodType(function, method.__self__)
-
-
-def _replace_in_sequence(holder: Any, new: New) -> None:
-    setitem = (list if is_a(holder, list) else collections.deque).__setitem__
-    values = list.__iter__(holder) if is_a(holder, list) else collections.deque.__iter__(holder)
-    for index, value in enumerate(list(values)):
-        if new(value) is not value:
-            setitem(holder, index, new(value))
-
-
-def _replace_in_set(holder: set[Any], new: New) -> None:
-    for value in [value for value in set.__iter__(holder) if new(value) is not value]:
-        # In one step: another thread may be walking through the set, and its size must not change.
-        set.symmetric_difference_update(holder, {value, new(value)})
 
 
 def _replace_in_partial(holder: functools.partial[Any], new: New) -> None:
@@ -130,14 +108,13 @@ def _replace_in_partial(holder: functools.partial[Any], new: New) -> None:
     functools.partial.__setstate__(holder, tuple(state))  # type: ignore[attr-defined]
 
 
-def replace_attributes(holder: Any, new: New) -> None:
+def _replace_attributes(holder: Any, new: New) -> None:
     """Change the attributes and slots of an instance."""
     attributes = namespace(holder)
     for name, value in list(dict.items(attributes)):
         if new(value) is not value:
             dict.__setitem__(attributes, name, new(value))
-    for slot in slots_of(type(holder)):
-        value = slot.__get__(holder, type(holder)) if is_filled(slot, holder) else None
+    for slot, value in filled_slots(holder):
         if new(value) is not value:
             slot.__set__(holder, new(value))
 
@@ -153,10 +130,6 @@ def _is_class_cell(cell: types.CellType) -> bool:
                 if held is cell:
                     return name == "__class__"
     return False
-
-
-def _is_of_class(holder: tuple[Any, ...], cls: type) -> bool:
-    return holder is bases(cls) or holder is type.__dict__["__bases__"].__get__(cls)
 
 
 # -- one pass over all of them -------------------------------------------------------------------------------
@@ -208,7 +181,8 @@ def rebind(pairs: Iterable[Pair], ours: Callable[[], frozenset[int]]) -> list[St
     if left:
         with unfrozen():
             stale = _Collected(left, ours()).rebind()
-    return [*stale, *(_weak(pair) for pair in every if _stays_weakly_held(pair))]
+    weak = "a weak reference, as in a WeakSet"
+    return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _stays_weakly_held(pair))]
 
 
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
@@ -240,10 +214,6 @@ def _stays_weakly_held(pair: Pair) -> bool:
     return weakref.getweakrefcount(pair.old) > 0
 
 
-def _weak(pair: Pair) -> Stale:
-    return Stale(describe(pair.old), "a weak reference, as in a WeakSet")
-
-
 class _Collected:
     """Step three: holders found through the garbage collector."""
 
@@ -267,22 +237,25 @@ class _Collected:
         owners = self._owners([holder for holder in found if _needs_owner(holder)], found)
         anew: list[Pair] = []
         for holder in found:
+            owned_by = owners.get(id(holder), [])
             if id(holder) in self.attributes:
                 continue
-            if self._is_class_dict(holder, owners):
-                for cls in owners[id(holder)]:
+            if is_a(holder, dict) and any(map(is_class, owned_by)):
+                for cls in owned_by:
                     if is_class(cls) and id(cls) not in self.kept:
-                        replace_in_class(cls, self._new)
+                        _replace_in_class(cls, self._new)
             elif is_a(holder, types.MethodType):
-                anew += self._remade(holder, bound_anew(holder, self._new))
-            elif is_a(holder, DESCRIPTORS):
-                anew += self._remade(holder, descriptor_anew(holder, self._new))
+                anew += self._bound_anew(holder)
+            elif is_a(holder, (staticmethod, classmethod, property)):
+                remade = descriptor_anew(holder, self._new)
+                anew += [Pair(holder, remade, exclude=self.kept)] if remade is not holder else []
             elif is_a(holder, types.FrameType):
-                if holder.f_code.co_flags & _SUSPENDS:  # Python 3.10 shows this, and not the generator
+                if holder.f_code.co_flags & SUSPENDS:  # Python 3.10 shows this, and not the generator
                     self._report_old(gc.get_referents(holder), f"a generator ({holder.f_code.co_name})")
-            elif not is_a(holder, SILENT):
+            # Other descriptors of a class belong to it.
+            elif not is_a(holder, (types.GetSetDescriptorType, types.MemberDescriptorType)):
                 try:
-                    self._replace_in(holder, owners.get(id(holder), []))
+                    self._replace_in(holder, owned_by)
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
                     self._report_old(gc.get_referents(holder), f"{_described(holder)}: {error!r}")
         # What our own lists hold must not be found as a holder in the next round.
@@ -295,24 +268,28 @@ class _Collected:
 
     def _replace_in(self, holder: Any, owners: list[Any]) -> None:
         if is_a(holder, tuple):
-            replace_attributes(holder, self._new)
-            accounted = replace_tuple(holder, owners, self._new)
+            _replace_attributes(holder, self._new)
+            accounted = _replace_tuple(holder, owners, self._new)
             if accounted < len(owners) or not owners:
                 self._report_old(holder, _described(holder) + _where(owners))
         elif is_class(holder):
-            replace_in_class(holder, self._new)
-        elif not replace_in(holder, self._new):
-            self._report_referents(holder)
+            _replace_in_class(holder, self._new)
+        elif not _replace_in_mutable(holder, self._new):
+            if self._is_old(type(holder)):
+                self._report(type(holder), "instances that were made before")
+            else:
+                self._report_old(gc.get_referents(holder), _described(holder))
         if is_a(holder, dict):
             for key in [key for key in dict.keys(holder) if self._is_old(key)]:
                 self._report(key, f"a key of a dictionary of {len(holder)} entries")
 
-    def _remade(self, holder: Any, anew: Any) -> list[Pair]:
-        """``holder`` is immutable: what holds it shall hold the one that was made anew."""
-        if anew is not holder:
-            return [Pair(holder, anew, exclude=self.kept)]
-        if is_a(holder, types.MethodType) and self._is_old(holder.__self__):
-            self._report(holder.__self__, f"the bound method {holder.__func__.__qualname__}")
+    def _bound_anew(self, method: types.MethodType) -> list[Pair]:
+        """A method is immutable: what holds it shall hold one of the new function, bound to the same."""
+        function, subject = self._new(method.__func__, method.__self__), method.__self__
+        if function is not method.__func__:
+            return [Pair(method, types.MethodType(function, subject), exclude=self.kept)]
+        if self._is_old(subject):
+            self._report(subject, f"the bound method {method.__func__.__qualname__}")
         return []
 
     # -- what is old, and what is ours ------------------------------------------------------------------
@@ -329,9 +306,6 @@ class _Collected:
 
     def _is_ours(self, holder: Any) -> bool:
         return id(holder) in self.ours or _is_of_weaver(holder)
-
-    def _is_class_dict(self, holder: Any, owners: dict[int, list[Any]]) -> bool:
-        return is_a(holder, dict) and any(is_class(owner) for owner in owners.get(id(holder), ()))
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """What holds each of ``held``: classes their dictionaries, functions their defaults."""
@@ -360,15 +334,6 @@ class _Collected:
         for value in values:
             if self._is_old(value):
                 self._report(value, holder)
-
-    def _report_referents(self, holder: Any) -> None:
-        if self._is_old(type(holder)):
-            self._report(type(holder), "instances that were made before")
-        else:
-            self._report_old(gc.get_referents(holder), _described(holder))
-
-
-_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _is_of_weaver(holder: Any) -> bool:

@@ -179,9 +179,7 @@ class JoinPointTable:
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         if advice.hook_type is not HookType.REPLACE:
             return
-        earlier = [
-            other for other in point.advices if other.hook_type is HookType.REPLACE and other is not advice
-        ]
+        earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
         if earlier:
             logger.warning("%s takes the place of %s; removing it brings that one back", advice, earlier[-1])
         owner, name = point.place.owner, point.place.name
@@ -214,7 +212,10 @@ class JoinPointTable:
             if is_class(after):  # which replacement stands there differs
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
-        self._note_stale(installed, self._rebind(pairs))
+        stale = rebind(pairs, lambda: frozenset().union(*(point.own_containers() for point in self.points)))
+        for point, was in installed:
+            names = {was, describe(point.inner)}
+            self.stale[point] = [one for one in stale if one.target in names] + point.stale
         self._follow(pairs)
         for point in unique:
             if not point.advices:
@@ -234,13 +235,9 @@ class JoinPointTable:
         here = next(iter(find(place.owner, path)), None)
         if here is None:
             return point
-        advices = list(point.advices)
-        anew = None
         self._drop(point)
-        for advice in advices:
-            self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
-            anew = self.attach(advice, here) or anew
-        return anew or point
+        moved = [self.attach(advice, here) for advice in self._detach_all(point)]
+        return next((anew for anew in reversed(moved) if anew is not None), point)
 
     def _refuse(self, point: JoinPoint, error: Exception, outcome: Applied) -> None:
         """The place cannot be written: a type made in C, a read-only instance."""
@@ -258,17 +255,6 @@ class JoinPointTable:
             self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
             point.remove(advice)
         return advices
-
-    def _rebind(self, pairs: list[Pair]) -> list[Stale]:
-        return rebind(
-            pairs, lambda: frozenset(key for point in self.points for key in point.own_containers())
-        )
-
-    def _note_stale(self, installed: list[tuple[JoinPoint, str]], found: list[Stale]) -> None:
-        for point, before in installed:
-            names = {before, describe(point.inner)}
-            here = [stale for stale in found if stale.target in names]
-            self.stale[point] = here + point.stale
 
     def _follow(self, pairs: list[Pair]) -> None:
         """Points over something that has changed call what stands there now.
