@@ -236,7 +236,8 @@ class FunctionJoinPoint(JoinPoint):
             type(self.original) is not types.FunctionType
             or self.place.inherited
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
-            or current(self.place.owner, self.place.name) is not self.standing  # so that this is no holder
+            or current(self.place.owner, self.place.name)
+            is not self.standing  # its own attribute is not a holder
         ):
             return -1
         key = (self.installed, self.woven.applied)
