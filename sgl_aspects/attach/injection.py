@@ -1,9 +1,9 @@
 """Have another Python process start a file of ours in a short-lived thread.
 
-Python 3.14 and newer: ``sys.remote_exec``. Before: the main thread is told, by :mod:`ptrace`, to call
-``Py_AddPendingCall``, which asks the interpreter for a call between two bytecodes, where no lock of the
-interrupted code matters. Where the main thread waits in a system call and runs no bytecode, it makes the call
-itself, in that wait, with the interpreter's lock.
+Python 3.14 and newer: ``sys.remote_exec``. Before, and where the main thread waits in a system call and so
+runs no bytecode: it is told, by :mod:`ptrace`, to call ``Py_AddPendingCall``, which asks the interpreter for
+a call between two bytecodes, where no lock of the interrupted code matters. Where it goes on waiting, it
+makes the call itself, in that wait, with the interpreter's lock.
 
 What runs there is one line that starts a thread; the thread does the work and ends.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -68,7 +69,12 @@ def run_file(
     """
     line = _LINE.format(code=_THREAD.format(path=str(path)))
     if remote_exec is not None:
-        return _remote_exec(remote_exec, process_id, path, line, has_started)
+        _remote_exec(remote_exec, process_id, path, line)
+        knows_wait = platform.machine() == "x86_64"
+        if _wait(has_started, _BYTECODE_SECONDS if knows_wait else _START_SECONDS):
+            return 0.0
+        if not knows_wait:
+            raise AttachError(f"process {process_id} has run no Python for {_START_SECONDS:g} s; try again")
     image = python_image(process_id)
     found = image.addresses(_FUNCTIONS) if image is not None else {}
     if len(found) < len(_FUNCTIONS):
@@ -146,9 +152,7 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _remote_exec(
-    interpreter: str, process_id: int, path: Path, line: str, has_started: Callable[[], bool]
-) -> float:
+def _remote_exec(interpreter: str, process_id: int, path: Path, line: str) -> None:
     """By the process's own interpreter: both sides of ``sys.remote_exec`` have to be of one version."""
     script = path.with_suffix(".start.py")
     script.write_text(line)
@@ -160,6 +164,3 @@ def _remote_exec(
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise AttachError(f"process {process_id} refuses sys.remote_exec: {reason[0]}")
-    if not _wait(has_started, _START_SECONDS):
-        raise AttachError(f"process {process_id} has run no Python for {_START_SECONDS:g} s; try again")
-    return 0.0

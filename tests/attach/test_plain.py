@@ -35,7 +35,7 @@ from tests.support.processes import wait_until
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_a_program_is_traced_from_outside_and_is_as_before_afterwards(version: str, tmp_path: Path) -> None:
     interpreter = python_of(version)
     if interpreter is None:
@@ -149,11 +149,21 @@ def test_a_main_thread_that_runs_no_python_is_reached(wait: str, tmp_path: Path)
         assert program.lives()
 
 
-def _run_marks(program: Program, count: int) -> None:
+def test_a_main_thread_that_waits_is_reached_where_python_has_a_way_of_its_own(tmp_path: Path) -> None:
+    """``sys.remote_exec`` waits for its next bytecode, which an idle event loop never runs."""
+    interpreter = python_of("3.14")
+    if interpreter is None:
+        pytest.skip("Python 3.14 is not here")
+    with running(tmp_path, source=_WAITING["event loop"], interpreter=interpreter) as program:
+        _run_marks(program, 2, interpreter)
+        assert program.lives()
+
+
+def _run_marks(program: Program, count: int, remote_exec: str | None = None) -> None:
     for number in range(count):
         mark, file = program.folder / f"mark-{number}", program.folder / f"{number}.py"
         file.write_text(f"import os; os.close(os.open({str(mark)!r}, os.O_CREAT))")
-        run_file(program.id, file, mark.exists, remote_exec=None)
+        run_file(program.id, file, mark.exists, remote_exec=remote_exec)
 
 
 _BUSY = """
