@@ -52,8 +52,8 @@ class Engine:
         _refuse_second_import()
         args = server_args or ServerArgs(**fields)
         load_plugins(compatible=True)
+        checkpoint = open_checkpoint(str(args.model_path))  # before torch is loaded, to find a wrong path
         self.server_args = args = with_platform_defaults(args)
-        checkpoint = open_checkpoint(str(args.model_path))
         config = checkpoint.config
         link = SchedulerLink(args)
         # Shut down, collected, or at the end of the program: the scheduler goes with its engine.

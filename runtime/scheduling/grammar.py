@@ -7,13 +7,15 @@ holds one Grammar for each request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 #: A schema that needs more than this many states is refused while it is used: a state takes about 2 kB.
 _MAX_LEXER_STATES = 50_000
@@ -41,6 +43,8 @@ class Grammar:
 
     def allowed_tokens(self) -> torch.Tensor:
         """[vocab], bool, on the host."""
+        import torch  # not before: the caller's process checks schemas without it
+
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
         return torch.from_numpy(allowed).bool()

@@ -17,8 +17,9 @@ from pathlib import Path
 
 # A forked child leaves the loop, runs the program as __main__, and ends as any interpreter does.
 _PARENT = """
-import json, os, sys
+import gc, json, os, sys
 import torch
+gc.freeze()  # or each program would search torch's heap for garbage at its end, for half a second
 for line in sys.stdin:
     wanted = json.loads(line)
     child = os.fork()
