@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 import sgl_aspects as aspects
 from sgl_aspects.engines import EMBEDDED, SGLANG, Engine
-from sgl_aspects.engines.base import Outcome
+from sgl_aspects.engines.base import Outcome, Role
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.observers.steps import StepObserver
@@ -247,6 +249,35 @@ def test_how_a_request_ended_is_told_by_its_engines_own_word() -> None:
         "client_closed": "abort",
         "broken": "error",
     }
+
+
+@pytest.mark.parametrize("is_first_token", [True, False])
+def test_a_request_ends_when_the_engine_lets_go_of_it(is_first_token: bool) -> None:
+    """Its caller has the answer before the result is processed."""
+    roles = {**EMBEDDED.roles, "release_request": Role(("engine:release",), ("req",))}
+    engine = dataclasses.replace(EMBEDDED, roles=roles, attributes={**EMBEDDED.attributes, **ENDS})
+    recorder = Memory()
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
+    found = {each.role: each for each in StepObserver(trackers).observations()}
+    req = SimpleNamespace(rid="one", output_ids=[1], reason=None)
+    request = trackers.requests.queued("one")
+    if is_first_token:
+        trackers.requests.launched(request, 1)
+    else:
+        trackers.requests.resume(request, 1)
+    batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=1), object()
+    found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
+    token = found["process_batch_result"].enter((None, batch, result), {})
+    if is_first_token:
+        token.prefill = [Chunk(req, request, 1, 1, True)]
+        trackers.requests.processing(token.prefill)
+    req.reason = "stop"
+    found["release_request"].enter((req,), {})
+    answered_ns = time.time_ns()
+    found["process_batch_result"].exit(token, None, None)
+    (decode,) = recorder.named("decode")
+    assert decode.end_ns <= answered_ns
+    assert all(prefill.end_ns <= answered_ns for prefill in recorder.named("prefill"))
 
 
 def test_a_request_with_the_id_of_one_that_has_ended_is_another() -> None:

@@ -128,14 +128,14 @@ class RequestTracker:
         """The result of a batch with these parts of prompts is here, and being processed."""
         self._processed = chunks
 
-    def processed(self, problem: str = "") -> None:
+    def processed(self, problem: str = "", now: int = 0) -> None:
         """The result is processed: the chunks have ended, and the requests whose prompts are whole decode."""
         chunks, self._processed = self._processed, []
-        self.prefilled(chunks, problem)
+        self.prefilled(chunks, problem, now)
 
-    def prefilled(self, chunks: Iterable[Chunk], problem: str = "") -> None:
+    def prefilled(self, chunks: Iterable[Chunk], problem: str = "", now: int = 0) -> None:
         """Chunks have been worked on; from the last one of a prompt on its request decodes."""
-        end_ns = time_ns()
+        end_ns = now or time_ns()
         for chunk in chunks:
             request = chunk.request
             key, values = request.key, (chunk.tokens, request.chunks)
@@ -159,7 +159,7 @@ class RequestTracker:
     ) -> None:
         """It leaves the scheduler, wherever it was; no-op where it is not known."""
         if self._processed:
-            self.processed()  # its last token may have come with its prompt
+            self.processed(now=now)  # its last token may have come with its prompt
         request = self.requests.pop(rid, None)
         if request is None:
             return

@@ -76,6 +76,9 @@ class StepObserver(native.StepPath):
         # step until it has shown that it tells of that.
         self._asks_always = True
         self.tracker.finishing = self._finished is not None
+        # When it let go of them: their callers may have the answer before the result is processed.
+        self._released = call("release_request", "req")
+        self._released_ns: dict[str, int] = {}
         # What the compiled path reads of a batch: only what an attribute's name says.
         sources = [engine.attributes.get(f"batch.{name}") for name in ("mode", "reqs", "step_id")]
         self.mode_source, self.reqs_source, self.number_source = sources
@@ -212,6 +215,9 @@ class StepObserver(native.StepPath):
     def _release_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._asks_always = False
         self.tracker.finishing = self._finished is not None
+        req = self._released(args, kwargs)
+        if req is not None and self._finished is not None:
+            self._released_ns[self._rid(req)] = time_ns()
 
     def _link(self, reqs: Any, size: int) -> None:
         """The batch serves others than the last one did."""
@@ -265,12 +271,14 @@ class StepObserver(native.StepPath):
             return
         now, tracker, scheduler = time_ns(), self.tracker, step.result
         if step.prefill:
-            self._requests.processed("" if error is None else error_type(error))
+            released_ns = min(self._released_ns.values(), default=0)
+            self._requests.processed("" if error is None else error_type(error), released_ns)
         if self._finished is not None and (tracker.finishing or step.prefill is not None):
             tracker.finishing = self._asks_always
             finished = self._finished(step.batch)  # type: ignore[operator]
             if finished:
                 self._end_requests(finished)
+            self._released_ns.clear()
         count = self.count = self.count + 1
         if not count & layout.STEPS_PER_READING or step.prefill is not None:
             waiting, running = self._queues(scheduler)
@@ -294,4 +302,5 @@ class StepObserver(native.StepPath):
             if request is not None:
                 reason = self._finish_reason(req)
                 problem = request.problem or (self._outcome(reason).problem if reason else "")
-                requests.finished(request.rid, self._output_tokens(req), reason, problem)
+                now = self._released_ns.get(request.rid, 0)
+                requests.finished(request.rid, self._output_tokens(req), reason, problem, now)
