@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from sgl_aspects import bootstrap, config, env, process_reports
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dormant:
         return _become(program, command, {**environment, dormant.SWITCH: "1"})
     environment = trace_environment(environment, arguments, _LEVEL)
+    _begin_file(environment)
     if arguments.config:
         config.read(arguments.config)  # its faults are told here, in one line
         environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
@@ -65,6 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
     print(end="", flush=True)  # also where there is no standard output
     return _become(program, command, environment)
+
+
+def _begin_file(environment: dict[str, str]) -> None:
+    """Empty the file of traces, to which every program that the command starts will append."""
+    from sgl_aspects.tracing.settings import BEGUN, TraceSettings
+
+    with env.reading_from(environment):
+        settings = TraceSettings.from_environment()
+    if settings.level and settings.file and "otlp-json-file" in settings.exporters and not settings.appends:
+        Path(settings.file).write_bytes(b"")
+        environment[env.spelled(BEGUN, environment)] = settings.file
 
 
 def program_of(command: Sequence[str]) -> str:

@@ -26,6 +26,8 @@ CLOSING = "closing"
 #: Locked by the run's collector, which writes its process id there.
 LOCK = "collector.lock"
 
+# Locked, shared, by every process of the run that may still record.
+_HELD = "held"
 _SETTINGS = "collector.json"
 # Of the environment: OpenTelemetry's variables and ours, proxies, and where certificates are.
 _KEPT = (
@@ -74,6 +76,36 @@ def _has_room(folder: str) -> bool:
 
 def remove_run_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def hold_run(folder: str) -> int | None:
+    """A descriptor that keeps the run from ending for as long as it is open, here or in a forked child.
+
+    None where the run has ended, or is about to.
+    """
+    descriptor = _locked(folder, fcntl.LOCK_SH)
+    if descriptor is not None and Path(folder, CLOSING).exists():
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def seal_run(folder: str) -> int | None:
+    """A descriptor while which is open no process can hold the run; None where one does."""
+    return _locked(folder, fcntl.LOCK_EX)
+
+
+def _locked(folder: str, kind: int) -> int | None:
+    try:
+        descriptor = os.open(Path(folder, _HELD), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 class CollectorState(NamedTuple):

@@ -7,18 +7,25 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sgl_aspects import env
+from sgl_aspects import bootstrap, env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.ring.recorder import RingRecorder
-from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
+from sgl_aspects.tracing.run_folder import (
+    CollectorProcess,
+    hold_run,
+    make_run_folder,
+    remove_run_folder,
+    seal_run,
+)
 from sgl_aspects.tracing.settings import TraceSettings
 
 if TYPE_CHECKING:
@@ -51,6 +58,7 @@ class TraceSession:
         self._joins = when_full is not None  # a process that ran before, and will run on
         self._process_id = os.getpid()
         self._collector: CollectorProcess | None = None
+        self._hold: int | None = None
         self._restore: dict[str, str | None] = {}
         self._undo: list[Callable[[], None]] = []
         self.run_folder = ""
@@ -69,6 +77,12 @@ class TraceSession:
             return
         sample = settings.sampler.ratio
         has_metrics = settings.has_metrics
+        if settings.run_folder is not None and not self._joins:
+            self._hold = hold_run(settings.run_folder)
+            # The program that began the run has ended, this one lives on: it begins one of its own. It can
+            # where `sgl-aspects run` put what that needs into the environment.
+            if self._hold is None and bootstrap.SWITCH in os.environ:
+                self.settings = settings = replace(settings, run_folder=None).checked()
         if settings.run_folder is not None:
             # A child of a traced process: it records from its first span on, others do the rest.
             self.run_folder = settings.run_folder
@@ -81,6 +95,7 @@ class TraceSession:
 
                 require_port(settings)
             self.run_folder = make_run_folder()
+            self._hold = hold_run(self.run_folder)
             self.recorder = ring = RingRecorder(self.run_folder, settings.level, sample)
             try:
                 ring.open()
@@ -122,6 +137,7 @@ class TraceSession:
         if self.summary is not None:
             return self.summary
         self._set_environment(dict(self._restore))
+        self._release()
         if isinstance(self.recorder, RingRecorder):
             self.recorder.close(lets_go=self._joins)
         else:
@@ -145,6 +161,26 @@ class TraceSession:
             )
         self._collector.abandon()
         return self.summary
+
+    def leave(self) -> TraceSummary:
+        """Closes the session as this process ends; processes that it started in the background record on."""
+        self._release()
+        sealed = seal_run(self.run_folder)
+        if self._collector is not None:
+            if sealed is None:
+                self._collector.abandon()
+                self._collector = None
+            else:
+                self._collector.ask_to_end()
+        if sealed is not None:
+            os.close(sealed)
+        return self.close()
+
+    def _release(self) -> None:
+        if self._hold is not None:
+            with contextlib.suppress(OSError):  # a daemon closes all descriptors
+                os.close(self._hold)
+            self._hold = None
 
     def close_at_exit(self) -> None:
         """Lets the end of this process close the session, after its child processes have ended."""
@@ -253,7 +289,7 @@ def _start(
 
 def _close_quietly(session: TraceSession) -> None:
     if session.summary is None and session._process_id == os.getpid():
-        summary = session.close()
+        summary = session.leave()
         if summary.problem:
             logger.warning("%s", summary.problem)
         _keep_interrupted()

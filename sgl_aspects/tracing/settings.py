@@ -65,6 +65,8 @@ RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
+#: The file that `sgl-aspects run` has begun.
+BEGUN = "SGL_ASPECTS_TRACE_BEGUN"
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
 #: What each exporter imports, and what that imports in turn: a part may be missing alone.
@@ -104,6 +106,8 @@ class TraceSettings:
     endpoint: str | None = None
     metrics_endpoint: str | None = None
     file: str | None = None
+    #: Whether the file was begun by `sgl-aspects run`, for every program that it runs.
+    appends: bool = False
     perfetto_file: str = "trace.json"
     service_name: str | None = None
     flush_seconds: int = 3
@@ -142,6 +146,7 @@ class TraceSettings:
             endpoint=endpoint,
             metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,
+            appends=file is not None and file == env.text(BEGUN),
             perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
@@ -187,6 +192,7 @@ class TraceSettings:
             or endpoint
             or self.metrics_endpoint,
             file=file or self.file,
+            appends=self.appends and (file or self.file) == self.file,
             service_name=service_name or self.service_name,
             run_folder=None,
         ).checked()

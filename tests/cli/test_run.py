@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -315,3 +316,46 @@ def test_the_summary_is_told_where_it_is_asked_for(tmp_path: Path) -> None:
             [*command, "--", sys.executable, "-c", "pass"], capture_output=True, text=True, timeout=120
         )
         assert ("0 spans recorded; otlp-json-file: 0 delivered" in done.stderr) is is_told
+
+
+RECORDS = """
+import sys, time
+import sgl_aspects.tracing.session
+from sgl_aspects.tracing.records import SpanType
+recorder = sgl_aspects.tracing.session.current().recorder
+for number in range(int(sys.argv[1])):
+    root = recorder.new_id()
+    recorder.spans(SpanType("work"))(root, root, 0, time.time_ns(), time.time_ns())
+    time.sleep(0.02)
+"""
+
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen(["sh", "-c", "sleep $1; exec $2 records.py 100", "-", *sys.argv[1:]], start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("seconds", ["0", "2"])
+def test_what_a_launcher_leaves_in_the_background_is_traced_to_its_end(tmp_path: Path, seconds: str) -> None:
+    """Also where it starts when the launcher's run has ended."""
+    (tmp_path / "records.py").write_text(RECORDS)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    file = tmp_path / "spans.jsonl"
+    options = ("--file", str(file))
+    done = sgl_aspects_run(tmp_path, sys.executable, "launcher.py", seconds, sys.executable, options=options)
+    assert done.returncode == 0, done.stderr
+    assert file.read_text().count('"name":"work"') == 100
+
+
+def test_programs_of_one_command_share_its_file(tmp_path: Path) -> None:
+    """At the same time and one after the other; what stood there before is gone."""
+    (tmp_path / "records.py").write_text(RECORDS)
+    file = tmp_path / "spans.jsonl"
+    file.write_text("of the last time")
+    one = f"{sys.executable} records.py 10"
+    done = sgl_aspects_run(
+        tmp_path, "sh", "-c", f"{one} & {one} & wait; {one}", options=("--file", str(file))
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+    assert file.read_text().count('"name":"work"') == 30

@@ -135,6 +135,38 @@ def test_what_is_compiled_is_kept_for_the_next_process(tmp_path: Path) -> None:
     assert not spans(tmp_path / "foreign", build.CACHED, cache)[0]
 
 
+@needs_compiler
+@pytest.mark.parametrize("bytes_left", [0, 100, 9000, -1])
+def test_a_file_that_was_cut_off_is_compiled_anew(tmp_path: Path, bytes_left: int) -> None:
+    """To load it could end the process with SIGBUS."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert spans(tmp_path / "first", build.AUTO, cache)[0]
+    (made,) = (tmp_path / "cache" / "sgl-aspects").iterdir()
+    made.write_bytes(made.read_bytes()[:bytes_left])
+    assert not spans(tmp_path / "cached", build.CACHED, cache)[0]
+    assert spans(tmp_path / "second", build.AUTO, cache)[0]
+    assert spans(tmp_path / "third", build.CACHED, cache)[0]
+
+
+def test_a_compiler_that_complains_in_another_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nprintf "\\377\\376" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(build.VARIABLE, build.AUTO)
+    assert build.load() is None
+
+
+def test_the_switch_has_a_short_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which `sgl-aspects run` gives it."""
+    monkeypatch.delenv(build.VARIABLE, raising=False)
+    monkeypatch.setenv(build.VARIABLE.removeprefix("SGL_"), "OFF")
+    assert build.load() is None
+
+
 def test_without_a_compiler_python_records(tmp_path: Path) -> None:
     more = {"CC": "/no/such/compiler", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     was_compiled, told = spans(tmp_path / "run", build.AUTO, more)

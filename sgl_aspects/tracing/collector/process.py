@@ -40,6 +40,7 @@ from sgl_aspects.tracing.run_folder import (
     LOCK,
     forget_collector_settings,
     remove_run_folder,
+    seal_run,
     use_collector_settings,
 )
 from sgl_aspects.tracing.settings import TraceSettings
@@ -57,11 +58,14 @@ class Collector:
     """Reads a run folder until the run ends."""
 
     def __init__(self, folder: str, settings: TraceSettings, *, is_restarted: bool = False) -> None:
+        self._folder = folder
         self._settings = settings
         self._is_restarted = is_restarted
         self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
         self._end_by: float | None = None
-        self._pipelines = [make_pipeline(name, settings, append=is_restarted) for name in settings.exporters]
+        self._sealed: int | None = None
+        appends = is_restarted or settings.appends
+        self._pipelines = [make_pipeline(name, settings, append=appends) for name in settings.exporters]
         resource = engine_resource()
         readers = [make_reader(name, settings) for name in settings.metric_exporters]
         self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
@@ -126,6 +130,10 @@ class Collector:
         if self._end_by is not None and time.monotonic() > self._end_by:
             return True
         is_over = not (self._reader.living() or self._reader.has_more)
+        if is_over and os.path.isdir(self._folder):
+            # From here on a process that starts begins a run of its own: it could not be waited for.
+            self._sealed = seal_run(self._folder)
+            is_over = self._sealed is not None
         if self._end_by is None and self._reader.is_closing:
             self._end_by = time.monotonic() + _CLOSING_SECONDS
         return is_over

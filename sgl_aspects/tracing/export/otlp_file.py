@@ -23,7 +23,10 @@ class OtlpJsonFileExporter(SpanExporter):
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
-        self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 (open as long as the exporter)
+        if not append:
+            Path(path).write_bytes(b"")
+        # Two collectors may write to one file: what is appended with one system call stays together.
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (open as long as the exporter)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self._file.closed:  # the time for the last flush was over

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects import env
 from sgl_aspects.tracing.ring import format as layout
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,13 @@ AUTO, CACHED, OFF = "auto", "cached", "off"
 _NAME = "_decode_path"
 _SOURCE = Path(__file__).with_name("decode_path.c")
 _FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+_DIGEST_BYTES = 32
 _SECONDS = 120  # for a compiler on a machine that starts an engine
 
 
 def load() -> Any:
     """The compiled module; None where it is switched off, or cannot be made (``why_not`` says why)."""
-    wanted = os.environ.get(VARIABLE, AUTO)
+    wanted = (env.text(VARIABLE) or AUTO).lower()
     if wanted not in (AUTO, CACHED, OFF):
         logger.warning("%s=%s is ignored: it takes %s, %s or %s", VARIABLE, wanted, AUTO, CACHED, OFF)
         wanted = AUTO
@@ -41,7 +43,7 @@ def load() -> Any:
         return None
     try:
         path = _path()
-        if not path.exists():
+        if not _is_whole(path):
             if wanted == CACHED:
                 return None
             _compile(path)
@@ -70,6 +72,15 @@ def _path() -> Path:
     return Path(cache, "sgl-aspects", f"{_NAME}-{digest}{suffix}")
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether it is there as it was compiled: loading a file that was cut off may kill the process."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
 def _compile(path: Path) -> None:
     """:raises OSError: there is no compiler, or no folder for the result; SubprocessError: it failed."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -91,10 +102,13 @@ def _compile(path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_SECONDS,
         )
         if done.returncode:
             raise OSError(f"{' '.join(command[:1])} ended with {done.returncode}: {done.stderr[-500:]}")
+        with made.open("ab") as file:  # a loader ignores what stands behind the sections
+            file.write(hashlib.sha256(made.read_bytes()).digest())
         os.replace(made, path)
 
 
