@@ -19,6 +19,7 @@ from sgl_aspects.cli.prompts import PROMPTS
 from sgl_aspects.view.numbers import report_run
 from sgl_aspects.view.spans import Span, children_of, read_spans
 from tests.support.processes import free_port
+from tests.support.tiny_models import make_llama
 
 MAX_NEW_TOKENS = 8
 DEADLINE_SECONDS = 240
@@ -124,8 +125,10 @@ def test_an_endpoint_that_is_down_costs_only_its_own_spans(demo: DemoRun) -> Non
 
 @pytest.fixture
 def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo that has just sent its prompts."""
-    command = demo_command("--output", str(tmp_path / "runs"))
+    """A demo of a tiny model that has just sent its prompts, and is long at it."""
+    make_llama(tmp_path / "model", max_position_embeddings=65536, eos_token_id=None)
+    flags = ("--model", str(tmp_path / "model"), "--max-new-tokens", "20000")
+    command = demo_command("--output", str(tmp_path / "runs"), *flags)
     with subprocess.Popen(
         command, env=demo_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -140,7 +143,6 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive, [process.cmdline() for process in alive]
 
 
-@pytest.mark.model
 def test_an_interrupt_leaves_nothing_behind(running_demo: subprocess.Popen[str]) -> None:
     children = psutil.Process(running_demo.pid).children(recursive=True)
     assert children
@@ -151,7 +153,6 @@ def test_an_interrupt_leaves_nothing_behind(running_demo: subprocess.Popen[str])
     wait_until_gone(children)
 
 
-@pytest.mark.model
 def test_a_scheduler_that_dies_is_one_line(running_demo: subprocess.Popen[str]) -> None:
     children = psutil.Process(running_demo.pid).children(recursive=True)
     scheduler = max(children, key=lambda process: process.memory_info().rss)
