@@ -59,7 +59,7 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
     if _attachment is not None:
         _detach()  # the command that attached is gone and did not detach
     if tracing.current() is not None:
-        raise AttachError("it is traced already: change what is recorded with sgl-aspects ctl")
+        raise AttachError("it is traced already: change what is recorded with sgl-aspects control")
     before = set(weaver.advices)
     with env.reading_from(request["environment"]):
         attachment = _attachment = _Attachment(tracing.join_run(_end_without_collector))

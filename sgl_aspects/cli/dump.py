@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sgl_aspects.cli.ctl import add_run_choice
+from sgl_aspects.cli.control import add_run_choice
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.control import rings
 

@@ -32,6 +32,7 @@ class Command:
     name: str
     help: str
     module: str
+    aliases: tuple[str, ...] = ()
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -43,7 +44,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("hooks", "Show every hook, where it went and what it did.", "sgl_aspects.cli.hooks"),
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
     Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
-    Command("ctl", "Change what a live run records: level, share, on and off.", "sgl_aspects.cli.ctl"),
+    Command(
+        "control",
+        "Change what a live run records: level, share, on and off.",
+        "sgl_aspects.cli.control",
+        aliases=("ctl",),
+    ),
     Command("dump", "Show the last seconds of a live or dead traced process.", "sgl_aspects.cli.dump"),
     Command("top", "Watch a live run in the terminal.", "sgl_aspects.cli.top"),
     Command("report", "Show a run as one page to look at in a browser.", "sgl_aspects.cli.report"),
@@ -118,8 +124,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     # Only the module of the subcommand that was asked for is imported: the others' flags are not needed.
     asked = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name == asked:
+        subparser = subparsers.add_parser(
+            command.name, aliases=command.aliases, help=command.help, description=command.help
+        )
+        if asked in (command.name, *command.aliases):
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)

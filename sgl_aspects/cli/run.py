@@ -14,7 +14,7 @@ from sgl_aspects.bootstrap import dormant
 from sgl_aspects.errors import ConfigError
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
-# Requests alone: steps, each a trace of its own, would fill a backend's list of traces. `ctl` adds them.
+# Requests alone: steps, each a trace of its own, would fill a backend's list of traces. `control` adds them.
 _LEVEL = "1"
 
 

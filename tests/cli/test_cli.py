@@ -107,13 +107,14 @@ LONG = "a" * 300
         (("report", "-o", "~nobody-of-this-name/page"), "write a file in a folder that exists"),
         (("report", "-o", f"{LONG}/page"), "write a file in a folder that exists"),
         (("dump", "--run", LONG), "File name too long"),
-        (("ctl", "--run", ""), "no traced run of '' found"),
+        (("ctl", "--run", ""), "no traced run of '' found"),  # its earlier name
+        (("control", "--run", ""), "no traced run of '' found"),
         (("hooks", "--from", LONG), "File name too long"),
         (("new-platform", "acme", "--output", LONG), "File name too long"),
         (("new-platform", "acme", "--output", "~nobody-of-this-name/\x7f/" + LONG), "File name too long"),
         (("serve", "--model", "~nobody-of-this-name"), "no model at ~nobody-of-this-name"),
-        (("ctl", "--profile", "1", "--server", "localhost"), "with --server http://HOST:PORT"),
-        (("ctl", "--profile", "1", "--server", "http://a b"), "with --server http://HOST:PORT"),
+        (("control", "--profile", "1", "--server", "localhost"), "with --server http://HOST:PORT"),
+        (("control", "--profile", "1", "--server", "http://a b"), "with --server http://HOST:PORT"),
         (("doctor", "--", "no-such-program"), "'no-such-program' is not a program that can be found"),
     ],
 )

@@ -54,15 +54,15 @@ def test_one_profile_at_a_time(tmp_path: Path) -> None:
     assert files[0].exists()
 
 
-def test_ctl_asks_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_asks_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_llama(tmp_path / "model")
     with serving(tmp_path / "model", tmp_path / "log") as server:
         url = f"http://127.0.0.1:{server.port}"
         body = {"model": "model", "prompt": [3, 4, 5], "max_tokens": 8, "ignore_eos": True}
-        assert main(["ctl", "--profile", "4", "--server", url]) == 0  # of an idle server, too
+        assert main(["control", "--profile", "4", "--server", url]) == 0  # of an idle server, too
         (file,) = json.loads(capsys.readouterr().out)["files"]
         assert server.request("POST", "/v1/completions", body)[0] == 200
         wait_until(Path(file).exists)
         assert "aten::index_select" in operators_of(Path(file))
-        assert main(["ctl", "--profile", "0", "--server", url]) == 2
+        assert main(["control", "--profile", "0", "--server", url]) == 2
         assert "answers 400" in capsys.readouterr().err

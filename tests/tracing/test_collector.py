@@ -340,7 +340,7 @@ def test_a_killed_collector_is_started_again_once(
     first = kill_collector(session)
     second = session.collector_process_id
     assert second != first
-    assert main(["ctl", "--run", session.run_folder]) == 0
+    assert main(["control", "--run", session.run_folder]) == 0
     begin(session, "after")()
     summary = session.close()
     assert (summary.restarted, summary.problem, summary.exported) == (True, "", {"otlp-json-file": 1})

@@ -35,7 +35,7 @@ def test_a_live_engine_is_turned_up_down_off_and_on(tmp_path: Path) -> None:
 
         def serve(rid: str, *words: str) -> None:
             if words:
-                done = command("ctl", "--run", session.run_folder, *words)
+                done = command("control", "--run", session.run_folder, *words)
                 assert done.returncode == 0, done.stderr
                 assert done.stdout.count("process ") == 2
             engine.generate("hello", sampling, rid=rid)
@@ -47,7 +47,7 @@ def test_a_live_engine_is_turned_up_down_off_and_on(tmp_path: Path) -> None:
         serve("again", "--on")
         serve("unsampled", "--sample", "0")
         serve("level-0", "--sample", "1", "--level", "0")
-        said = command("ctl", "--run", session.run_folder)
+        said = command("control", "--run", session.run_folder)
         assert "off (level 3 when on), sample 1" in said.stdout
     spans = [span for message in read_file(file) for span in spans_of(message)]
     served = {span.attributes["gen_ai.request.id"]: span for span in spans if span.kind == 2}
@@ -74,9 +74,9 @@ def test_one_process_alone(tmp_path: Path) -> None:
     try:
         wait = f"import time, pathlib\nwhile len(list(pathlib.Path({str(tmp_path)!r}).glob('*.ring'))) < 2:"
         subprocess.run([sys.executable, "-c", wait + " time.sleep(0.01)"], timeout=60, check=True)
-        done = command("ctl", "--run", str(tmp_path), "--pid", str(first.pid), "--off")
+        done = command("control", "--run", str(tmp_path), "--pid", str(first.pid), "--off")
         assert done.stdout.startswith(f"process {first.pid}: off")
-        said = command("ctl", "--run", str(tmp_path)).stdout
+        said = command("control", "--run", str(tmp_path)).stdout
         assert f"process {first.pid}: off" in said
         assert f"process {second.pid}: level 3, sample 1" in said
     finally:
@@ -84,7 +84,7 @@ def test_one_process_alone(tmp_path: Path) -> None:
             process.kill()
             process.join()
             process.close()
-    assert command("ctl", "--run", str(tmp_path)).stdout.count("(ended)") == 2
+    assert command("control", "--run", str(tmp_path)).stdout.count("(ended)") == 2
 
 
 def test_what_was_asked_holds_for_processes_that_start_later(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_was_asked_holds_for_processes_that_start_later(tmp_path: Path) -> 
     process.start()
     process.join(60)
     process.close()
-    assert "off (level 2 when on), sample 0.25" in command("ctl", "--run", str(tmp_path)).stdout
+    assert "off (level 2 when on), sample 0.25" in command("control", "--run", str(tmp_path)).stdout
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_share_of_new_traces() -> None:
 
 
 def test_no_run_is_an_error_with_the_next_step(tmp_path: Path) -> None:
-    done = command("ctl", "--run", str(tmp_path), "--off")
+    done = command("control", "--run", str(tmp_path), "--off")
     assert done.returncode == 2
     assert "SGL_ASPECTS_TRACE" in done.stderr
 
@@ -132,7 +132,7 @@ def test_a_run_is_its_user_s_own_whatever_the_umask(tmp_path: Path, monkeypatch:
     try:
         with attach(file=str(tmp_path / "traces.jsonl")) as session:
             begin(session, "r")()
-            assert main(["ctl", "--run", session.run_folder, "--sample", "0.5"]) == 0
+            assert main(["control", "--run", session.run_folder, "--sample", "0.5"]) == 0
             run = Path(session.run_folder)
             wait_until(lambda: (run / "collector.lock").exists())
             assert run.stat().st_mode & 0o777 == 0o700
@@ -146,20 +146,20 @@ def test_a_run_that_ends_while_it_is_changed(tmp_path: Path, monkeypatch: pytest
     RingRecorder(str(tmp_path)).open()
     first = next(control.rings(str(tmp_path)))
     first.path.unlink()
-    monkeypatch.setattr("sgl_aspects.cli.ctl.rings", lambda *_: [first])
-    assert main(["ctl", "--run", str(tmp_path), "--off"]) == 0
+    monkeypatch.setattr("sgl_aspects.cli.control.rings", lambda *_: [first])
+    assert main(["control", "--run", str(tmp_path), "--off"]) == 0
     assert not (tmp_path / "control").exists()
 
 
 def test_on_and_off_at_once(tmp_path: Path) -> None:
-    done = command("ctl", "--run", str(tmp_path), "--on", "--level", "0")
+    done = command("control", "--run", str(tmp_path), "--on", "--level", "0")
     assert done.returncode == 2
     assert "leave one of them out" in done.stderr
 
 
 @pytest.mark.parametrize("share", ["much", "nan", "1.5", "-0.1"])
 def test_a_share_that_is_none(share: str) -> None:
-    assert f"{share}: write a number from 0 to 1" in command("ctl", f"--sample={share}").stderr
+    assert f"{share}: write a number from 0 to 1" in command("control", f"--sample={share}").stderr
 
 
 def test_a_look_from_within_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_a_look_from_within_does_not_end_the_run(tmp_path: Path, capsys: pytest.
     file = tmp_path / "traces.jsonl"
     with attach(file=str(file)) as session:
         begin(session, "before")()
-        assert main(["ctl", "--run", session.run_folder, "--level", "2"]) == 0
+        assert main(["control", "--run", session.run_folder, "--level", "2"]) == 0
         assert main(["dump", "--run", session.run_folder]) == 0
         said = capsys.readouterr().out
         assert f"process {os.getpid()}: level 2, sample 1\n" in said

@@ -161,7 +161,7 @@ def test_a_terminal_that_knows_ascii_only(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_where_nothing_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "1-00000000.ring").touch()
-    for words in (["dump"], ["ctl", "--off"]):
+    for words in (["dump"], ["control", "--off"]):
         done = command(*words, "--run", str(tmp_path))
         assert done.returncode == 2
         assert "none of its rings can be read" in done.stderr

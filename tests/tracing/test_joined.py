@@ -69,7 +69,7 @@ def test_two_engines_at_once_serve_the_same_id(receiver: Receiver) -> None:
 
 
 def test_a_request_that_its_scheduler_did_not_trace_takes_nothing_of_the_next(receiver: Receiver) -> None:
-    """The scheduler's process was turned off meanwhile (`ctl --off --pid`)."""
+    """The scheduler's process was turned off meanwhile (`control --off --pid`)."""
     with attach(endpoint=receiver.endpoint) as session:
         first = begin(session, "same")()
         end = begin(session, "same")

@@ -68,10 +68,10 @@ def test_control_of_a_run_whose_processes_are_gone(tmp_path: Path) -> None:
     writer.start()
     writer.join()
     for arguments in (["--level", "1"], ["--off"], []):
-        done = command("ctl", "--run", str(tmp_path), *arguments)
+        done = command("control", "--run", str(tmp_path), *arguments)
         assert "Traceback" not in done.stderr
         assert "ended" in done.stdout + done.stderr
-    done = command("ctl", "--pid", str(writer.pid), "--level", "1")
+    done = command("control", "--pid", str(writer.pid), "--level", "1")
     assert done.returncode != 0
     assert "no traced run" in done.stderr
     writer.close()

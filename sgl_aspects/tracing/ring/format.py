@@ -32,7 +32,7 @@ WORD_DEFINITIONS_END = 16  # the rest: written while the ring is in use, first b
 WORD_DROPPED = 17
 WORD_CLOSED = 18
 WORD_TAKEN = 24  # by the collector
-WORD_LEVEL = 32  # written by `sgl-aspects ctl`
+WORD_LEVEL = 32  # written by `sgl-aspects control`
 WORD_WANTED_LEVEL = 33
 WORD_SAMPLE = 34
 #: Values of WORD_CLOSED: the process writes no more; it was let go of, and goes on without us.

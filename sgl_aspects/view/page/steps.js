@@ -138,7 +138,7 @@ class Engine {
             el("h3", {}, "All steps, slowest first"),
             this.list.element,
           ]
-        : el("p", { class: "muted" }, "No scheduler step was recorded: trace at level 2 or more (sgl-aspects ctl --level 3)."),
+        : el("p", { class: "muted" }, "No scheduler step was recorded: trace at level 2 or more (sgl-aspects control --level 3)."),
     );
   }
 

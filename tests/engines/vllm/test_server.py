@@ -125,10 +125,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 results = pool.submit(server.exchange, requests)
                 found.top = control(server, "top", "--once")
             assert all(result["status"] == 200 for result in results.result())
-            control(server, "ctl", "--level", "0")
+            control(server, "control", "--level", "0")
             found.untraced = server.chats(PROMPTS, [parent(300 + number) for number in range(len(PROMPTS))])
             receiver.wait_for(lambda spans: {(s.trace_id, s.name) for s in spans} >= LAST, seconds=300)
-            control(server, "ctl", "--level", "4")
+            control(server, "control", "--level", "4")
             backend.close()
             callers = [parent(400 + number) for number in range(len(PROMPTS))]
             found.without_backend = server.chats(PROMPTS, callers)

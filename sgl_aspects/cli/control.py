@@ -1,4 +1,4 @@
-"""``sgl-aspects ctl``: change what a live run records; take a profile of a server's next steps."""
+"""``sgl-aspects control``: change what a live run records; take a profile of a server's next steps."""
 
 from __future__ import annotations
 
