@@ -113,13 +113,13 @@ def read(path: str | Path) -> Config:
     :raises ConfigError: names the file, the key, and the choices.
     """
     try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
+        with open(path, encoding="utf-8-sig") as file:
+            document = tomllib.loads(file.read())
     except OSError as error:
         raise ConfigError(
             f"configuration {path}: {error.strerror or error}; name a file that exists"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"configuration {path} is not TOML: {error}") from error
     return parse(document, str(path))
 

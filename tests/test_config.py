@@ -47,6 +47,12 @@ def test_hooks_are_read(tmp_path: Path) -> None:
     assert str(second.target) == "new.mod:f | old.mod:f"
 
 
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "aspects.toml"
+    path.write_bytes(GOOD.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert len(config.read(path).hooks) == 2
+
+
 def test_reading_imports_nothing(tmp_path: Path) -> None:
     before = set(sys.modules)
     config.read(written(tmp_path, GOOD))
@@ -66,6 +72,7 @@ def test_reading_imports_nothing(tmp_path: Path) -> None:
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\norder=true", ["order = True", "whole number"]),
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\nordr=1", ["'ordr'", "order, required"]),
         ("[[hook", ["is not TOML"]),
+        ("hook = " + "[" * 9000, ["is not TOML"]),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_and_the_choices(

@@ -12,7 +12,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sgl_aspects import bootstrap, env
+from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.logs import correlate_logs
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEVEL, _RUN, _METRICS = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN", "SGL_ASPECTS_TRACE_METRICS"
+# Set for every process below `sgl-aspects run`.
+_BELOW_RUN = "SGL_ASPECTS_RUN"
 # What a collector needs beyond its flush: to start, to read the rest, to end.
 _COLLECTOR_SECONDS = 10.0
 
@@ -81,7 +83,7 @@ class TraceSession:
             self._hold = hold_run(settings.run_folder)
             # The program that began the run has ended, this one lives on: it begins one of its own. It can
             # where `sgl-aspects run` put what that needs into the environment.
-            if self._hold is None and bootstrap.SWITCH in os.environ:
+            if self._hold is None and env.flag(_BELOW_RUN):
                 self.settings = settings = replace(settings, run_folder=None).checked()
         if settings.run_folder is not None:
             # A child of a traced process: it records from its first span on, others do the rest.
