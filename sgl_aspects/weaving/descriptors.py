@@ -34,7 +34,6 @@ from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 # -- opening an attribute ------------------------------------------------------------------------------------
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
-Woven = WovenFunction | WovenProxy
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Opened:
     called: Callable[..., Any]
     rebuild: Rebuild
 
-    def weave(self, place: str) -> Woven:
+    def weave(self, place: str) -> WovenFunction:
         """A stand-in for ``content`` that can be steered."""
         if type(self.content) is types.FunctionType:
             return WovenFunction(self.content)

@@ -31,8 +31,6 @@ Observers = tuple[tuple[Any, Any, Any], ...]
 ``failed(error)`` handles what they raise, and returns itself.
 """
 
-MAX_FLAT_OBSERVERS = 4
-
 SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -86,13 +84,14 @@ class WovenFunction:
 
     :param original: the function whose name, documentation and attributes it carries on.
     :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
+    :ivar function: what stands for the target.
     """
 
     def __init__(self, original: Any, *, anonymous: bool = False) -> None:
         self.kind = FunctionKind.of(original)
+        self.function: Any
         self.applied = False
         self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
-        self._original = None if anonymous else original
         self._signature: Any = None
         self._compiled: _CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
@@ -102,7 +101,7 @@ class WovenFunction:
         namespace = {"__name__": __name__} if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
         # The model's own code, until set_hooks() gives it another one.
-        self.function = types.FunctionType(code, namespace, code.co_name, None, closure)
+        self._run = self.function = types.FunctionType(code, namespace, code.co_name, None, closure)
         if not anonymous:
             self._imitate(original)
 
@@ -112,7 +111,7 @@ class WovenFunction:
 
     def own_containers(self) -> list[Any]:
         """Everything of ours that holds the original on purpose."""
-        return [self.__dict__, self.function.__dict__, vars(_compiled)]
+        return [self.__dict__, self._run.__dict__, vars(_compiled)]
 
     def set_hooks(self, head: Any, observers: Observers, compiling: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
@@ -120,15 +119,14 @@ class WovenFunction:
         :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
         """
         if compiling is not None:
-            self._compiled = self._compiled or _CompiledChain(self.function.__globals__)
+            self._compiled = self._compiled or _CompiledChain(self._run.__globals__)
             self._compiled.set(head, compiling)
-        observers = _flattened(observers)
         packed = isinstance(head, NativeLink)
         hooks = {"chain": head.run if packed else head}
         for index, triple in enumerate(observers):
             hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
         parts = tuple((enter is not None, leave is not None) for enter, leave, _ in observers)
-        self.function.__code__ = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
+        self._run.__code__ = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
         self.applied = True
 
     def release(self, head: Any) -> None:
@@ -162,7 +160,7 @@ class WovenFunction:
         function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
         function.__annotations__ = original.__annotations__
         if hasattr(original, "__type_params__"):  # Python 3.12
-            function.__type_params__ = original.__type_params__  # type: ignore[attr-defined]
+            function.__type_params__ = original.__type_params__
         # What wraps another function, or says its signature itself, is followed by `inspect` as before.
         if not {"__wrapped__", "__signature__"} & original.__dict__.keys():
             self._signature = inspect.signature(original)
@@ -265,42 +263,6 @@ class _CompiledChain:
             del _marked[id(self._namespace)]
             if self._namespace.get(_NAME) is _compiled:
                 del self._namespace[_NAME]
-
-
-# -- observers ----------------------------------------------------------------------------------------------
-
-
-class _Merged:
-    """Several observers as one."""
-
-    def __init__(self, triples: Observers) -> None:
-        self.triples = triples
-
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        tokens = []
-        for enter, _, failed in self.triples:
-            try:
-                tokens.append(None if enter is None else enter(args, kwargs))
-            except Exception as error:  # noqa: BLE001  an observer never breaks the call
-                tokens.append(failed(error))
-        return tokens
-
-    def exit(self, tokens: list[Any], result: Any, error: BaseException | None) -> None:
-        for (_, leave, failed), token in reversed(list(zip(self.triples, tokens))):
-            if token is failed or leave is None:
-                continue
-            try:
-                leave(token, result, error)
-            except Exception as broken:  # noqa: BLE001  an observer never breaks the call
-                failed(broken)
-
-
-def _flattened(observers: Observers) -> Observers:
-    """At most as many triples as are flattened: what is over is merged into the last of them."""
-    if len(observers) <= MAX_FLAT_OBSERVERS:
-        return observers
-    rest = _Merged(observers[MAX_FLAT_OBSERVERS - 1 :])
-    return (*observers[: MAX_FLAT_OBSERVERS - 1], (rest.enter, rest.exit, None))  # contains what they raise
 
 
 # -- templates ----------------------------------------------------------------------------------------------

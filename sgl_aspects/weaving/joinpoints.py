@@ -215,7 +215,7 @@ class FunctionJoinPoint(JoinPoint):
             self.slot.take_out(self.place.part)
 
     def _exchange_attributes(self) -> None:
-        if isinstance(self.woven, WovenFunction) and isinstance(self.inner, types.FunctionType):
+        if type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType:
             if self.active:
                 self.woven.take_attributes(self.inner)
             else:

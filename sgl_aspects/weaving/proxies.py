@@ -18,7 +18,7 @@ from typing import Any
 import wrapt
 
 from sgl_aspects.weaving.attributes import is_class
-from sgl_aspects.weaving.functions import FunctionKind, Observers, WovenFunction
+from sgl_aspects.weaving.functions import WovenFunction
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
@@ -118,12 +118,11 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return BoundProxy(_bound(self.__wrapped__, instance, owner), self._self_run, subject)
 
     def __copy__(self) -> Any:
-        return self._self_unless_copied(copy.copy(self.__wrapped__))
+        copied = copy.copy(self.__wrapped__)
+        return self if copied is self.__wrapped__ else copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._self_unless_copied(copy.deepcopy(self.__wrapped__, memo))
-
-    def _self_unless_copied(self, copied: Any) -> Any:
+        copied = copy.deepcopy(self.__wrapped__, memo)
         return self if copied is self.__wrapped__ else copied
 
     def __reduce__(self) -> Any:
@@ -176,36 +175,13 @@ def found_by_name(module: str, path: str) -> Any:
     return found
 
 
-class WovenProxy:
-    """A proxy and what steers it: the same face as :class:`WovenFunction`.
+class WovenProxy(WovenFunction):
+    """A proxy, and the function with the hooks behind it.
 
     :param called: what a call of ``original`` comes down to.
     """
 
     def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
-        self._run = WovenFunction(original, anonymous=True)
-        self._run.set_hooks(called, ())
-        self.function = CallableProxy(original, self._run.function, place)
-
-    @property
-    def kind(self) -> FunctionKind:
-        return self._run.kind
-
-    @property
-    def applied(self) -> bool:
-        return self._run.applied
-
-    @property
-    def calls(self) -> int:
-        return self._run.calls
-
-    def own_containers(self) -> list[Any]:
-        return [self.__dict__, *self._run.own_containers()]
-
-    def set_hooks(self, head: Any, observers: Observers, compiling: Any = None) -> None:
-        """Swap the hooks."""
-        self._run.set_hooks(head, observers, compiling)
-
-    def release(self, head: Any) -> None:
-        """No hook is left."""
-        self._run.release(head)
+        super().__init__(original, anonymous=True)
+        self.set_hooks(called, ())
+        self.function = CallableProxy(original, self._run, place)
