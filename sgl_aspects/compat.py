@@ -117,8 +117,9 @@ def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
 def is_imported_elsewhere(name: str) -> bool:
     """Whether another thread is importing the module ``name``."""
     reference = _bootstrap._module_locks.get(name)
-    lock = None if reference is None else reference()
-    return getattr(lock, "owner", None) not in (None, threading.get_ident())
+    if reference is None:
+        return False
+    return getattr(reference(), "owner", None) not in (None, threading.get_ident())
 
 
 def is_initializing(spec: Any) -> bool:

@@ -74,14 +74,6 @@ def native(*targets: str, order: int = 0, required: bool = False) -> Callable[[_
     return _decorator(HookType.NATIVE, targets, {"order": order, "required": required})
 
 
-@dataclass
-class _Pair:
-    """An observer made of functions; what is None is not called."""
-
-    enter: Callable[..., Any] | None
-    exit: Callable[..., Any] | None
-
-
 def observe(
     *targets: str,
     enter: Callable[..., Any] | None = None,
@@ -94,11 +86,10 @@ def observe(
     With ``enter=``, ``exit=`` or both given as functions, returns the :class:`Advice`, ready to weave.
     A class is instantiated without arguments when it is decorated.
     """
-    options = {"order": order, "required": required}
     if enter is None and exit is None:
-        return _decorator(HookType.OBSERVE, targets, options)
-    pair = _Pair(enter, exit)
-    return Advice(Target.parse(targets), HookType.OBSERVE, pair, **options)  # type: ignore[arg-type]
+        return _decorator(HookType.OBSERVE, targets, {"order": order, "required": required})
+    pair = types.SimpleNamespace(enter=enter, exit=exit)
+    return Advice(Target.parse(targets), HookType.OBSERVE, pair, order, required=required)
 
 
 class Aspect:
@@ -112,15 +103,15 @@ class Aspect:
             # The mark may be outside of @staticmethod or inside.
             for advice in getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(function, _ADVICES, []):
                 hook = advice.hook if advice.hook_type is HookType.OBSERVE else getattr(self, name)
-                found.append(replace_fields(advice, hook=hook, state=State.REMOVED))
+                found.append(replace_fields(advice, hook=hook, state=State.REMOVED, enabled=True, errors=0))
         return sorted(found, key=lambda advice: advice.sequence)
 
 
-@dataclass(frozen=True)
 class Handle:
     """Hooks that were woven together, and the way to take them away again."""
 
-    advices: tuple[Advice, ...] = ()
+    def __init__(self, advices: tuple[Advice, ...] = ()) -> None:
+        self.advices = advices
 
     def remove(self) -> None:
         """Take the hooks away; the original objects are back where nobody else's hook is left."""

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_aspects.weaving.targets import Alternate, segment_regex
 
@@ -27,7 +27,7 @@ _MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]  # a member descript
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class AttributeReference:
     """An attribute of a module, class or instance.
 
@@ -146,8 +146,7 @@ class Presence(enum.Enum):
     """It is not there yet."""
 
 
-@dataclass(frozen=True)
-class Resolution:
+class Resolution(NamedTuple):
     """What an alternate of a target leads to in one module: all that weaving it needs to know.
 
     :param places: where it leads to; none unless found.

@@ -8,14 +8,12 @@ Types are asked by `type()`, never by `isinstance`: somebody else's proxy says i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
@@ -36,8 +34,7 @@ from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """An attribute taken apart.
 
     :param content: the callable in it.
@@ -63,7 +60,7 @@ def open_attribute(place: AttributeReference) -> Opened:
     """
     opened = _open(place)
     is_shadow = place.inherited and is_class(place.owner) and not place.binds_to_owner
-    return dataclasses.replace(opened, called=_next_in_line(opened, place)) if is_shadow else opened
+    return opened._replace(called=_next_in_line(opened, place)) if is_shadow else opened
 
 
 def _open(place: AttributeReference) -> Opened:
@@ -131,7 +128,7 @@ def _late(opened: Opened, place: AttributeReference) -> Opened:
     """What somebody's descriptor gives may be bound in a way of its own: then it is what binds."""
     if type(opened.content) is types.FunctionType:
         return opened
-    return dataclasses.replace(opened, called=bound_late(opened.content, place.owner))
+    return opened._replace(called=bound_late(opened.content, place.owner))
 
 
 def _check_new(place: AttributeReference) -> None:

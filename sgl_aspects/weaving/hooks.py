@@ -127,7 +127,7 @@ class Advice:
     sequence: int = field(default_factory=lambda: next(_sequence))
 
     def __post_init__(self) -> None:
-        check_hook(self.hook, self.hook_type, str(self.target))
+        _check_hook(self.hook, self.hook_type, self.target)
         if not isinstance(self.order, int):
             raise HookError(f"{self.target}: order = {self.order!r}: write a whole number")
         if self.source is None:
@@ -161,7 +161,7 @@ class Advice:
             )
 
 
-def check_hook(hook: Any, hook_type: object, target: str) -> None:
+def _check_hook(hook: Any, hook_type: object, target: Target) -> None:
     """Raise :class:`HookError`, with the fix, where ``hook`` can never work as ``hook_type``."""
     if not isinstance(hook_type, HookType):
         choices = ", ".join(kind.name for kind in HookType)

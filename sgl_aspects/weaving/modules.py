@@ -239,15 +239,12 @@ class ModuleIndex:
     def add(self, advice: Advice) -> None:
         """Wait for the modules of ``advice``."""
         for name in advice.target.module_names:
-            waiting = self._by_name.get(name)
-            if waiting is None:
-                self._by_name[name] = {advice: None}
-            else:
-                waiting[advice] = None
+            self._by_name.setdefault(name, {})[advice] = None
         if advice.target.has_module_pattern:
             self._patterns[advice] = None
-        if any(alternate.has_family for alternate in advice.target.alternates):
-            self._families[advice] = None
+        for alternate in advice.target.alternates:
+            if alternate.has_family:
+                self._families[advice] = None
 
     def discard(self, advice: Advice) -> None:
         """Wait no longer."""

@@ -18,6 +18,7 @@ import contextlib
 import contextvars
 import functools
 import gc
+import itertools
 import sys
 import time
 import types
@@ -151,7 +152,6 @@ Exclusions = frozenset[Any]
 """Ids of containers that are left alone as a whole, and pairs of a namespace's id and one name in it."""
 
 
-@dataclass(frozen=True, slots=True)  # slots: no dictionary that would be found as a holder
 class Pair:
     """Holders of ``old`` shall hold ``new``.
 
@@ -161,11 +161,18 @@ class Pair:
         nothing but methods bound to it, or to its instances, are holders then.
     """
 
-    old: Any
-    new: Any
-    extra: int = -1
-    exclude: Exclusions = frozenset()
-    only_bound_to: Any = None
+    __slots__ = ("exclude", "extra", "new", "old", "only_bound_to")  # no dictionary, which would be a holder
+
+    def __init__(
+        self,
+        old: Any,
+        new: Any,
+        extra: int = -1,
+        exclude: Exclusions = frozenset(),
+        only_bound_to: Any = None,
+    ) -> None:
+        self.old, self.new, self.extra = old, new, extra
+        self.exclude, self.only_bound_to = exclude, only_bound_to
 
 
 def rebind(pairs: Iterable[Pair], ours: Callable[[], frozenset[int]]) -> list[Stale]:
@@ -189,18 +196,15 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
     found: dict[int, int] = {}
     for module in list(sys.modules.values()):
         names = namespace(module)
-        if str(names.get("__name__")).startswith("sgl_aspects.weaving"):
-            continue
-        # Lists first: another thread may be importing into this module. Most modules have none of them.
-        if wanted.keys().isdisjoint(map(id, list(names.values()))):
-            continue
-        for name, value in [(name, value) for name, value in list(names.items()) if id(value) in wanted]:
-            pair = wanted[id(value)]
-            if pair.old is value and pair.only_bound_to is None:
-                if not pair.exclude.isdisjoint((id(names), (id(names), name))):
-                    continue
+        # A copy first: another thread may be importing into this module. All of this line runs in C.
+        held = dict.copy(names)
+        for name in itertools.compress(held, map(wanted.__contains__, map(id, held.values()))):
+            pair = wanted[id(held[name])]
+            is_excluded = not pair.exclude.isdisjoint((id(names), (id(names), name)))
+            is_excluded |= str(held.get("__name__")).startswith("sgl_aspects.weaving")
+            if pair.only_bound_to is None and not is_excluded and names.get(name) is pair.old:
                 names[name] = pair.new
-                found[id(value)] = found.get(id(value), 0) + 1
+                found[id(pair.old)] = found.get(id(pair.old), 0) + 1
     return found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_aspects.errors import HookError
@@ -31,18 +30,18 @@ from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give
 logger = logging.getLogger("sgl_aspects")
 
 
-@dataclass
 class Applied:
     """What came of applying points.
 
-    :param refused: hooks whose place could not be written, each with the reason.
-    :param classes: whether a class was replaced, or is back.
-    :param detached: hooks on members of such a class: they belong to the class that stands there now.
+    :ivar refused: hooks whose place could not be written, each with the reason.
+    :ivar classes: whether a class was replaced, or is back.
+    :ivar detached: hooks on members of such a class: they belong to the class that stands there now.
     """
 
-    refused: dict[Advice, HookError] = field(default_factory=dict)
-    classes: bool = False
-    detached: list[Advice] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.refused: dict[Advice, HookError] = {}
+        self.classes = False
+        self.detached: list[Advice] = []
 
 
 class JoinPointTable:

@@ -12,19 +12,17 @@ Reading a target imports nothing and looks at no module.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from sgl_aspects.errors import TargetError
 
 _FORMS = "write 'pkg.mod:Class.method' or 'pkg.mod.Class.method'"
 
 
-@dataclass(frozen=True)
-class Alternate:
+class Alternate(NamedTuple):
     """One reading of a target: a module (or a pattern over modules) and an attribute path in it.
 
     For the dotted form ``module`` is None and ``path`` holds all segments.
@@ -41,7 +39,7 @@ class Alternate:
     @property
     def has_family(self) -> bool:
         """Whether it names a class with its subclasses, which may be defined in any module."""
-        return any(part.endswith("+") for part in self.path)
+        return "+" in self.text
 
     def attribute_path(self, module_name: str) -> tuple[str, ...] | None:
         """The attribute path to look up in ``module_name``, or None where this alternate is not about it."""
@@ -78,24 +76,30 @@ class Alternate:
         return () if self.has_module_pattern else (self.module,)
 
 
-@dataclass(frozen=True)
 class Target:
     """A parsed target: its alternates, best first.
 
-    :param module_names: every plain module name that it may be found in.
+    :ivar module_names: every plain module name that it may be found in.
     """
 
-    alternates: tuple[Alternate, ...]
-    module_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    has_module_pattern: bool = field(init=False, repr=False, compare=False)
+    __slots__ = ("alternates", "has_module_pattern", "module_names")
 
-    def __post_init__(self) -> None:
-        # Here and not in properties, because registering a hook asks for them several times.
-        names = self.alternates[0].module_names
-        if len(self.alternates) > 1:
-            names = tuple(dict.fromkeys(name for one in self.alternates for name in one.module_names))
-        has_pattern = any(one.has_module_pattern for one in self.alternates)
-        vars(self).update(module_names=names, has_module_pattern=has_pattern)
+    def __init__(self, alternates: tuple[Alternate, ...]) -> None:
+        self.alternates = alternates
+        self.module_names, self.has_module_pattern = alternates[0].module_names, False
+        if len(alternates) > 1:
+            self.module_names = tuple(dict.fromkeys(name for one in alternates for name in one.module_names))
+        for alternate in alternates:
+            self.has_module_pattern |= alternate.has_module_pattern
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Target) and self.alternates == other.alternates
+
+    def __hash__(self) -> int:
+        return hash(self.alternates)
+
+    def __repr__(self) -> str:
+        return f"Target({self})"
 
     def __str__(self) -> str:
         return " | ".join(alternate.text for alternate in self.alternates)
@@ -124,8 +128,10 @@ class Target:
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Target:
     if not text.isascii():
+        import unicodedata  # only here: it is seldom needed
+
         text = unicodedata.normalize("NFKC", text)  # as Python does with names
-    return Target(tuple(_parse_alternate(part.strip(), text) for part in text.split("|")))
+    return Target(tuple([_parse_alternate(part.strip(), text) for part in text.split("|")]))
 
 
 def _parse_alternate(text: str, whole: str) -> Alternate:
@@ -139,9 +145,11 @@ def _parse_alternate(text: str, whole: str) -> Alternate:
         _check_segments(segments, whole, pattern=False)
         return Alternate(None, segments, text)
     _check_segments(tuple(module.split(".")), whole, pattern=True, across=True)
-    path = tuple(attributes.split("."))
-    _check_segments(tuple(segment.removesuffix("+") for segment in path), whole, pattern=True)
-    if path[-1].endswith("+"):
+    path = names = tuple(attributes.split("."))
+    if "+" in attributes:
+        names = tuple(segment.removesuffix("+") for segment in path)
+    _check_segments(names, whole, pattern=True)
+    if path[-1] != names[-1]:
         raise TargetError(f"target {whole!r}: '+' marks a class with its subclasses; add a method after it")
     return Alternate(module, path, text)
 
