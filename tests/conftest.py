@@ -23,6 +23,20 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: Files that take longest, which a run of several processes begins with: none is left with one at the end.
+LONGEST = (
+    *("test_conformance.py", "test_vendor_platform.py", "test_demo.py", "test_smollm2.py", "test_served.py"),
+    *("test_server_processes.py", "test_processes.py", "test_grafana.py", "test_report_page.py"),
+    *("test_profile.py", "test_ranks.py", "test_models.py", "test_vendor.py", "test_watch.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of LONGEST first; the rest keep their order."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Make logged texts encodable: xdist sends them between processes."""

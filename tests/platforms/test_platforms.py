@@ -29,8 +29,9 @@ from sgl_aspects.platforms import (
     set_current_platform,
 )
 from sgl_aspects.platforms.cpu import CpuPlatform
-from sgl_aspects.platforms.cuda import CudaPlatform
+from sgl_aspects.platforms.cuda import CudaPlatform, CudaSRTPlatform
 from sgl_aspects.platforms.host_memory import cgroup_limits
+from sgl_aspects.platforms.rocm import RocmPlatform, RocmSRTPlatform
 
 
 @pytest.fixture(autouse=True)
@@ -340,9 +341,6 @@ def test_available_memory_is_the_tightest_limit(tmp_path: Path, monkeypatch: pyt
     assert CpuPlatform().get_available_memory() == (limit - used, limit)
 
 
-# -- CUDA, as far as it goes without one ----------------------------------------------------------------
-
-
 def test_cuda_identity_needs_no_gpu() -> None:
     cuda = CudaPlatform()
     assert (cuda.device_name, cuda.device_type) == ("cuda", "cuda")
@@ -355,7 +353,9 @@ def test_cuda_identity_needs_no_gpu() -> None:
     assert len(cuda.get_profiler_activities()) == 2
 
 
-def test_sglangs_newer_name_for_graphs_is_the_same() -> None:
+def test_sglangs_names_for_the_same_things() -> None:
+    assert CudaSRTPlatform is CudaPlatform
+    assert RocmSRTPlatform is RocmPlatform
     assert CudaPlatform().support_device_graph() is CudaPlatform().support_cuda_graph()
 
 
@@ -514,7 +514,6 @@ def test_mixed_into_several_platform_classes_without_a_diamond() -> None:
     assert AcmePlatform().device_name == "acme"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_usable_in_a_forked_child() -> None:
     code = """
 import os, threading

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_aspects.tracing.context import Opened, TraceContext, enter
+from sgl_aspects.tracing.context.current import enter_span
 from sgl_aspects.tracing.recorder import SpanWriter, span_writer
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
@@ -59,16 +59,7 @@ class Memory:
     def spans(self, type: SpanType) -> SpanWriter:
         return span_writer(type, self.ended.append)
 
-    def enter(
-        self,
-        type: SpanType,
-        span_id: int,
-        root_id: int,
-        parent_id: int,
-        start_ns: int,
-        trace: TraceContext | None = None,
-    ) -> Opened:
-        return enter(root_id, span_id, trace)
+    enter = staticmethod(enter_span)
 
     def open_span(self, *fields: Any) -> None: ...
 

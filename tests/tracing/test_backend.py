@@ -78,7 +78,7 @@ def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
             mode[0] = "well"
             deadline = time.monotonic() + 60
             number = 0
-            while not any(rid.startswith("well") for rid in got):
+            while not any(rid.startswith("well") for rid in tuple(got)):
                 assert time.monotonic() < deadline, "nothing arrives although the backend is back"
                 begin(session, f"well-{number}")()
                 number += 1

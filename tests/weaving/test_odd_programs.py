@@ -155,7 +155,6 @@ def test_changes_from_within_a_change_come_after_it(engine: Any) -> None:
     assert engine.A().m() == "m"
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="not on this system")
 def test_a_signal_handler_weaves_while_the_program_does(engine: Any) -> None:
     begun = []
 
