@@ -33,7 +33,7 @@ demo: $(VENV)/.demo
 	$(BIN)/sgl-aspects demo
 
 # On each core a process of tests, up to four; a file's tests stay together. `pytest` without options runs in one.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
 	$(TESTS)
