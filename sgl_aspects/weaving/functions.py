@@ -61,6 +61,15 @@ class FunctionKind(enum.Enum):
         return cls.PLAIN
 
 
+def _kind_of_code(code: types.CodeType) -> FunctionKind:
+    flags = code.co_flags
+    if flags & inspect.CO_COROUTINE:
+        return FunctionKind.COROUTINE
+    if flags & inspect.CO_ASYNC_GENERATOR:
+        return FunctionKind.ASYNC_GENERATOR
+    return FunctionKind.GENERATOR if flags & inspect.CO_GENERATOR else FunctionKind.PLAIN
+
+
 class Shape(NamedTuple):
     """What distinguishes the templates that woven functions are made of.
 
@@ -100,7 +109,9 @@ class WovenFunction:
         self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
         namespace = {"__name__": __name__} if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
-        # The model's own code, until set_hooks() gives it another one.
+        if self.kind is not _kind_of_code(code):  # a function stays of the kind that it begins with
+            code = self._code(Shape(self.kind), {})
+        # Of no use until set_hooks() gives it another code.
         self._run = self.function = types.FunctionType(code, namespace, code.co_name, None, closure)
         if not anonymous:
             self._imitate(original)
