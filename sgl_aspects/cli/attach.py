@@ -24,7 +24,7 @@ from sgl_aspects.tracing.settings import TraceSettings
 _LEVEL = "3"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # Beyond its flush a collector needs this to read the rest and to end.
-_COLLECTOR_SECONDS = 10.0
+_COLLECTOR_SECONDS = 60.0  # to read what is left, beside an engine that is still at work
 _LOOK_SECONDS = 0.2
 _SHOWN = 8
 # Of our environment the process gets what says how to record; where it is exported to is the collector's.

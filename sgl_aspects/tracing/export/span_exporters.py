@@ -172,23 +172,31 @@ class Pipeline:
 
 
 def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
-    """Sends what is queued, all pipelines at once; those that need more than ``seconds`` are given up."""
-    deadline = time.monotonic() + seconds
-    threads = []
+    """Sends what is queued, all pipelines at once; one that delivers nothing for ``seconds`` is given up."""
+    closing = []
     for pipeline in pipelines:
         thread = threading.Thread(target=pipeline.processor.shutdown, name=pipeline.name, daemon=True)
         thread.start()
-        threads.append(thread)
-    patience = min(_SILENT_SECONDS, seconds)
-    for thread in threads:
-        thread.join(max(0.0, deadline - seconds + patience - time.monotonic()))
-    busy = [thread.name for thread in threads if thread.is_alive()]
-    if busy and seconds > patience:
-        tell(f"{', '.join(busy)}: sending the last spans takes long; at most {seconds - patience:g} s more")
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for pipeline, thread in zip(pipelines, threads):
+        closing.append((pipeline, thread))
+    begun = time.monotonic()
+    delivered = [pipeline.exported for pipeline in pipelines]
+    deadlines = [begun + seconds] * len(delivered)
+    is_said = seconds <= _SILENT_SECONDS
+    while True:
+        now = time.monotonic()
+        for index, pipeline in enumerate(pipelines):
+            if pipeline.exported > delivered[index]:
+                delivered[index], deadlines[index] = pipeline.exported, now + seconds
+        busy = [thread for (_, thread), end in zip(closing, deadlines) if thread.is_alive() and now < end]
+        if not busy:
+            break
+        if not is_said and now > begun + _SILENT_SECONDS:
+            is_said, names = True, ", ".join(thread.name for thread in busy)
+            until = f"given up when none is delivered for {seconds:g} s"
+            tell(f"{names}: sending the last spans takes long; {until}")
+        busy[0].join(0.02)
+    for pipeline, thread in closing:
         if thread.is_alive():
             pipeline.counting.shutdown()  # ends waits between retries
-    for thread in threads:
+    for _, thread in closing:
         thread.join(0.2)
