@@ -216,8 +216,8 @@ class StepObserver(native.StepPath):
         self._asks_always = False
         self.tracker.finishing = self._finished is not None
         req = self._released(args, kwargs)
-        if req is not None and self._finished is not None:
-            self._released_ns[self._rid(req)] = time_ns()
+        if req is not None and self._finished is not None and (rid := self._rid(req)) in self.requests:
+            self._released_ns[rid] = time_ns()
 
     def _link(self, reqs: Any, size: int) -> None:
         """The batch serves others than the last one did."""
@@ -271,7 +271,8 @@ class StepObserver(native.StepPath):
             return
         now, tracker, scheduler = time_ns(), self.tracker, step.result
         if step.prefill:
-            released_ns = min(self._released_ns.values(), default=0)
+            released = [self._released_ns.get(chunk.request.rid, 0) for chunk in step.prefill]
+            released_ns = min(filter(None, released), default=0)
             self._requests.processed("" if error is None else error_type(error), released_ns)
         if self._finished is not None and (tracker.finishing or step.prefill is not None):
             tracker.finishing = self._asks_always
@@ -302,5 +303,5 @@ class StepObserver(native.StepPath):
             if request is not None:
                 reason = self._finish_reason(req)
                 problem = request.problem or (self._outcome(reason).problem if reason else "")
-                now = self._released_ns.get(request.rid, 0)
+                now = self._released_ns.pop(request.rid, 0)
                 requests.finished(request.rid, self._output_tokens(req), reason, problem, now)
