@@ -137,7 +137,7 @@ def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
                 joiner.add(writer, record)
             if is_last:
                 joiner.finish()
-            joiner.settle(is_behind=reader.has_more)
+            joiner.match_waiting(is_behind=reader.has_more)
             moments.append(clock())
             for start in range(0, len(spans), _BATCH):
                 size += len(encoder.encode(spans[start : start + _BATCH]))

@@ -130,10 +130,10 @@ def _detach_alone() -> None:
 
 @contextlib.contextmanager
 def _beside_the_engine() -> Iterator[None]:
-    """Other threads get the interpreter soon after they ask for it; holders that the engine froze are found.
+    """Shorten the interpreter's switch interval, and unfreeze the heap so that frozen referrers are found.
 
-    What an engine froze (``gc.freeze``) the garbage collector shows to nobody. It does not run in the block.
-    All is frozen again afterwards: what was garbage before or became it is collected first, or it would stay.
+    ``gc.get_referrers`` passes over objects under ``gc.freeze``. The garbage collector is off in the block;
+    before the heap is frozen again, garbage is collected, or it would stay.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)

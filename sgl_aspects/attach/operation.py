@@ -54,7 +54,7 @@ class Answer:
 
 
 class Run:
-    """A run folder through which processes are attached to, and let go of."""
+    """A run folder through which processes are attached to and detached from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -145,7 +145,7 @@ class Run:
             time.sleep(0.1)
 
     def _withdraw(self) -> None:
-        """Requests that nobody has taken are taken back; those that are being worked on are waited for."""
+        """Withdraw the requests that no process has taken yet, and wait for the others."""
         for request in self._own.glob("*.request"):
             request.unlink(missing_ok=True)
         deadline = time.monotonic() + _ANSWER_SECONDS

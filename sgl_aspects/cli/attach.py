@@ -1,4 +1,4 @@
-"""``sgl-aspects attach PID``: trace an engine that already runs, in all its processes, and let go of it."""
+"""``sgl-aspects attach PID``: trace an engine that already runs, in all its processes, and detach again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sgl-aspects detach PID``: let go of an engine that another command has attached to."""
+"""``sgl-aspects detach PID``: detach from an engine that another command attached to."""
 
 from __future__ import annotations
 

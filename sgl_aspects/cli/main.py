@@ -40,7 +40,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("serve", "Serve a model to OpenAI's clients.", "sgl_aspects.cli.serve"),
     Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
     Command("attach", "Trace an engine that already runs.", "sgl_aspects.cli.attach"),
-    Command("detach", "Let go of an engine that was attached to.", "sgl_aspects.cli.detach"),
+    Command("detach", "Detach from an engine that was attached to.", "sgl_aspects.cli.detach"),
     Command("hooks", "Show every hook, where it went and what it did.", "sgl_aspects.cli.hooks"),
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
     Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),

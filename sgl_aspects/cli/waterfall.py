@@ -40,11 +40,11 @@ class Row:
 def most_telling_request(report: RunReport, spans: Sequence[Span]) -> Span:
     """The request worth looking at: prefilled in the most chunks, then the one that took longest."""
 
-    def interest(span: Span) -> tuple[int, int]:
+    def score(span: Span) -> tuple[int, int]:
         chunks = sum(child.name == "prefill" for child in children_of(spans, span))
         return chunks, span.end_ns - span.start_ns
 
-    return max((request.span for request in report.requests), key=interest)
+    return max((request.span for request in report.requests), key=score)
 
 
 def rows_of(request: Span, spans: Sequence[Span]) -> tuple[list[Row], list[Row]]:

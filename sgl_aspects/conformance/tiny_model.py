@@ -43,7 +43,7 @@ def write_tiny_model(folder: Path, other_config: Mapping[str, Any] | None = None
 
 
 def random_weights() -> dict[str, torch.Tensor]:
-    """Large ones, so that the likeliest token is no matter of rounding."""
+    """Large ones, so that rounding does not decide which token is likeliest."""
     generator = torch.Generator().manual_seed(11)
     hidden, inner, vocab = 64, 112, 256
 

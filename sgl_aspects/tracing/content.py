@@ -41,7 +41,7 @@ class ContentCapture:
 
     @classmethod
     def from_environment(cls) -> ContentCapture | None:
-        """None where nobody asks for content. Raises ``ConfigError`` for a value that is not allowed."""
+        """None unless the environment asks for content. Raises ``ConfigError`` for a wrong value."""
         wanted = env.choice(CAPTURE, (*_YES, *_NO), "false") in _YES
         length = env.integer(LENGTH, 4096, minimum=1, maximum=LONGEST)
         redaction = env.text(REDACT)
@@ -57,7 +57,7 @@ class ContentCapture:
         return None if shown is None else _json([_message(role, text) for role, text in shown])
 
     def output(self, text: str | None, finish_reason: str | None) -> str | None:
-        """The answer; None where there is none, or it is not to be shown."""
+        """The answer as an attribute; None for an empty one, and where the redaction withholds it."""
         if not text:
             return None
         shown = self._redacted([("assistant", text[:LONGEST])])

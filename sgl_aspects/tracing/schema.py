@@ -44,7 +44,7 @@ OUTPUT_MESSAGES = "gen_ai.output.messages"
 STATUS_CODE = "http.response.status_code"
 ERROR_TYPE = "error.type"
 UNFINISHED_FLAG = "sgl_aspects.unfinished"
-#: Of what had begun before the engine was attached to, and of what was open when it was let go of.
+#: Of what had begun before the engine was attached to, and of what was open when it was detached from.
 ATTACHED_FLAG = "sgl_aspects.attached"
 DETACHED_FLAG = "sgl_aspects.detached"
 

@@ -141,7 +141,7 @@ class TraceSession:
         self._set_environment(dict(self._restore))
         self._release()
         if isinstance(self.recorder, RingRecorder):
-            self.recorder.close(lets_go=self._joins)
+            self.recorder.close(detaches=self._joins)
         else:
             self.recorder.close()
         if self._collector is None:

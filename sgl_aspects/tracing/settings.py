@@ -155,7 +155,7 @@ class TraceSettings:
             run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
             has_metrics=env.flag("SGL_ASPECTS_TRACE_METRICS"),
         )
-        # Children only record: what exports, and whether it can, was settled in the first process.
+        # Children only record: what exports, and whether it can, was checked in the first process.
         return settings.checked() if settings.level and not settings.run_folder else settings
 
     def with_choices(
@@ -279,7 +279,7 @@ def _named_exporters(variable: str) -> tuple[str, ...]:
 
 def installed_exporter(signal: str, name: str) -> EntryPoint | None:
     """What a package has registered for OpenTelemetry under this name; ``signal``: traces or metrics."""
-    import importlib.metadata  # a name that is none of ours is rare
+    import importlib.metadata  # rarely needed: our own names are looked up first
 
     group = f"opentelemetry_{signal}_exporter"
     return next(iter(importlib.metadata.entry_points(group=group, name=name)), None)

@@ -143,7 +143,7 @@ class LiveRun:
         return bool(self.open and (gauge.running or gauge.waiting))
 
     def poll(self) -> None:
-        """Reads what was written since the last time; takes in new processes and lets go of dead ones."""
+        """Reads what was written since the last time; adds new processes and drops dead ones."""
         self._find()
         for name, ring in list(self.rings.items()):
             alive = ring.is_alive()

@@ -160,7 +160,7 @@ def make_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "initializer_range": 0.3,  # far from uniform answers: the likeliest token is no matter of rounding
+        "initializer_range": 0.3,  # far from uniform answers: rounding does not decide the token
         "bos_token_id": 0,
         "eos_token_id": 2,
         **own,

@@ -174,10 +174,10 @@ def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(join, "_SEEN_LATE_SECONDS", 0.0)
     joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 6, 7))
     time.sleep(0.001)
-    joiner.settle(is_behind=True)
+    joiner.match_waiting(is_behind=True)
     joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
     joiner.add(caller, RequestSent(7))
-    joiner.settle()
+    joiner.match_waiting()
     assert found == ["queue"]
     assert joiner.unjoined == 0
 
@@ -190,7 +190,7 @@ def test_what_waits_in_vain_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(100, 1100, 10):
         joiner.add(scheduler, RequestSeen(number, f"r{number}", 6))
         joiner.add(scheduler, SpanEnd(SpanType("queue"), number + 1, number, number, 6, 7))
-        joiner.settle(is_behind=True)
+        joiner.match_waiting(is_behind=True)
     assert joiner._unmatched.count <= 10
     assert joiner._rootless.count <= 10
     assert joiner.unjoined >= 90
@@ -230,7 +230,7 @@ def test_ends_that_were_lost_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
         joiner.add(caller, RequestSent(number))
         joiner.add(scheduler, RequestSeen(number + 1, f"r{number}", 6))
         joiner.add(scheduler, SpanBegin(SpanType("decode"), number + 2, number + 1, number + 1, 7))
-        joiner.settle()
+        joiner.match_waiting()
         assert len(joiner._open) <= 10
     joiner.writer_gone(scheduler)
     joiner.finish()
@@ -261,11 +261,11 @@ def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
     joiner.add(caller, RequestSent(7))
     joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
     for _ in range(5):
-        joiner.settle(is_behind=True)
+        joiner.match_waiting(is_behind=True)
     joiner.add(scheduler, RequestSeen(8, "r", 6))
     joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 10, 20))
     for _ in range(2):
-        joiner.settle()
+        joiner.match_waiting()
     (request,) = [span for span in found if span.name == "chat m"]
     assert (request.attributes or {})["gen_ai.latency.time_in_queue"] == 10e-9
 
@@ -281,7 +281,7 @@ def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
     joiner.add(scheduler, SpanEnd(SpanType("first"), 20, 20, 0, 10, 20, links=[8]))
     joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50, error="abort"))
     for _ in range(2):
-        joiner.settle()
+        joiner.match_waiting()
     joiner.add(scheduler, SpanEnd(SpanType("second"), 21, 21, 0, 20, 30, links=[8]))
     links = {span.name: [link.context for link in span.links] for span in found}
     assert links["first"] == []

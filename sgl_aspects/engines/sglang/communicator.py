@@ -20,7 +20,7 @@ _attached = False
 def attach(class_name: str) -> None:
     """Once in each process.
 
-    :raises ConfigError: the name is none of a communicator's class.
+    :raises ConfigError: no communicator class has this name.
     """
     global _attached
     communicator_class = _communicator_class(class_name)

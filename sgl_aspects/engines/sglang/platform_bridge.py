@@ -286,7 +286,7 @@ def _is_vendors(platform_class: type, name: str) -> bool:
 
 
 def _known_capabilities(platform_class: type[SRTPlatform], capabilities: Any) -> dict[str, bool]:
-    """Ours, by SGLang's names; none that needs a class where there is none to hand over."""
+    """Our capabilities under SGLang's names, without those whose class the platform does not have."""
     known = getattr(capabilities, "__struct_fields__", ()) or capabilities.__annotations__
     ours = platform_class.capabilities
     found = {

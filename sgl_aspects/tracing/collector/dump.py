@@ -38,7 +38,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
         for record in ring.history():
             joiner.add(ring, record)
     newest = max((ring.last_ns for ring in rings), default=0)
-    joiner.settle()
+    joiner.match_waiting()
     for ring in rings:
         if ring.is_alive():
             ring.last_ns = time.time_ns()  # what is open is open until now

@@ -116,13 +116,13 @@ class Joiner:
         for writer, record in records:
             self.add(writer, record)
         for _ in range(3):
-            self.settle()
+            self.match_waiting()
         self._is_replaying = False
 
-    def settle(self, *, is_behind: bool = False) -> None:
-        """After each reading of all files: what waited for another process's records is tried again.
+    def match_waiting(self, *, is_behind: bool = False) -> None:
+        """After each reading of all files: try again what waits for records of another process.
 
-        ``is_behind``: some file has more to read, so that nothing has waited in vain yet.
+        ``is_behind``: some file has more to read, so that nothing is given up yet.
         """
         if not is_behind and (self._unmatched.count or self._rootless.count):
             self._end_waiting(time.monotonic())
@@ -146,7 +146,7 @@ class Joiner:
     def finish(self) -> None:
         """The run has ended: nothing waits any longer, requests without an end get one."""
         for _ in range(2):
-            self.settle()
+            self.match_waiting()
         for _, writer, seen in sorted(self._unmatched.take_older(math.inf), key=_since):
             self._see_request(writer, seen, is_late=True)
         for _, writer, record in sorted(self._rootless.take_older(math.inf), key=_since):

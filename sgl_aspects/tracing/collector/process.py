@@ -146,7 +146,7 @@ class Collector:
             self._joiner.writer_gone(writer)
             if self._metrics is not None:
                 self._metrics.engine.writer_gone(writer.name)
-        self._joiner.settle(is_behind=self._reader.has_more)
+        self._joiner.match_waiting(is_behind=self._reader.has_more)
 
     def _history(self) -> Iterator[tuple[RingReader, Record]]:
         """What an earlier collector took: what it says of the present is learnt."""

@@ -57,7 +57,7 @@ class RunReader:
             before = writer.taken
             records, more = writer.poll(writer.is_alive())
             self.has_more = self.has_more or more
-            if writer.taken != before:  # also by parts of records, which are none yet
+            if writer.taken != before:  # also by parts of records that are not whole yet
                 writer.commit()
             for record in records:
                 yield writer, record

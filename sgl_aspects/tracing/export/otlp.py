@@ -51,7 +51,7 @@ class Rejections:
         return count
 
     def read(self, answer: bytes) -> None:
-        """The answer to a message, as protobuf; of one that is none nothing is known."""
+        """Read the answer to a message; one that is not protobuf is ignored."""
         message: Any = ExportTraceServiceResponse() if self._is_of_spans else ExportMetricsServiceResponse()
         try:
             message.ParseFromString(answer)

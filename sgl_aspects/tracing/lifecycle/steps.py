@@ -215,7 +215,7 @@ class StepTracker(native.Tracker):
             self.read_late()
 
     def read_late(self) -> None:
-        """Records the steps whose device time is to be had by now, and of too many others the oldest."""
+        """Records the steps whose device time is known by now, and the oldest beyond a number."""
         late, self.late = self.late, []
         for step in late:
             if self._read_events(step, step.events):

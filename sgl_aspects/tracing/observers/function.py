@@ -76,7 +76,7 @@ class TracedFunction:
         self._recorder, self._readers = recorder, readers
         self._level, self._type = level, type
         self._write = recorder.spans(type)
-        # Between two items of a generator its caller runs, whose spans are none of its children.
+        # Between two items of a generator its caller runs, whose spans are not its children.
         self._is_generator = is_generator
         #: The span of the request that a call is for, where it was declared to name one.
         self.request_of: Callable[[tuple[Any, ...], dict[str, Any]], OpenSpan | None] = lambda *_: None

@@ -35,8 +35,8 @@ WORD_TAKEN = 24  # by the collector
 WORD_LEVEL = 32  # written by `sgl-aspects control`
 WORD_WANTED_LEVEL = 33
 WORD_SAMPLE = 34
-#: Values of WORD_CLOSED: the process writes no more; it was let go of, and goes on without us.
-CLOSED, LET_GO = 1, 2
+#: Values of WORD_CLOSED: the process has ended; it was detached from and lives on.
+CLOSED, DETACHED = 1, 2
 #: The value of WORD_SAMPLE that keeps every request.
 SAMPLE_ALL = 1 << 32
 

@@ -90,7 +90,7 @@ class RingReader:
     @property
     def was_let_go(self) -> bool:
         """Whether its process goes on untraced: what it left open has not failed."""
-        return self._header()[layout.WORD_CLOSED] == layout.LET_GO
+        return self._header()[layout.WORD_CLOSED] == layout.DETACHED
 
     def is_alive(self) -> bool:
         """Whether a process still holds the file's lock."""

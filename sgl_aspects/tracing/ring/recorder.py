@@ -213,8 +213,8 @@ class RingRecorder:
     #: A ring is told of a span when it ends.
     enter = staticmethod(enter_span)
 
-    def close(self, *, lets_go: bool = False) -> None:
-        """``lets_go``: the process goes on untraced, so that what is open has not failed."""
+    def close(self, *, detaches: bool = False) -> None:
+        """``detaches``: the process goes on untraced, so that what is open has not failed."""
         with self._lock:
             self._closed = True
             self._slots.end()
@@ -223,7 +223,7 @@ class RingRecorder:
                 # Another thread may be packing right now: the memory goes when nobody holds it.
                 self._control = 0, 0, 0
                 self._open_steps(self._steps_in_memory())
-                file.end(layout.LET_GO if lets_go else layout.CLOSED)
+                file.end(layout.DETACHED if detaches else layout.CLOSED)
 
     def _learn(self, type: SpanType, write: SpanWriter, *fields: Any) -> None:
         """Of a span of this type a text or the layout is new, its values end early, or it has many links."""
