@@ -15,7 +15,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,15 @@ class ProcessReport:
     command: str
     ended: bool
     report: Report
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in the report's file."""
+        report = {
+            "hooks": [hook._asdict() for hook in self.report.hooks],
+            "stale": [stale._asdict() for stale in self.report.stale],
+            "displaced": self.report.displaced,
+        }
+        return {**vars(self), "report": report}
 
 
 def write_from_environment() -> None:
@@ -101,7 +110,7 @@ class _Writer:
         found = ProcessReport(os.getpid(), " ".join(sys.orig_argv), ended, current_report())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_private(self._path, json.dumps(asdict(found), default=str).encode())
+            write_private(self._path, json.dumps(found.as_dict(), default=str).encode())
         except OSError as error:
             if not self._has_complained:
                 logger.warning("no report of the hooks: %s=%s: %s", VARIABLE, self._folder, error.strerror)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from sgl_aspects.process_reports import ProcessReport, read_all
 
@@ -28,7 +27,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     processes = list(reports(arguments.folder))
     if arguments.json:
-        print(json.dumps([asdict(process) for process in processes], default=str, indent=2))
+        print(json.dumps([process.as_dict() for process in processes], default=str, indent=2))
         return 0
     for process in processes:
         state = "" if process.ended else "  (not ended in order: as it was after its start)"

@@ -7,9 +7,8 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from dataclasses import replace as replace_fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving.core import Weaver
@@ -298,8 +297,7 @@ def plugin_hook(target: str, type: HookType = HookType.AFTER) -> Callable[[_F], 
 # -- reports -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HookReport:
+class HookReport(NamedTuple):
     """One hook.
 
     :param places: where it is woven, as ``pkg.mod:Class.method``.
@@ -321,8 +319,7 @@ class HookReport:
     required: bool
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """Everything that is registered in this process.
 
     :param stale: holders of an original that could not be given the woven object.

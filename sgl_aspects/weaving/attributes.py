@@ -78,7 +78,7 @@ def claims_to_be(obj: Any, kinds: type | tuple[type, ...]) -> bool:
 
 def is_class(obj: Any) -> bool:
     """Whether ``obj`` is a class, asked of its type only."""
-    return is_a(obj, type)
+    return issubclass(type(obj), type)
 
 
 def bases(cls: type) -> tuple[type, ...]:
@@ -110,7 +110,7 @@ def holds(items: Iterable[Any], wanted: Any) -> bool:
 
 def is_module(obj: Any) -> bool:
     """Whether ``obj`` is a module, asked of its type only."""
-    return is_a(obj, types.ModuleType)
+    return issubclass(type(obj), types.ModuleType)
 
 
 def namespace(owner: Any) -> dict[str, Any]:

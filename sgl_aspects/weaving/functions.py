@@ -175,7 +175,6 @@ class WovenFunction:
         # What wraps another function, or says its signature itself, is followed by `inspect` as before.
         if not {"__wrapped__", "__signature__"} & original.__dict__.keys():
             self._signature = inspect.signature(original)
-        self.take_attributes(original)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """The code of ``shape`` with these hooks, and otherwise like the model's."""

@@ -24,8 +24,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
@@ -136,8 +135,7 @@ def _is_class_cell(cell: types.CellType) -> bool:
 # -- one pass over all of them -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stale:
+class Stale(NamedTuple):
     """A holder that still has the object from before.
 
     :param target: the object that it holds, by name.
