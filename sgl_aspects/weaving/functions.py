@@ -13,6 +13,7 @@ variables of the target's own code in it, `inspect.getclosurevars` and debuggers
 from __future__ import annotations
 
 import ast
+import builtins
 import enum
 import functools
 import inspect
@@ -107,7 +108,9 @@ class WovenFunction:
         self._model = code
         self._iterable = code.co_flags & inspect.CO_ITERABLE_COROUTINE
         self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
-        namespace = {"__name__": __name__} if anonymous else original.__globals__
+        # C code that imports a module looks for __builtins__ in the globals of whoever calls it.
+        own = {"__name__": __name__, "__builtins__": builtins}
+        namespace = own if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
         if self.kind is not _kind_of_code(code):  # a function stays of the kind that it begins with
             code = self._code(Shape(self.kind), {})
