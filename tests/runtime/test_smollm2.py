@@ -14,7 +14,7 @@ from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from tests.support.tiny_models import greedy
 
-NEW_TOKENS = 16
+NEW_TOKENS = 32
 pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(600),
@@ -124,7 +124,7 @@ def test_in_a_tiny_cache_and_on_several_ranks_they_answer_as_transformers(
         dtype="float32",
         page_size=page_size,
         tp_size=tp_size,
-        max_total_tokens=280,
+        max_total_tokens=400,
         decode_reserve=0,
         chunked_prefill_size=48,
     ) as engine:
