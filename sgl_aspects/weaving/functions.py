@@ -108,7 +108,7 @@ class WovenFunction:
         self._model = code
         self._iterable = code.co_flags & inspect.CO_ITERABLE_COROUTINE
         self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
-        # C code that imports a module looks for __builtins__ in the globals of whoever calls it.
+        # C code that imports a module looks for __builtins__ in the globals of its caller.
         own = {"__name__": __name__, "__builtins__": builtins}
         namespace = own if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__

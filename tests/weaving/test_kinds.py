@@ -10,7 +10,6 @@ import functools
 import inspect
 import pickle
 import sys
-import time
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -655,17 +654,6 @@ def test_an_async_generator_may_be_replaced_by_any_async_iterable(engine: Any) -
     with aspects.woven(replacing):
         assert engine.drain(engine.agen(5)) == [2, 1]
         asyncio.run(throw_and_close())
-
-
-def test_c_code_that_imports_is_observed() -> None:
-    """It looks for the import function in the globals of the Python function that calls it."""
-
-    class Look:
-        def enter(self, args: Any, kwargs: Any) -> None: ...
-        def exit(self, token: Any, result: Any, error: Any) -> None: ...
-
-    with aspects.woven(aspects.observe("time:strptime")(Look)):
-        assert time.strptime("2026", "%Y").tm_year == 2026
 
 
 def test_a_module_may_have_names_of_builtins_of_its_own(engine: Any) -> None:

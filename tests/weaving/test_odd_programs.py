@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,3 +184,14 @@ def test_the_functions_that_weaving_itself_uses(engine: Any) -> None:
         with aspects.woven(around("engine:f", hooked), around("engine:A.m", hooked)):
             assert (engine.f(), engine.A().m()) == (("hooked", ("f", 0)), ("hooked", "m"))
         assert (engine.f(), engine.A().m()) == (("f", 0), "m")
+
+
+def test_c_code_that_imports_is_observed() -> None:
+    """It looks for the import function in the globals of the Python function that calls it."""
+
+    class Look:
+        def enter(self, args: Any, kwargs: Any) -> None: ...
+        def exit(self, token: Any, result: Any, error: Any) -> None: ...
+
+    with aspects.woven(aspects.observe("time:strptime")(Look)):
+        assert time.strptime("2026", "%Y").tm_year == 2026
