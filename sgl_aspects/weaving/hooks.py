@@ -13,6 +13,7 @@ import itertools
 import logging
 import reprlib
 import types
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -254,18 +255,21 @@ def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> H
     return head
 
 
-def own_containers(head: Any) -> Iterator[Any]:
-    """What of ours holds the original in the chain below ``head``: rebinding must leave it alone."""
-    if isinstance(head, types.MethodType):
-        yield head
-        yield from own_containers(head.__self__)
-    elif isinstance(head, NativeLink):
-        yield head
-        yield from own_containers(head.run)
-    elif isinstance(head, types.FunctionType) and head.__module__ == __name__:
-        for cell in head.__closure__ or ():
-            yield cell
-            yield from own_containers(cell.cell_contents)
+#: Every link that anybody holds, by its id. A call in flight goes on with the chain that it began with, also
+#: when its hooks are gone and others have come.
+_links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def own_containers() -> Iterator[Any]:
+    """What of our chains holds originals: rebinding must leave it alone."""
+    for reference in _links.valuerefs():
+        link = reference()
+        yield from (link.__closure__ or ()) if type(link) is types.FunctionType else (link,)
+
+
+def _keep(link: Hook) -> Hook:
+    _links[id(link)] = link
+    return link
 
 
 def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:
@@ -273,7 +277,7 @@ def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:
     if advice.hook_type is HookType.REPLACE:
         return _awaited(hook) if awaits else hook
     if advice.hook_type is HookType.AROUND:
-        link: Hook = types.MethodType(hook, following)
+        link = _keep(types.MethodType(hook, following))
         return _awaited(link, hook) if awaits else link
     if advice.hook_type is HookType.NATIVE:
         return _native_link(hook, following, awaits)
@@ -291,7 +295,7 @@ def _before(advice: Advice, following: Hook) -> Hook:
             args, kwargs = _changed_arguments(changed, advice)
         return following(*args, **kwargs)
 
-    return before
+    return _keep(before)
 
 
 def _after(hook: Hook, following: Hook) -> Hook:
@@ -302,7 +306,7 @@ def _after(hook: Hook, following: Hook) -> Hook:
             return result
         return changed.value if isinstance(changed, Result) else changed
 
-    return after
+    return _keep(after)
 
 
 def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
@@ -315,6 +319,7 @@ def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
         def proceed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return following(*args, **kwargs) if kwargs else following(*args)
 
+        _keep(proceed)
     link = NativeLink(types.MethodType(hook, proceed))
     return _awaited(link, hook) if awaits else link
 
@@ -369,7 +374,7 @@ def _async_before(advice: Advice, following: Hook) -> Hook:
             args, kwargs = _changed_arguments(changed, advice)
         return await following(*args, **kwargs)
 
-    return before
+    return _keep(before)
 
 
 def _async_after(hook: Hook, following: Hook) -> Hook:
@@ -380,4 +385,4 @@ def _async_after(hook: Hook, following: Hook) -> Hook:
             return result
         return changed.value if isinstance(changed, Result) else changed
 
-    return after
+    return _keep(after)

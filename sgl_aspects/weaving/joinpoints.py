@@ -14,7 +14,7 @@ from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import MISSING, AttributeReference, current, is_class
 from sgl_aspects.weaving.descriptors import Rebuild, open_attribute
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
-from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first, own_containers
+from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
 
 logger = logging.getLogger("sgl_aspects")
@@ -174,8 +174,7 @@ class FunctionJoinPoint(JoinPoint):
 
     def own_containers(self) -> set[int]:
         held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
-        held += [*own_containers(self._head), *self.slot.own_containers()]
-        held += [self.woven, *self.woven.own_containers()]
+        held += [*self.slot.own_containers(), self.woven, *self.woven.own_containers()]
         if self._called is not self.inner and type(self._called) is types.FunctionType:
             held += [self._called.__dict__, *(self._called.__closure__ or ())]
         # A function holds nothing itself: its dictionary, closure and defaults do, and those are users'.

@@ -195,3 +195,24 @@ def test_c_code_that_imports_is_observed() -> None:
 
     with aspects.woven(aspects.observe("time:strptime")(Look)):
         assert time.strptime("2026", "%Y").tm_year == 2026
+
+
+@pytest.mark.parametrize("kind", [HookType.BEFORE, HookType.AROUND, HookType.NATIVE])
+def test_a_call_goes_on_with_the_hooks_that_it_began_with(engine: Any, kind: HookType) -> None:
+    """Its hook is removed meanwhile and another one woven: that one is for the next call."""
+    handles: list[aspects.Handle] = []
+
+    def change() -> bool:
+        handles.pop().remove()
+        handles.append(aspects.weave(around("engine:f", hooked)))
+        return False
+
+    hooks: dict[HookType, Any] = {
+        HookType.BEFORE: lambda x: change() or None,
+        HookType.AROUND: lambda original, x: change() or original(x),
+        HookType.NATIVE: lambda proceed, args, kwargs: change() or proceed(args, kwargs),
+    }
+    handles.append(aspects.weave(advice("engine:f", kind, hooks[kind])))
+    assert engine.f(1) == ("f", 1)
+    assert engine.f(2) == ("hooked", ("f", 2))
+    handles.pop().remove()
