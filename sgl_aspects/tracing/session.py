@@ -122,6 +122,8 @@ class TraceSession:
     def detach(self) -> None:
         """Takes the hooks off this process's functions: they are the original objects again."""
         global _current
+        if self._joins and isinstance(self.recorder, RingRecorder):
+            self.recorder.detaching()
         undo, self._undo = self._undo, []
         for step in reversed(undo):
             step()

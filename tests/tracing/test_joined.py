@@ -182,6 +182,27 @@ def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     assert joiner.unjoined == 0
 
 
+def test_what_ends_while_hooks_are_taken_off_says_that_it_may_lack_spans() -> None:
+    found: list[Any] = []
+    ended: list[int] = []
+    joiner: Any = Joiner(
+        Resource({}), found.append, on_request=lambda *request: ended.append(request[1].span_id)
+    )
+    caller = Writer("1")
+    for span_id, end_ns in (7, 20), (8, 30):
+        joiner.add(caller, RequestBegin(span_id, f"r{span_id}", 5, *TraceContext(0xABC), "chat m", {}))
+        joiner.add(caller, SpanEnd(REQUEST, span_id, span_id, 0, 5, end_ns))
+    joiner.detaching(25)
+    joiner.detaching(28)
+    joiner.finish()
+    assert {span.context.span_id: "sgl_aspects.detached" in span.attributes for span in found} == {
+        7: False,
+        8: True,
+    }
+    assert ended == [7]
+    assert [span.status.is_ok for span in found] == [True, True]
+
+
 def test_what_waits_in_vain_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a collector that is always behind, nothing has waited for too long."""
     monkeypatch.setattr(join, "_WAITING_RECORDS", 10)

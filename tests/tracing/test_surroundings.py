@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -288,6 +289,9 @@ def test_a_ring_has_ended_when_it_is_closed_though_somebody_still_holds_its_memo
     (path,) = tmp_path.glob("*.ring")
     with contextlib.closing(RingReader(path, read_only=True)) as ring:
         assert ring.is_alive()
+        assert ring.detaching_ns == 0
+        recorder.detaching()
+        assert 0 < ring.detaching_ns <= time.time_ns()
         recorder.close()
         assert not ring.is_alive()
     assert held is not None

@@ -35,7 +35,7 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
-from sgl_aspects.tracing.schema import ATTACHED_FLAG, BOOTSTRAP_ROOM
+from sgl_aspects.tracing.schema import ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_FLAG
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
@@ -94,6 +94,7 @@ class Joiner:
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._is_replaying = False
+        self._detaching_ns = math.inf
         self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
 
     def add(self, writer: Writer, record: Record) -> None:
@@ -118,6 +119,10 @@ class Joiner:
         for _ in range(3):
             self.match_waiting()
         self._is_replaying = False
+
+    def detaching(self, since_ns: int) -> None:
+        """Hooks are taken off a process: requests that end later may have some of their spans only."""
+        self._detaching_ns = min(self._detaching_ns, since_ns)
 
     def match_waiting(self, *, is_behind: bool = False) -> None:
         """After each reading of all files: try again what waits for records of another process.
@@ -301,7 +306,9 @@ class Joiner:
         # One of several answers to a request is not a request of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
         # Of one that was seen in part, because we came or went meanwhile, no figure is right.
-        in_part = ATTACHED_FLAG in attributes or (record.error == UNFINISHED and writer.was_let_go)
+        if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_let_go):
+            attributes[DETACHED_FLAG] = True
+        in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes
         if root.group is None and not in_part and not self._is_replaying and self._on_request is not None:
             self._on_request(begin, record, root.decode_ns)
         if record.span_id in self._undecided:

@@ -142,6 +142,9 @@ class Collector:
         for writer, record in self._reader.poll():
             self._measure(writer, record)
             self._joiner.add(writer, record)
+        for writer in self._reader.writers.values():
+            if began := writer.detaching_ns:
+                self._joiner.detaching(began)
         for writer in self._reader.take_ended():
             self._joiner.writer_gone(writer)
             if self._metrics is not None:

@@ -31,6 +31,7 @@ FEWEST_SLOTS = 1 << 8
 WORD_DEFINITIONS_END = 16  # the rest: written while the ring is in use, first by the writer
 WORD_DROPPED = 17
 WORD_CLOSED = 18
+WORD_DETACHING_NS = 19
 WORD_TAKEN = 24  # by the collector
 WORD_LEVEL = 32  # written by `sgl-aspects control`
 WORD_WANTED_LEVEL = 33

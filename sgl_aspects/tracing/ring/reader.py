@@ -66,8 +66,7 @@ class RingReader:
             raise DamagedError(f"{self.path} is not a ring of version {layout.VERSION}")
         self.process_id = words[layout.WORD_PROCESS_ID]
         self.started_ns = words[layout.WORD_STARTED_NS]
-        offset = struct.unpack("<q", struct.pack("<Q", words[layout.WORD_CLOCK_OFFSET_NS]))[0]
-        self._decoder = Decoder(self._read_definitions, offset)
+        self._decoder = Decoder(self._read_definitions, _signed(words[layout.WORD_CLOCK_OFFSET_NS]))
 
     def _first_taken(self) -> int:
         taken = self._header()[layout.WORD_TAKEN]
@@ -86,6 +85,13 @@ class RingReader:
     def dropped(self) -> int:
         """Records that the process had no room for."""
         return self._header()[layout.WORD_DROPPED]
+
+    @property
+    def detaching_ns(self) -> int:
+        """Since when hooks are being taken off its process, which goes on untraced; 0: they are not."""
+        words = self._header()
+        began = words[layout.WORD_DETACHING_NS]
+        return began and began + _signed(words[layout.WORD_CLOCK_OFFSET_NS])
 
     @property
     def was_let_go(self) -> bool:
@@ -226,6 +232,11 @@ class RingReader:
     def _read_definitions(self) -> bytes:
         end = min(self._header()[layout.WORD_DEFINITIONS_END], layout.DEFINITIONS_BYTES)
         return self._read(layout.HEADER_BYTES, end)
+
+
+def _signed(word: int) -> int:
+    number: int = struct.unpack("<q", struct.pack("<Q", word))[0]
+    return number
 
 
 def _whole(data: bytes, first: int) -> int:

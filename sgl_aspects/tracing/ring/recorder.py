@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -212,6 +213,12 @@ class RingRecorder:
 
     #: A ring is told of a span when it ends.
     enter = staticmethod(enter_span)
+
+    def detaching(self) -> None:
+        """From now on hooks are taken off: what ends later may have some of its spans only."""
+        with self._lock:
+            if self._file is not None:
+                self._file.words[layout.WORD_DETACHING_NS] = time.time_ns()
 
     def close(self, *, detaches: bool = False) -> None:
         """``detaches``: the process goes on untraced, so that what is open has not failed."""
