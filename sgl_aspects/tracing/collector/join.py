@@ -183,7 +183,9 @@ class Joiner:
                 self._see_request(owner, oldest, is_late=True)
 
     def _wait_for_root(self, since: float, writer: Writer, record: SpanEnd) -> None:
-        missing = next(each for each in (record.root_id, *record.links) if each not in self._roots)
+        # Of the links the latest: when that one has come, the earlier ones have, as a rule.
+        named = (record.root_id, *reversed(record.links))
+        missing = next(each for each in named if each not in self._roots)
         self._rootless.add(missing, since, writer, record)
         if self._rootless.count > _WAITING_RECORDS:
             for _, owner, oldest in self._rootless.take_first():
