@@ -143,6 +143,11 @@ def _check_new(place: AttributeReference) -> None:
 def _open_for_owner(place: AttributeReference) -> Opened:
     """An instance is given a method of its class, or a class one of its metaclass: bound to it."""
     raw, owner = place.raw, place.owner
+    if not is_class(owner) and place.name == "__call__":
+        raise HookError(
+            f"{place}: a call of an instance asks its class alone; hook the instance itself, or all of them "
+            f"with '{type(owner).__module__}:{type(owner).__qualname__}.__call__'"
+        )
     if is_a(raw, staticmethod):
         return _opened(place, raw.__func__, lambda woven: woven)
     if is_a(raw, classmethod):
