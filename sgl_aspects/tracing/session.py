@@ -169,15 +169,14 @@ class TraceSession:
     def leave(self) -> TraceSummary:
         """Closes the session as this process ends; processes that it started in the background record on."""
         self._release()
-        sealed = seal_run(self.run_folder)
         if self._collector is not None:
+            sealed = seal_run(self.run_folder)
             if sealed is None:
                 self._collector.abandon()
                 self._collector = None
             else:
                 self._collector.ask_to_end()
-        if sealed is not None:
-            os.close(sealed)
+                os.close(sealed)
         return self.close()
 
     def _release(self) -> None:

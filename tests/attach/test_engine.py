@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.attachable import attaching, finish, running
+from tests.support.attachable import attaching, attribute_names, finish, running, spans_in
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
@@ -28,20 +26,6 @@ if __name__ == "__main__":
 """
 
 
-def _spans(file: Path) -> list[dict[str, Any]]:
-    return [
-        span
-        for line in file.read_text().splitlines()
-        for resource in json.loads(line)["resourceSpans"]
-        for scope in resource["scopeSpans"]
-        for span in scope["spans"]
-    ]
-
-
-def _flags(span: dict[str, Any]) -> set[str]:
-    return {one["key"] for one in span.get("attributes", ())}
-
-
 def test_requests_under_way_are_marked_and_none_has_failed(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     source = _ENGINE.replace("MODEL", repr(str(tmp_path / "model")))
@@ -54,10 +38,12 @@ def test_requests_under_way_are_marked_and_none_has_failed(tmp_path: Path) -> No
         before = program.states.count("answered")
         wait_until(lambda: program.states.count("answered") > before + 1)
         assert set(program.states) == {"ready", "answered"}
-    spans = _spans(tmp_path / "spans.jsonl")
+    spans = spans_in(tmp_path / "spans.jsonl")
     requests = [span for span in spans if span["name"].startswith("text_completion")]
-    assert any("sgl_aspects.attached" in _flags(span) for span in requests)
-    assert any("sgl_aspects.detached" in _flags(span) for span in spans)
-    assert any(not _flags(span) & {"sgl_aspects.attached", "sgl_aspects.detached"} for span in requests)
+    assert any("sgl_aspects.attached" in attribute_names(span) for span in requests)
+    assert any("sgl_aspects.detached" in attribute_names(span) for span in spans)
+    assert any(
+        not attribute_names(span) & {"sgl_aspects.attached", "sgl_aspects.detached"} for span in requests
+    )
     assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
     assert {"scheduler.step", "decode"} <= {span["name"] for span in spans}

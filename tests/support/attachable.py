@@ -173,12 +173,20 @@ def _children(parent: int) -> list[int]:
     return [process.id for process in found if process is not None and process.parent == parent]
 
 
-def span_names(file: Path) -> list[str]:
-    spans: list[Any] = [
+def spans_in(file: Path) -> list[dict[str, Any]]:
+    """The spans of an OTLP-JSON file, as they stand there."""
+    return [
         span
         for line in file.read_text().splitlines()
         for resource in json.loads(line)["resourceSpans"]
         for scope in resource["scopeSpans"]
         for span in scope["spans"]
     ]
-    return [span["name"] for span in spans]
+
+
+def attribute_names(span: dict[str, Any]) -> set[str]:
+    return {one["key"] for one in span.get("attributes", ())}
+
+
+def span_names(file: Path) -> list[str]:
+    return [span["name"] for span in spans_in(file)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.attachable import attribute_names, spans_in
 from tests.support.engine_server import EngineServer
 from tests.support.stream_load import Load, Request, longest_gap, median_gap
 
@@ -48,7 +48,7 @@ class Round:
         """In each of the processes all hooks were woven, and the originals are back; the spans are whole."""
         assert "NOT" not in self.output, self.output
         assert len(re.findall(r": [1-9]\d* originals are back", self.output)) == processes, self.output
-        _assert_complete(_spans(self.file), self.woven_ns)
+        _assert_complete(spans_in(self.file), self.woven_ns)
 
 
 @dataclass
@@ -115,20 +115,6 @@ def _resident(session: int) -> int:
     return total >> 10
 
 
-def _spans(file: Path) -> list[dict[str, Any]]:
-    return [
-        span
-        for line in file.read_text().splitlines()
-        for resource in json.loads(line)["resourceSpans"]
-        for scope in resource["scopeSpans"]
-        for span in scope["spans"]
-    ]
-
-
-def _flags(span: dict[str, Any]) -> set[str]:
-    return {one["key"] for one in span.get("attributes", ())}
-
-
 def _assert_same_answers(found: list[Request]) -> None:
     assert [request for request in found if request.error or request.status != 200] == []
     answers: dict[str, set[str]] = {}
@@ -141,13 +127,13 @@ def _assert_complete(spans: list[dict[str, Any]], woven_ns: int) -> None:
     """Requests that began once all was woven, and ended, have every phase; none, of any kind, has failed."""
     assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
     requests = [span for span in spans if span["name"].startswith("text_completion")]
-    assert any("sgl_aspects.attached" in _flags(span) for span in requests), Counter(
-        (span["name"], *sorted(_flags(span))) for span in requests
+    assert any("sgl_aspects.attached" in attribute_names(span) for span in requests), Counter(
+        (span["name"], *sorted(attribute_names(span))) for span in requests
     )
     by_trace: dict[str, Counter[str]] = {}
     for span in spans:
         by_trace.setdefault(span["traceId"], Counter())[span["name"]] += 1
-    whole = [span for span in requests if not _flags(span) & _UNWHOLE]
+    whole = [span for span in requests if not attribute_names(span) & _UNWHOLE]
     after = [span for span in whole if int(span["startTimeUnixNano"]) > woven_ns]
     assert after
     for span in after:

@@ -225,3 +225,15 @@ def _attributes(values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
             if not key.startswith("gen_ai.latency.time_")
         )
     )
+
+
+def test_a_process_that_ends_leaves_nothing_in_its_folder(tmp_path: Path) -> None:
+    environment = {**os.environ, "SGL_ASPECTS_RECORDER": "sdk", "SGL_ASPECTS_TRACE": "1"}
+    program = (
+        "from sgl_aspects.tracing.session import attach_from_environment\nassert attach_from_environment()"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run(
+        [sys.executable, "-c", program], env={**environment, "PYTHONPATH": path}, cwd=tmp_path, check=True
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -122,9 +122,7 @@ class Pipeline:
         )
         self.offered = 0
         self._submitted = 0
-        self._room = (
-            0  # there was for so many more when it was last asked; by now there may be for others, too
-        )
+        self._room = 0  # how many more there was room for when it was last asked
         self._stuck_at = -1
 
     def offer(self, span: ReadableSpan) -> None:
