@@ -58,7 +58,7 @@ def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
         for engine in BUILT_IN
         if engine.name != "embedded"
     }
-    ours = {node.name for _, path in modules() for node in classes(path)}
+    ours = {name for _, path in modules() for name in classes(path)}
     faults = []
     for name, its_targets in targets.items():
         packages = {target.partition(".")[0] for target in its_targets} | {name}
@@ -71,9 +71,11 @@ def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
             relative = str(path.relative_to(ROOT))
             if relative.startswith((f"sgl_aspects/engines/{name}/", "sgl_aspects/engines/__init__")):
                 continue
+            if relative in PUBLIC_FILES or not found.search(path.read_text()):
+                continue
             for line, text in written(path):
                 kept = re.sub(rf"\b({'|'.join(PUBLIC_NAMES)})\b", "", text)
-                if found.search(kept) and relative not in PUBLIC_FILES:
+                if found.search(kept):
                     faults.append(f"{relative}:{line}: {text!r} is {name}'s")
     assert not faults, "\n".join(faults)
 

@@ -22,44 +22,54 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield relative.parts[0].removesuffix(".py"), path
 
 
-@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+def statements(path: Path) -> Iterator[ast.AST]:
+    """Every statement of a module, at any depth; expressions, most of a tree, are passed over."""
+    pending: list[ast.AST] = [tree_of(path)]
+    while pending:
+        node = pending.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            below = getattr(node, name, None)
+            if isinstance(below, list):
+                pending += below
+
+
+@cache
+def imported(path: Path) -> tuple[tuple[int, str], ...]:
     """Every module name that ``path`` imports anywhere, with its line."""
-    for node in ast.walk(tree_of(path)):
+    found = []
+    for node in statements(path):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return tuple(found)
 
 
-def written(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def written(path: Path) -> tuple[tuple[int, str], ...]:
     """Every name, attribute, import and text of a module, but for comments and docstrings."""
-    tree = tree_of(path)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield node.lineno, node.value
-        elif isinstance(node, ast.Name):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.lineno, node.attr
-    yield from imported(path)
-
-
-def classes(path: Path) -> Iterator[ast.ClassDef]:
+    found = []
+    docstrings = set()
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ClassDef):
-            yield node
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and id(node) not in docstrings:
+                found.append((node.lineno, node.value))
+        elif isinstance(node, ast.Name):
+            found.append((node.lineno, node.id))
+        elif isinstance(node, ast.Attribute):
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.body and isinstance(node.body[0], ast.Expr):
+                docstrings.add(id(node.body[0].value))
+    return (*found, *imported(path))
+
+
+def classes(path: Path) -> Iterator[str]:
+    """The name of every class of a module."""
+    return (node.name for node in statements(path) if isinstance(node, ast.ClassDef))
