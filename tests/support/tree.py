@@ -64,9 +64,12 @@ def written(path: Path) -> tuple[tuple[int, str], ...]:
             found.append((node.lineno, node.id))
         elif isinstance(node, ast.Attribute):
             found.append((node.lineno, node.attr))
-        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if node.body and isinstance(node.body[0], ast.Expr):
-                docstrings.add(id(node.body[0].value))
+        elif (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        ):
+            docstrings.add(id(node.body[0].value))
     return (*found, *imported(path))
 
 
