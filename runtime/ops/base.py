@@ -70,7 +70,7 @@ class Operator(nn.Module, metaclass=_Operators):
         self.overriding: Callable[..., Any] | None = None
         if self.can_be_overridden:
             registered = self.oot_forwards.get(key, {}).get(cls)
-            self.overriding = registered or getattr(cls, f"forward_{key}", None)
+            self.overriding = registered or _overriding_method(cls, f"forward_{key}")
 
     def prepare_weights(self) -> None:
         """Called once the weights are loaded. Where the platform overrides the layer: ``prepare_<key>``."""
@@ -84,6 +84,12 @@ class Operator(nn.Module, metaclass=_Operators):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._override()
+
+
+def _overriding_method(cls: type[Operator], name: str) -> Callable[..., Any] | None:
+    """None, too, where ``cls`` computes something else than its base class that has the method."""
+    owner = next(each for each in cls.__mro__ if name in vars(each) or "compute" in vars(each))
+    return getattr(cls, name) if name in vars(owner) else None
 
 
 def _override_all() -> None:
