@@ -83,7 +83,9 @@ def load_plugins_by_group(
     for plugin, distribution in _allowed(entry_points(group=group), excluded):
         try:
             found[plugin.name] = (plugin.load(), distribution)
-        except (Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             logger.exception("plugin %s failed; the others go on", HookSource(plugin.name, distribution))
     return found
 
@@ -209,12 +211,12 @@ def _run(plugin: EntryPoint, distribution: str | None) -> None:
     token = current_source.set(source)
     try:
         finish = plugin.load()()
-    except (MissingTargetError, Stop):
-        raise  # a hook that it marked as required has no target
+    except (MissingTargetError, Stop, KeyboardInterrupt):
+        raise  # a hook that it marked as required has no target, or somebody wants the process to end
     except ConfigError as error:
         # The user needs the setting's name, not the place that read it.
         logger.error("plugin %s failed; the others go on: %s", source, error)
-    except (Exception, SystemExit):
+    except BaseException:  # of asyncio, a test runner, or sys.exit: not the process's end
         logger.exception("plugin %s failed; the others go on", source)
     else:
         if distribution == _DISTRIBUTION and callable(finish):

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.generated import execute
+
+logger = logging.getLogger("sgl_aspects")
 
 #: ``(args, kwargs, result=None)`` → one thing of a whole call: its arguments as the caller wrote them, and
 #: its result, which on entry is None.
@@ -73,6 +76,11 @@ class Role:
     reads: Mapping[str, CallReader] = field(default_factory=dict)
     required: bool = False
 
+    def __post_init__(self) -> None:
+        given: Any = self.targets
+        if isinstance(given, str):  # which would be as many targets as it has letters
+            object.__setattr__(self, "targets", (given,))
+
     def reader(self, noun: str) -> CallReader:
         """Reads a noun from a call; None where the role does not have it or the call leaves it out."""
         if noun in self.reads:
@@ -106,6 +114,16 @@ class Engine:
     attributes: Mapping[str, str | AttributeReader] = field(default_factory=dict)
     observers: Callable[[Any], Iterable[Any]] | None = None
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (self.name, self.provider_name):
+            if not (isinstance(name, str) and name):
+                raise ConfigError(f"engine {self.name!r}: its names are texts, and {name!r} is not one")
+        if not isinstance(self.roles, Mapping):
+            raise ConfigError(f"engine {self.name!r}: roles = {self.roles!r}: write {{name: Role(...)}}")
+        for name, role in self.roles.items():
+            if not isinstance(role, Role):
+                raise ConfigError(f"engine {self.name!r}: role {name!r} is {role!r}: write Role((target,))")
 
     def outcome(self, reason: str) -> Outcome:
         """How a request ended, by the engine's own word for it: ``outcomes``, else the usual words."""
@@ -154,22 +172,36 @@ def platform_of(device: str) -> Any:
 def find_engines() -> tuple[Engine, ...]:
     """Every engine that has a room: the built-in ones, then those of installed packages, by name.
 
-    :raises ConfigError: an entry point does not name an :class:`Engine`, or names one that exists.
+    An entry point that fails, is not an :class:`Engine`, or takes an existing name is logged and left out.
     """
     from sgl_aspects.engines import BUILT_IN
 
     found = {engine.name: engine for engine in BUILT_IN}
     for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
-        engine = point.load()
-        where = f"entry point {point.name!r} of {GROUP} ({point.value})"
-        if not isinstance(engine, Engine):
-            raise ConfigError(f"{where} is a {type(engine).__name__}: name an Engine object")
-        if engine.name in found:
-            raise ConfigError(
-                f"{where}: there is an engine named {engine.name!r} already; choose another name"
-            )
-        found[engine.name] = engine
+        where = f"entry point {point.name!r} of {GROUP} ({point.value}, {_distribution(point)})"
+        try:
+            engine = point.load()
+            _check(engine, found)
+        except KeyboardInterrupt:
+            raise
+        except ConfigError as error:
+            logger.error("%s is left out; the other engines are traced: %s", where, error)
+        except BaseException:  # whatever a package raises, the others' engines are traced
+            logger.exception("%s failed; the other engines are traced", where)
+        else:
+            found[engine.name] = engine
     return tuple(found.values())
+
+
+def _check(engine: Any, found: Mapping[str, Engine]) -> None:
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"it is {engine!r} ({type(engine).__name__}): name an Engine object")
+    if engine.name in found:
+        raise ConfigError(f"there is an engine named {engine.name!r} already: choose another name")
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown distribution"
 
 
 _SOURCE = """

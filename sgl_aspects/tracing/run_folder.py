@@ -203,7 +203,10 @@ class CollectorProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._report < 0 or self._is_ending(0)
+        if self._report >= 0:
+            return self._is_ending(0)
+        state = collector_state(self._folder)
+        return state is None or not state.is_alive
 
     def ask_to_end(self) -> None:
         """The run ends now, even if some of its processes live on."""
@@ -214,9 +217,12 @@ class CollectorProcess:
         """Its report once it has ended; None where it needs longer or ended without one."""
         if self._report < 0 or not self._is_ending(seconds):
             return None
-        with open(self._report, encoding="utf-8") as report:
-            self._report = -1
-            return report.read() or None
+        descriptor, self._report = self._report, -1
+        try:
+            with open(descriptor, encoding="utf-8") as report:
+                return report.read() or None
+        except OSError:  # a daemon closes all descriptors
+            return None
 
     def abandon(self) -> None:
         """Leaves it to end by itself; this process no longer waits for it."""
@@ -239,5 +245,6 @@ def _collector_environment(settings: TraceSettings, environment: Mapping[str, st
     values["SGL_ASPECTS_TRACE"] = "off"
     root = str(Path(sgl_aspects.__file__).parent.parent)
     values["PYTHONPATH"] = os.pathsep.join(filter(None, [values.get("PYTHONPATH"), root]))
+    values.pop(env.spelled("SGL_ASPECTS_RUN", values), None)  # plugins are for the engine's processes
     values["PYTHONSAFEPATH"] = "1"
     return values

@@ -121,6 +121,16 @@ def test_without_run_nothing_is_hooked(site: Path) -> None:
     assert {line.split()[1] for line in done.stdout.splitlines()} == {"1"}
 
 
+def test_plugins_run_in_the_program_and_not_in_the_collector(site: Path) -> None:
+    """One that closes every descriptor, or ends its process, would end the collector as well."""
+    (site / "victim_hooks.py").write_text("def activate(): open('activated', 'a').write('x')")
+    done = sgl_aspects_run(
+        site, sys.executable, "-c", "import victim; victim.f(1)", options=("--file", "spans")
+    )
+    assert done.returncode == 0, done.stderr
+    assert (site / "activated").read_text() == "x"
+
+
 def test_another_sitecustomize_still_runs(site: Path) -> None:
     (site / "sitecustomize.py").write_text("import builtins\nbuiltins.customised = __file__\n")
     code = "import sys, victim, sitecustomize; print(customised, sitecustomize.__file__, victim.f(1))"

@@ -47,6 +47,48 @@ def test_a_required_role_that_is_missing_is_one_error_as_the_engine_starts(
         assert part in error
 
 
+HARE = "from sgl_aspects.engines import Engine, Role\n"
+
+
+@pytest.mark.parametrize(
+    ("room", "part"),
+    [
+        ("import a_module_that_is_not_there", "a_module_that_is_not_there"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
+        ("ENGINE = 5", "it is 5 (int): name an Engine object"),
+        (HARE + "ENGINE = Engine('sglang', 'hare', {})", "already: choose another name"),
+        (HARE + "ENGINE = Engine('hare', None, {})", "None is not one"),
+        (HARE + "ENGINE = Engine('hare', 'hare', {'run_batch': None})", "role 'run_batch' is None"),
+        (HARE + "ENGINE = Engine('hare', 'hare', {'run_batch': Role(('no target',))})", "no target"),
+        (HARE + "ENGINE = Engine('hare', 'hare', {}, observers=lambda trackers: 1 / 0)", "ZeroDivision"),
+    ],
+)
+def test_a_room_that_fails_is_told_and_the_others_are_traced(
+    stand_in: StandIn, caplog: pytest.LogCaptureFixture, room: str, part: str
+) -> None:
+    stand_in.write("other.py", "def step(): return 7\n")
+    stand_in.write("hare_room.py", room)
+    stand_in.write(
+        "tame_room.py", HARE + "ENGINE = Engine('tame', 'tame', {'run_batch': Role('other:step')})"
+    )
+    for name in ("hare", "tame"):
+        info = stand_in.folder / f"{name}_room-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-room\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[sgl_aspects.engines]\n{name} = {name}_room:ENGINE\n")
+    step = stand_in.load("other").step
+    undo = observers.weave_observers(Memory())
+    is_traced = stand_in.load("other").step is not step
+    for take_off in reversed(undo):
+        take_off()
+    assert is_traced
+    assert stand_in.load("other").step is step
+    (error,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "hare" in error.getMessage()
+    assert part in caplog.text
+
+
 @pytest.mark.parametrize(
     ("reason", "outcome", "problem"),
     [

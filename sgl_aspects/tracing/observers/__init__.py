@@ -50,21 +50,37 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
     bridge_opentelemetry()
     all_trackers: list[Trackers] = []
     for engine in find_engines():
-        trackers = Trackers.of(engine, recorder, options)
-        all_trackers.append(trackers)
-        undo.append(add_source(trackers.steps.current_span))
-        worker = WorkerObserver(trackers)
-        woven = WovenLevels(engine, [*_observations(trackers), *worker.observations()])
-        undo.append(worker.flush)
-        undo.append(woven.remove)
-        undo.append(trackers.steps.flush)
-        trackers.steps.on_level = woven.set_level
-        woven.set_level(recorder.level)
+        own: list[Callable[[], None]] = []
+        try:
+            all_trackers.append(_weave_engine(engine, recorder, options, own))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a room may be anybody's
+            logger.exception(
+                "the room of the engine %s failed: it is not traced, the others are", engine.name
+            )
+            for step in reversed(own):
+                step()
+        else:
+            undo += own
     by_http = [trackers for trackers in all_trackers if not _is_called(trackers.engine)]
     exchanges = ExchangeObserver(by_http, options).observations()
     undo.append(aspects.weave(*_advices(HTTP_ROLES, exchanges)).remove)
     undo += _trace_declared(recorder, all_trackers)
     return undo
+
+
+def _weave_engine(
+    engine: Engine, recorder: Recorder, options: TraceOptions, undo: list[Callable[[], None]]
+) -> Trackers:
+    trackers = Trackers.of(engine, recorder, options)
+    undo.append(add_source(trackers.steps.current_span))
+    worker = WorkerObserver(trackers)
+    woven = WovenLevels(engine, [*_observations(trackers), *worker.observations()])
+    undo += [worker.flush, woven.remove, trackers.steps.flush]
+    trackers.steps.on_level = woven.set_level
+    woven.set_level(recorder.level)
+    return trackers
 
 
 class WovenLevels:
