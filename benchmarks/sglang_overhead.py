@@ -51,12 +51,57 @@ STEP = "sglang.srt.managers.scheduler:Scheduler.process_batch_result"
 ROUNDS = 3
 
 
-class Traced:
+class Load:
+    """Requests to a server of which only the steps count."""
+
+    def __init__(self, server: Server, tokens: int = TOKENS, few_tokens: int = FEW_TOKENS) -> None:
+        self.server, self._tokens, self._few_tokens = server, tokens, few_tokens
+
+    @contextmanager
+    def at_work(self, size: int) -> Iterator[None]:
+        """The server makes step after step, for this number of requests at a time."""
+        is_over = threading.Event()
+
+        def ask() -> None:
+            step_aside()  # of Linux' threads each has its own priority
+            while not is_over.is_set():
+                for _ in self._answer(size, self._tokens):
+                    if is_over.is_set():
+                        break
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            asking.join()
+
+    def requests(self, size: int) -> Generator[float, None, None]:
+        """The seconds of a step in a whole batch."""
+        while True:
+            start = time.perf_counter()
+            list(self._answer(size, self._few_tokens))
+            yield (time.perf_counter() - start) / self._few_tokens
+
+    def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
+        body = {
+            "text": [f"the quick brown fox {number}" for number in range(size)],
+            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
+            "stream": True,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
+        connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
+        yield from connection.getresponse()
+        connection.close()
+
+
+class Traced(Load):
     """A traced server, and what switches tracing on and off in it. ``steps``: the seconds of each."""
 
-    def __init__(self, server: Server, switch: Switch, steps: StepTimes) -> None:
-        self.server, self.steps, self._switch = server, steps, switch
-        self.tokens, self.few_tokens = TOKENS, FEW_TOKENS
+    def __init__(self, server: Server, switch: Switch, steps: StepTimes, *tokens: int) -> None:
+        super().__init__(server, *tokens)
+        self.steps, self._switch = steps, switch
         (first,) = (ring for run in runs() for ring in run.glob(f"{server.process.pid}-*.ring"))
         self._rings = list(first.parent.glob("*.ring"))
         (self._collector,) = _collectors(first.parent)
@@ -74,44 +119,6 @@ class Traced:
 
     def collect(self, is_on: bool) -> None:
         os.kill(self._collector, signal.SIGCONT if is_on else signal.SIGSTOP)
-
-    @contextmanager
-    def at_work(self, size: int) -> Iterator[None]:
-        """The server makes step after step, for this number of requests at a time."""
-        is_over = threading.Event()
-
-        def ask() -> None:
-            step_aside()  # of Linux' threads each has its own priority
-            while not is_over.is_set():
-                for _ in self._answer(size, self.tokens):
-                    if is_over.is_set():
-                        break
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            asking.join()
-
-    def requests(self, size: int) -> Generator[float, None, None]:
-        """The seconds of a step in a whole batch."""
-        while True:
-            start = time.perf_counter()
-            list(self._answer(size, self.few_tokens))
-            yield (time.perf_counter() - start) / self.few_tokens
-
-    def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
-        body = {
-            "text": [f"the quick brown fox {number}" for number in range(size)],
-            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
-            "stream": True,
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
-        connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
-        yield from connection.getresponse()
-        connection.close()
 
 
 def _collectors(run: Path) -> Iterator[int]:
@@ -148,9 +155,8 @@ def traced_server(given: str | None, device: Device | None = None) -> Iterator[T
         traces = ("--otlp-traces-endpoint", f"{url}/sglangs/v1/traces")
         sglang_server.SWITCHES = (*sglang_server.SWITCHES, "--enable-trace", *traces)
         with serve(model, folder / "log", environment=environment) as server:
-            traced = Traced(server, switch, steps)
-            if device is not None:
-                traced.tokens, traced.few_tokens = device.tokens, device.few_tokens
+            tokens = () if device is None else (device.tokens, device.few_tokens)
+            traced = Traced(server, switch, steps, *tokens)
             try:
                 yield traced
             finally:
