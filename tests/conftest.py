@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import os
 import signal
 import sys
+import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -67,15 +69,28 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Rebinding looks through the heap: in a run of all tests that holds all of torch, each time."""
+    """Rebinding looks through the heap and all modules, which in a run of all tests include torch."""
     if not request.module.__name__.startswith("tests.weaving."):
         yield
         return
+    sizes = collections.Counter(name.partition(".")[0] for name in sys.modules)
+    large = {name for name in sizes if sizes[name] > 60 and name not in ("tests", "sgl_aspects")}
+
+    class Modules:
+        """`sys.modules`, whose values are those of small packages."""
+
+        get = sys.modules.get
+
+        def values(self) -> list[types.ModuleType]:
+            names = list(sys.modules)
+            return [sys.modules[name] for name in names if name.partition(".")[0] not in large]
+
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         for module in ("rebinding", "replacements"):
             patch.setattr(f"sgl_aspects.weaving.{module}.unfrozen", contextlib.nullcontext)
+            patch.setattr(f"sgl_aspects.weaving.{module}.sys", types.SimpleNamespace(modules=Modules()))
         yield
     gc.unfreeze()
 
