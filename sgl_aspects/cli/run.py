@@ -70,14 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _begin_file(environment: dict[str, str]) -> None:
-    """Empty the file of traces, to which every program that the command starts will append."""
+    """Empty the files of traces, to which every program that the command starts will append."""
     from sgl_aspects.tracing.settings import BEGUN, TraceSettings
 
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
-    if settings.level and settings.file and "otlp-json-file" in settings.exporters and not settings.appends:
-        Path(settings.file).write_bytes(b"")
-        environment[env.spelled(BEGUN, environment)] = settings.file
+    if settings.level:
+        for path in settings.written():
+            if path not in settings.begun:
+                Path(path).write_bytes(b"")
+        environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -113,6 +115,8 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
     environment = env.shortened(given)
     environment.pop(_RUN, None)  # even where a traced program asks for it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or level
+    perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
+    environment[perfetto] = os.path.abspath(environment.get(perfetto) or "trace.json")
     chosen = []
     if arguments.endpoint:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint

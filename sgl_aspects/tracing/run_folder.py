@@ -185,15 +185,20 @@ class CollectorProcess:
                 start_new_session=True,  # Ctrl-C is for the engine
                 check=True,
             )
-            digits = b""
-            while not digits.endswith(b"\n"):
-                digits += os.read(self._report, 1)
-            self._process_id = int(digits)
-        except BaseException:
+        except BaseException as error:
             os.close(self._report)
+            if isinstance(error, (OSError, subprocess.SubprocessError)):
+                raise ConfigError(f"the trace collector cannot be started: {error}") from error
             raise
         finally:
-            os.close(report_writer)
+            os.close(report_writer)  # without it the pipe ends with the collector
+        digits = b""
+        while not digits.endswith(b"\n"):
+            if not (digit := os.read(self._report, 1)):
+                os.close(self._report)
+                raise ConfigError("the trace collector cannot be started: no process may be forked any more")
+            digits += digit
+        self._process_id = int(digits)
 
     @property
     def process_id(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.summary import TraceSummary
+from sgl_aspects.tracing.export.prometheus_port import require_port
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
@@ -93,9 +94,7 @@ class TraceSession:
         else:
             has_metrics = bool(settings.metric_exporters)
             if has_metrics:
-                from sgl_aspects.tracing.export.prometheus_port import require_port
-
-                require_port(settings)
+                self.settings = settings = _without_taken_port(settings)
             self.run_folder = make_run_folder()
             self._hold = hold_run(self.run_folder)
             self.recorder = ring = RingRecorder(self.run_folder, settings.level, sample)
@@ -103,6 +102,7 @@ class TraceSession:
                 ring.open()
                 self._collector = CollectorProcess(self.run_folder, settings, environment)
             except BaseException:
+                self._release()
                 self.recorder.close()
                 remove_run_folder(self.run_folder)
                 raise
@@ -207,6 +207,17 @@ class TraceSession:
                 os.environ[name] = value
 
 
+def _without_taken_port(settings: TraceSettings) -> TraceSettings:
+    """Another program of the same command may serve its metrics there: this one's traces go on."""
+    try:
+        require_port(settings)
+    except ConfigError as error:
+        logger.error("%s; this program's traces are recorded all the same", error)
+        left = tuple(name for name in settings.metric_exporters if name != "prometheus")
+        return replace(settings, metric_exporters=left)
+    return settings
+
+
 def _options(settings: TraceSettings, measures: bool, attached: bool = False) -> TraceOptions:
     asks_parent, takes_context = settings.sampler.asks_parent, settings.takes_context
     return TraceOptions(asks_parent, measures, settings.content, takes_context, attached)
@@ -242,6 +253,8 @@ def attach(
         service_name=service_name,
         prometheus=prometheus,
     )
+    if settings.level:
+        require_port(settings)
     return _start(settings, environment)
 
 

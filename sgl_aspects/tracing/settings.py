@@ -65,7 +65,7 @@ RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
-#: The file that `sgl-aspects run` has begun.
+#: The files that `sgl-aspects run` has begun, one a line.
 BEGUN = "SGL_ASPECTS_TRACE_BEGUN"
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
@@ -106,8 +106,8 @@ class TraceSettings:
     endpoint: str | None = None
     metrics_endpoint: str | None = None
     file: str | None = None
-    #: Whether the file was begun by `sgl-aspects run`, for every program that it runs.
-    appends: bool = False
+    #: Files that `sgl-aspects run` has begun, for every program that it runs.
+    begun: tuple[str, ...] = ()
     perfetto_file: str = "trace.json"
     service_name: str | None = None
     flush_seconds: int = 3
@@ -146,7 +146,7 @@ class TraceSettings:
             endpoint=endpoint,
             metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,
-            appends=file is not None and file == env.text(BEGUN),
+            begun=tuple((env.text(BEGUN) or "").splitlines()),
             perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
@@ -192,7 +192,6 @@ class TraceSettings:
             or endpoint
             or self.metrics_endpoint,
             file=file or self.file,
-            appends=self.appends and (file or self.file) == self.file,
             service_name=service_name or self.service_name,
             run_folder=None,
         ).checked()
@@ -234,6 +233,11 @@ class TraceSettings:
             _require(self.protocol, f"OTLP over {self.protocol}")
             check_otlp("TRACES", self.protocol, self.endpoint)
         return replace(self, exporters=exporters, metric_exporters=metric_exporters)
+
+    def written(self) -> tuple[str, ...]:
+        """The files that the exporters of spans write."""
+        files = {"otlp-json-file": self.file or "", "perfetto": self.perfetto_file}
+        return tuple(path for name, path in files.items() if name in self.exporters)
 
     def prints(self) -> bool:
         """Whether an exporter may write to standard output: the console's, and those that are not ours."""

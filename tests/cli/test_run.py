@@ -13,6 +13,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach
+from tests.support.processes import free_port
 
 PROGRAM = """
 import multiprocessing, os, subprocess, sys
@@ -357,15 +358,32 @@ def test_what_a_launcher_leaves_in_the_background_is_traced_to_its_end(tmp_path:
     assert file.read_text().count('"name":"work"') == 100
 
 
-def test_programs_of_one_command_share_its_file(tmp_path: Path) -> None:
+def test_programs_of_one_command_share_its_files(tmp_path: Path) -> None:
     """At the same time and one after the other; what stood there before is gone."""
     (tmp_path / "records.py").write_text(RECORDS)
-    file = tmp_path / "spans.jsonl"
-    file.write_text("of the last time")
+    file, timeline = tmp_path / "spans.jsonl", tmp_path / "trace.json"
+    for path in (file, timeline):
+        path.write_text("of the last time")
     one = f"{sys.executable} records.py 10"
     done = sgl_aspects_run(
-        tmp_path, "sh", "-c", f"{one} & {one} & wait; {one}", options=("--file", str(file))
+        tmp_path,
+        *("sh", "-c", f"{one} & {one} & wait; {one}"),
+        options=("--level", "1"),
+        OTEL_TRACES_EXPORTER="otlp-json-file,perfetto",
+        SGL_ASPECTS_TRACE_FILE=str(file),
     )
     assert done.returncode == 0, done.stderr
     assert all(json.loads(line) for line in file.read_text().splitlines())
     assert file.read_text().count('"name":"work"') == 30
+    events = json.loads(timeline.read_text())
+    assert sum(event["name"] == "work" for event in events if event["ph"] == "X") == 30
+
+
+def test_a_second_program_is_traced_though_the_first_has_the_port_for_metrics(tmp_path: Path) -> None:
+    (tmp_path / "records.py").write_text(RECORDS)
+    one, file = f"{sys.executable} records.py 50", tmp_path / "spans.jsonl"
+    options = ("--file", str(file), "--prometheus", str(free_port()))
+    done = sgl_aspects_run(tmp_path, "sh", "-c", f"{one} & {one}; wait", options=options)
+    assert done.returncode == 0, done.stderr
+    assert file.read_text().count('"name":"work"') == 100
+    assert done.stderr.count("cannot be used") == 1

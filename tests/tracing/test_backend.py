@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -36,6 +37,53 @@ def test_who_waits_for_the_end_is_told_why(capfd: pytest.CaptureFixture[str]) ->
     said = capfd.readouterr().err
     assert "slow: sending the last spans takes long; given up when none is delivered for 5 s" in said
     assert pipeline.exported == 1
+
+
+EXPORTER = """
+import sys, time
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+class Exporter(SpanExporter):
+    def __init__(self): {init}
+    def export(self, spans): {export}
+    def shutdown(self): {shutdown}
+"""
+DELIVERS = "return SpanExportResult.SUCCESS"
+
+
+@pytest.mark.parametrize(
+    ("init", "export", "shutdown", "delivered", "part"),
+    [
+        ("sys.exit(3)", DELIVERS, "pass", 0, "SystemExit: 3; the other exporters go on"),
+        ("1 / 0", DELIVERS, "pass", 0, "ZeroDivisionError"),
+        ("pass", "raise GeneratorExit", "pass", 0, "RuntimeError: GeneratorExit"),
+        ("pass", "return None", "pass", 0, "NOT delivered"),
+        ("pass", DELIVERS, "1 / 0", 1, "ZeroDivisionError"),
+    ],
+)
+def test_a_package_s_exporter_that_fails_costs_the_others_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    init: str,
+    export: str,
+    shutdown: str,
+    delivered: int,
+    part: str,
+) -> None:
+    (tmp_path / "theirs.py").write_text(EXPORTER.format(init=init, export=export, shutdown=shutdown))
+    info = tmp_path / "theirs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[opentelemetry_traces_exporter]\ntheirs=theirs:Exporter\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with attach(exporters=["otlp-json-file", "theirs"], file=str(tmp_path / "spans")) as session:
+        begin(session, "r1")()
+    said = capfd.readouterr().err
+    assert session.summary is not None
+    assert session.summary.exported == {"otlp-json-file": 1, "theirs": delivered}
+    assert part in said
+    assert "Traceback" not in said
 
 
 def test_a_slow_exporter_is_waited_for_as_long_as_it_delivers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,18 +89,6 @@ def test_a_timeline_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert {(event["pid"], event["tid"]) for event in spans.values()} <= named
 
 
-def test_a_timeline_that_was_cut_short_misses_its_bracket_only(tmp_path: Path) -> None:
-    from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
-
-    exporter = ChromeTraceExporter(str(tmp_path / "trace.json"))
-    exporter.export([])
-    assert json.loads((tmp_path / "trace.json").read_text() + "]") == []
-    exporter.shutdown()
-    again = ChromeTraceExporter(str(tmp_path / "trace.json"))
-    again.shutdown()
-    assert json.loads((tmp_path / "trace.json").read_text()) == []
-
-
 def test_a_process_that_writes_while_it_is_looked_at(tmp_path: Path) -> None:
     """The ring goes round several times: what is shown is whole, in order, and of the last records."""
     writer = spawn.Process(target=workers.record_for_ever, args=(str(tmp_path),))

@@ -176,6 +176,17 @@ def test_where_no_folder_can_be_made_attaching_says_so(
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="needs a folder that not even root can write")
+def test_where_no_collector_can_be_forked_attaching_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keeper ends without having started it."""
+    (tmp_path / "keeper.py").write_text("")
+    monkeypatch.setattr(run_folder, "_KEEPER", str(tmp_path / "keeper.py"))
+    with pytest.raises(ConfigError, match="collector cannot be started"):
+        attach(file=str(tmp_path / "spans"))
+    assert current() is None
+
+
 def test_an_engine_whose_run_folder_cannot_be_written_runs_untraced(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     script = f"""

@@ -19,7 +19,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -32,7 +34,7 @@ from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.export.failures import quiet_exporters, tell
 from sgl_aspects.tracing.export.metric_readers import make_reader
-from sgl_aspects.tracing.export.span_exporters import close_all, make_pipeline
+from sgl_aspects.tracing.export.span_exporters import NoExporter, Pipeline, close_all, make_pipeline
 from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets, without_secrets
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring.reader import RingReader
@@ -44,6 +46,8 @@ from sgl_aspects.tracing.run_folder import (
     use_collector_settings,
 )
 from sgl_aspects.tracing.settings import TraceSettings
+
+_Made = TypeVar("_Made")
 
 POLL_SECONDS = 0.2
 # After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.
@@ -64,10 +68,21 @@ class Collector:
         self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
         self._end_by: float | None = None
         self._sealed: int | None = None
-        appends = is_restarted or settings.appends
-        self._pipelines = [make_pipeline(name, settings, append=appends) for name in settings.exporters]
+        faults: list[ConfigError] = []
+        self._pipelines = [
+            _unless_faulty(partial(make_pipeline, name, settings, append=is_restarted), faults)
+            or Pipeline(name, NoExporter())
+            for name in settings.exporters
+        ]
         resource = engine_resource()
-        readers = [make_reader(name, settings) for name in settings.metric_exporters]
+        made = [
+            _unless_faulty(partial(make_reader, one, settings), faults) for one in settings.metric_exporters
+        ]
+        readers = [reader for reader in made if reader is not None]
+        if faults and len(faults) == len(self._pipelines) + len(made):
+            raise faults[0]
+        for fault in faults:
+            tell(f"{fault}; the other exporters go on")
         self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
         self._joiner = Joiner(
             resource,
@@ -163,6 +178,22 @@ class Collector:
             self._metrics.engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
 
 
+def _unless_faulty(make: Callable[[], _Made], faults: list[ConfigError]) -> _Made | None:
+    """What ``make`` makes; None where it raises, and the fault is noted: it costs the others nothing."""
+    try:
+        return make()
+    except ConfigError as error:
+        faults.append(ConfigError(without_secrets(str(error), secrets())))
+    except Exception as error:  # noqa: BLE001  # whatever an exporter raises
+        faults.append(_refused(error))
+    return None
+
+
+def _refused(error: Exception) -> ConfigError:
+    text = without_secrets(f"{type(error).__name__}: {error}", secrets())
+    return ConfigError(f"OpenTelemetry refuses its settings ({text})")
+
+
 def _tail_choice(settings: TraceSettings) -> TailChoice | None:
     """None where nothing is to be exported at all."""
     if settings.sampler.ratio == 0:
@@ -238,8 +269,7 @@ def _start(folder: str, settings: TraceSettings, is_restarted: bool) -> Collecto
     except ConfigError:
         raise
     except Exception as error:
-        text = without_secrets(f"{type(error).__name__}: {error}", secrets())
-        raise ConfigError(f"OpenTelemetry refuses its settings ({text})") from error
+        raise _refused(error) from error
 
 
 def main(arguments: Sequence[str]) -> int:

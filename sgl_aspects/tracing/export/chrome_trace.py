@@ -7,11 +7,11 @@ a track of its own; batch, queue and KV cache are counters.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanContext
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import root_of_trace_id
+from sgl_aspects.tracing.export.shared_file import SharedFile
 
 _STEP = schema.STEP.name
 _OF_REQUESTS = ("tokenize", "queue", "prefill", "decode", "detokenize")
@@ -44,34 +45,47 @@ _COUNTERS = {
 _WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
 # Cap on requests that keep their tracks, since they may still send spans.
 _MOST_TRACKS = 1 << 16
+# After the last event.
+_END = b"\n]\n"
 _FLOW_IDS = (1 << 63) - 1
 # Beyond any process's own number.
 _OTHER_HOST = 1 << 22
 
 
 class ChromeTraceExporter(SpanExporter):
-    """Writes ``path`` event by event: it can be opened at any time, the closing bracket may be missing.
+    """Adds to the array that ``path`` holds, which is whole after each export.
 
+    ``append``: goes on with what is there; other collectors may do so at the same time.
     Raises ``OSError`` at once where the file cannot be written.
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
-        is_new = not append or not Path(path).exists()
-        self._file = Path(path).open("w" if is_new else "a", encoding="utf-8")  # noqa: SIM115 (open as long as it)
-        if is_new:
-            self._file.write("[")
+        self._file = SharedFile(path, append=append)
+        if not self._file.is_regular:
+            raise OSError(errno.ESPIPE, "it is not a regular file, whose end can be replaced")
         self._timeline = Timeline()
-        self._separator = "\n" if is_new else ",\n"
+        self._add([])
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        for event in self._timeline.events_of(spans):
-            self._file.write(self._separator + json.dumps(event, separators=(",", ":")))
-            self._separator = ",\n"
-        self._file.flush()
+        if self._file.is_closed:  # the time for the last flush was over
+            return SpanExportResult.FAILURE
+        self._add([json.dumps(event, separators=(",", ":")) for event in self._timeline.events_of(spans)])
         return SpanExportResult.SUCCESS
 
+    def _add(self, events: list[str]) -> None:
+        with self._file.locked() as size:
+            tail = self._file.read(4, max(0, size - 4))
+            end = size - len(_END) if tail.endswith(_END) else size
+            begin = "" if size else "["
+            separator = "\n" if tail in (b"", b"[" + _END) else ",\n"
+            try:
+                text = begin + (separator if events else "") + ",\n".join(events)
+                self._file.write(text.encode() + _END, end)
+            except OSError:
+                self._file.write(_END if size else b"", end)
+                raise
+
     def shutdown(self) -> None:
-        self._file.write("\n]\n")
         self._file.close()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:

@@ -23,7 +23,6 @@ from sgl_aspects import __version__
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.metrics import EngineMetrics
 from sgl_aspects.tracing.export.prometheus_port import port_problem
-from sgl_aspects.tracing.settings import installed_exporter
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.settings import TraceSettings
@@ -60,10 +59,9 @@ def make_reader(name: str, settings: TraceSettings) -> MetricReader:
     if name == "console":
         exporter = ConsoleMetricExporter(out=sys.stdout)
     elif name != "otlp":
-        registered = installed_exporter("metrics", name)
-        if registered is None:
-            raise ConfigError(f"OTEL_METRICS_EXPORTER names {name!r}, which is not installed any more")
-        made = registered.load()()
+        from sgl_aspects.tracing.export.registered import make_registered
+
+        made = make_registered("metrics", name, ("shutdown",))
         if isinstance(made, MetricReader):
             return made
         exporter = made

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from sgl_aspects.tracing.export.shared_file import SharedFile
 
 _IDS = ("traceId", "spanId", "parentSpanId")
 
@@ -23,16 +24,14 @@ class OtlpJsonFileExporter(SpanExporter):
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
-        if not append:
-            Path(path).write_bytes(b"")
-        # Two collectors may write to one file: what is appended with one system call stays together.
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (open as long as the exporter)
+        self._file = SharedFile(path, append=append)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if self._file.closed:  # the time for the last flush was over
+        if self._file.is_closed:  # the time for the last flush was over
             return SpanExportResult.FAILURE
-        self._file.write(json.dumps(to_json(spans), separators=(",", ":")) + "\n")
-        self._file.flush()
+        line = json.dumps(to_json(spans), separators=(",", ":")) + "\n"
+        with self._file.locked() as size:
+            self._file.write(line.encode(), size)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:

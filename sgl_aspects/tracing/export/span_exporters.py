@@ -5,6 +5,7 @@ Each exporter has a pipeline of its own, so one that is down costs the others no
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -21,7 +22,9 @@ from opentelemetry.sdk.trace.export import (
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.failures import tell
 from sgl_aspects.tracing.export.variables import BatchSettings
-from sgl_aspects.tracing.settings import TraceSettings, installed_exporter
+from sgl_aspects.tracing.settings import TraceSettings
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 2.0
 # Who waits for the end of a run is told why after so long.
@@ -48,6 +51,7 @@ def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
         from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
 
         try:
+            append = append or settings.file in settings.begun
             return OtlpJsonFileExporter(settings.file or "", append=append)
         except OSError as error:
             raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={settings.file!r}: {error.strerror}") from error
@@ -55,16 +59,25 @@ def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
         from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 
         try:
+            append = append or settings.perfetto_file in settings.begun
             return ChromeTraceExporter(settings.perfetto_file, append=append)
         except OSError as error:
             raise ConfigError(
                 f"SGL_ASPECTS_TRACE_PERFETTO_FILE={settings.perfetto_file!r}: {error.strerror}"
             ) from error
-    registered = installed_exporter("traces", name)
-    if registered is None:
-        raise ConfigError(f"OTEL_TRACES_EXPORTER names {name!r}, which is not installed any more")
-    exporter: SpanExporter = registered.load()()
+    from sgl_aspects.tracing.export.registered import make_registered
+
+    exporter: SpanExporter = make_registered("traces", name, ("export", "shutdown"))
     return exporter
+
+
+class NoExporter(SpanExporter):
+    """In the place of one that could not be made: it delivers nothing."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None: ...
 
 
 class CountingExporter(SpanExporter):
@@ -85,6 +98,10 @@ class CountingExporter(SpanExporter):
         result = SpanExportResult.FAILURE
         try:
             result = self.inner.export(spans)
+        except Exception:
+            raise
+        except BaseException as error:  # it would end the thread that exports
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:  # an exporter that raises has failed; the batch processor logs its exception
             self.last_failed = result is not SpanExportResult.SUCCESS
             if self.last_failed:
@@ -98,7 +115,10 @@ class CountingExporter(SpanExporter):
     def shutdown(self) -> None:
         if not self._down:
             self._down = True
-            self.inner.shutdown()
+            try:
+                self.inner.shutdown()
+            except Exception:
+                logger.exception("An exporter failed as it was shut down.")
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self.inner.force_flush(timeout_millis)

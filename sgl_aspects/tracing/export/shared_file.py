@@ -1,0 +1,51 @@
+"""A file that several collectors may write to: what each adds is whole, or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+
+
+class SharedFile:
+    """Begins ``path`` anew, unless it is to ``append``. Raises ``OSError`` where it cannot be written."""
+
+    def __init__(self, path: str, *, append: bool = False) -> None:
+        how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if append else os.O_TRUNC)
+        self._descriptor = os.open(path, how, 0o666)
+        self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        self.is_closed = False
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Keep other collectors from writing; gives the file's size, 0 for a pipe."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield os.fstat(self._descriptor).st_size if self.is_regular else 0
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def read(self, size: int, position: int) -> bytes:
+        return os.pread(self._descriptor, size, position)
+
+    def write(self, data: bytes, position: int) -> None:
+        """The file ends with ``data`` then; where the disk is full it ends at ``position``."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                if self.is_regular:
+                    done = os.pwrite(self._descriptor, rest, position + len(data) - len(rest))
+                else:
+                    done = os.write(self._descriptor, rest)
+                rest = rest[done:]
+        except OSError:
+            if self.is_regular:
+                os.ftruncate(self._descriptor, position)
+            raise
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            os.close(self._descriptor)

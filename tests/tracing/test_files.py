@@ -1,0 +1,83 @@
+"""The files that exporters write: several collectors may, and the disk may be full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.trace import SpanContext, TraceFlags
+
+from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
+from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
+
+
+def span(name: str) -> ReadableSpan:
+    return ReadableSpan(name, SpanContext(1, 2, False, TraceFlags(1)), start_time=1000, end_time=2000)
+
+
+def names_of_timeline(path: Path) -> list[str]:
+    return [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def names_of_lines(path: Path) -> list[str]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [one["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for one in lines]
+
+
+KINDS = [(ChromeTraceExporter, names_of_timeline), (OtlpJsonFileExporter, names_of_lines)]
+
+
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
+def test_a_file_is_whole_after_each_export_whoever_made_it(
+    tmp_path: Path, exporter: type[Any], names_of: Callable[[Path], list[str]]
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("of the last time")
+    one: SpanExporter = exporter(str(path))
+    assert names_of(path) == []
+    other: SpanExporter = exporter(str(path), append=True)
+    for writer, name in ((one, "a"), (other, "b"), (one, "c")):
+        writer.export([span(name)])
+    one.shutdown()
+    other.export([span("d")])
+    assert names_of(path) == ["a", "b", "c", "d"]
+    other.shutdown()
+    exporter(str(path)).shutdown()
+    assert names_of(path) == []
+
+
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
+def test_what_a_full_disk_takes_in_part_is_taken_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exporter: type[Any],
+    names_of: Callable[[Path], list[str]],
+) -> None:
+    """What is told as lost is not there later, and nothing behind it is spoilt."""
+    path, write = tmp_path / "file", os.pwrite
+    writer: SpanExporter = exporter(str(path))
+    writer.export([span("a")])
+    room = [10]
+
+    def full(descriptor: int, data: bytes, position: int) -> int:
+        count = min(len(data), room[0]) if len(data) > 3 else len(data)
+        if not count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= count
+        return write(descriptor, data[:count], position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            writer.export([span("b")])
+    assert names_of(path) == ["a"]
+    writer.export([span("c")])
+    writer.shutdown()
+    assert names_of(path) == ["a", "c"]
