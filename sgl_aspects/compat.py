@@ -114,12 +114,12 @@ def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
-def is_imported_elsewhere(name: str) -> bool:
-    """Whether another thread is importing the module ``name``."""
-    reference = _bootstrap._module_locks.get(name)
-    if reference is None:
-        return False
-    return getattr(reference(), "owner", None) not in (None, threading.get_ident())
+def imported_elsewhere(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` whose modules other threads are importing."""
+    locks = _bootstrap._module_locks
+    held = {name: locks.get(name, lambda: None)() for name in locks.keys() & names}
+    nobody_else = (None, threading.get_ident())
+    return [name for name, lock in held.items() if getattr(lock, "owner", None) not in nobody_else]
 
 
 def is_initializing(spec: Any) -> bool:

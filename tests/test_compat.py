@@ -98,11 +98,11 @@ def test_who_imports_a_module_and_when_its_code_has_run(folder: Path) -> None:
     (folder / "slow.py").write_text("import gate\ngate.reached.set()\ngate.go_on.wait(20)\n")
     gate = importlib.import_module("gate")
     ready: list[str] = []
-    assert not compat.is_imported_elsewhere("slow")
+    assert not compat.imported_elsewhere(["slow"])
     thread = threading.Thread(target=importlib.import_module, args=("slow",))
     thread.start()
     assert gate.reached.wait(20)
-    assert compat.is_imported_elsewhere("slow")
+    assert compat.imported_elsewhere(["slow"])
     spec = sys.modules["slow"].__spec__
     assert compat.is_initializing(spec)
     compat.when_initialized(spec, lambda: ready.append("slow"))
@@ -110,7 +110,7 @@ def test_who_imports_a_module_and_when_its_code_has_run(folder: Path) -> None:
     gate.go_on.set()
     thread.join(20)
     assert ready == ["slow"]
-    assert not compat.is_imported_elsewhere("slow")
+    assert not compat.imported_elsewhere(["slow"])
     assert not compat.is_initializing(spec)
     assert type(spec) is importlib.machinery.ModuleSpec
 

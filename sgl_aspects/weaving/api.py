@@ -199,7 +199,7 @@ class HookRegistry:
     def adopt(cls, advices: Iterable[Advice]) -> None:
         """Register hooks that are made already. They take effect with :meth:`apply_hooks`."""
         with weaver.lock:
-            cls._advices += advices
+            cls._advices.extend(advices)
 
     @classmethod
     def disown(cls, advices: Iterable[Advice]) -> None:
@@ -207,7 +207,7 @@ class HookRegistry:
         gone = list(advices)
         with weaver.lock:
             weaver.remove(gone)
-            cls._advices = [advice for advice in cls._advices if advice not in gone]
+            cls._advices[:] = [advice for advice in cls._advices if advice not in gone]
 
     @classmethod
     def apply_hooks(cls) -> None:

@@ -24,6 +24,7 @@ _EMPTY: dict[str, Any] = {}
 
 # Of every module, whatever its class says.
 _MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]  # a member descriptor
+_CLASS_NAMESPACE: Any = vars(type)["__dict__"]
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
@@ -115,10 +116,13 @@ def is_module(obj: Any) -> bool:
 
 def namespace(owner: Any) -> dict[str, Any]:
     """The dictionary of ``owner``, read without waking a lazy module; empty where it has none."""
-    if is_class(owner):
-        return dict(type.__dict__["__dict__"].__get__(owner))
+    kind = type(owner)
+    if issubclass(kind, types.ModuleType):
+        return _MODULE_NAMESPACE.__get__(owner)  # type: ignore[no-any-return]
+    if issubclass(kind, type):
+        return dict(_CLASS_NAMESPACE.__get__(owner))
     # A property of this name would be somebody's own code.
-    found: Any = _MODULE_NAMESPACE if is_module(owner) else _among(type(owner).__mro__, "__dict__")
+    found: Any = _among(kind.__mro__, "__dict__")
     try:
         found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
     except AttributeError:  # a proxy in C, around something without a dictionary
@@ -129,9 +133,8 @@ def namespace(owner: Any) -> dict[str, Any]:
 
 def current(owner: Any, name: str) -> Any:
     """What stands in ``owner`` itself under ``name``, or MISSING."""
-    if is_class(owner):
-        return type.__dict__["__dict__"].__get__(owner).get(name, MISSING)
-    return namespace(owner).get(name, MISSING)
+    names = _CLASS_NAMESPACE.__get__(owner) if is_class(owner) else namespace(owner)
+    return names.get(name, MISSING)
 
 
 class Presence(enum.Enum):
@@ -332,7 +335,7 @@ def filled_slots(holder: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
     found = []
     for base in bases(type(holder)):
         if current(base, "__slots__") is not MISSING:
-            for slot in type.__dict__["__dict__"].__get__(base).values():
+            for slot in _CLASS_NAMESPACE.__get__(base).values():
                 if is_a(slot, types.MemberDescriptorType):
                     with contextlib.suppress(AttributeError):
                         found.append((slot, slot.__get__(holder, type(holder))))

@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.attributes import MISSING, AttributeReference, current, is_class
+from sgl_aspects.weaving.attributes import (
+    MISSING,
+    PROPERTY_PARTS,
+    AttributeReference,
+    current,
+    is_class,
+)
 from sgl_aspects.weaving.descriptors import Rebuild, open_attribute
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first
@@ -300,7 +306,7 @@ class Slot:
         self._place = place
         self._rebuild = rebuild
         self._occupants: dict[str, Any] = {}
-        self._made: dict[frozenset[tuple[str, int]], Any] = {}
+        self._made: dict[tuple[int, ...], Any] = {}
 
     def with_occupant(self, part: str, woven: Any) -> Any:
         """What stands there when ``woven`` is in."""
@@ -356,8 +362,8 @@ class Slot:
         return self._made[key]
 
 
-def _key(occupants: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
-    return frozenset((part, id(woven)) for part, woven in occupants.items())
+def _key(occupants: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(map(id, map(occupants.get, ("", *PROPERTY_PARTS))))
 
 
 def _cells(function: Any) -> tuple[Any, ...]:

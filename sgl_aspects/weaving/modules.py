@@ -184,15 +184,12 @@ def wait_for_imports(names: Iterable[str]) -> bool:
     it load; once it stands in `sys.modules`, :func:`when_ready` does. True where one is there now. Bounded:
     what an import waits for may be us.
     """
-    found = False
+    searched = [name for name in compat.imported_elsewhere(names) if name not in sys.modules]
     deadline = time.monotonic() + _LONGEST_WAIT
-    for name in names:
-        waited = False
-        while name not in sys.modules and compat.is_imported_elsewhere(name) and time.monotonic() < deadline:
-            waited = True
+    for name in searched:
+        while name not in sys.modules and compat.imported_elsewhere([name]) and time.monotonic() < deadline:
             time.sleep(0.0002)
-        found |= waited and name in sys.modules
-    return found
+    return any(name in sys.modules for name in searched)
 
 
 _LONGEST_WAIT = 0.1

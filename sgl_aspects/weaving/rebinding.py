@@ -196,11 +196,13 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
         names = namespace(module)
         # A copy first: another thread may be importing into this module. All of this line runs in C.
         held = dict.copy(names)
-        for name in itertools.compress(held, map(wanted.__contains__, map(id, held.values()))):
+        here = list(itertools.compress(held, map(wanted.__contains__, map(id, held.values()))))
+        if here and str(held.get("__name__")).startswith("sgl_aspects.weaving"):
+            continue
+        for name in here:
             pair = wanted[id(held[name])]
-            is_excluded = not pair.exclude.isdisjoint((id(names), (id(names), name)))
-            is_excluded |= str(held.get("__name__")).startswith("sgl_aspects.weaving")
-            if pair.only_bound_to is None and not is_excluded and names.get(name) is pair.old:
+            is_kept = pair.only_bound_to is not None or id(names) in pair.exclude
+            if not is_kept and (id(names), name) not in pair.exclude and names.get(name) is pair.old:
                 names[name] = pair.new
                 found[id(pair.old)] = found.get(id(pair.old), 0) + 1
     return found

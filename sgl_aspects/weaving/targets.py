@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from sgl_aspects.errors import TargetError
@@ -73,7 +73,7 @@ class Alternate(NamedTuple):
         """Every plain module name that this alternate may be found in; none for a pattern."""
         if self.module is None:
             return tuple(accumulate(self.path[:-1], "{}.{}".format))
-        return () if self.has_module_pattern else (self.module,)
+        return () if "*" in self.module else (self.module,)
 
 
 class Target:
@@ -86,11 +86,9 @@ class Target:
 
     def __init__(self, alternates: tuple[Alternate, ...]) -> None:
         self.alternates = alternates
-        self.module_names, self.has_module_pattern = alternates[0].module_names, False
-        if len(alternates) > 1:
-            self.module_names = tuple(dict.fromkeys(name for one in alternates for name in one.module_names))
-        for alternate in alternates:
-            self.has_module_pattern |= alternate.has_module_pattern
+        names = [alternate.module_names for alternate in alternates]
+        self.module_names = names[0] if len(names) == 1 else tuple(dict.fromkeys(chain.from_iterable(names)))
+        self.has_module_pattern = () in names
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Target) and self.alternates == other.alternates
@@ -134,7 +132,13 @@ def _parse(text: str) -> Target:
     return Target(tuple([_parse_alternate(part.strip(), text) for part in text.split("|")]))
 
 
+_NAMES = r"((?:[a-z_]\w*\.)*[a-z_]\w*)"
+_PLAIN = re.compile(f"{_NAMES}:{_NAMES}", re.ASCII | re.IGNORECASE)
+
+
 def _parse_alternate(text: str, whole: str) -> Alternate:
+    if plain := _PLAIN.fullmatch(text):  # as most are
+        return Alternate(plain[1], tuple(plain[2].split(".")), text)
     module, colon, attributes = text.partition(":")
     if not colon:
         segments = tuple(text.split("."))

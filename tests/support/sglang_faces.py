@@ -1,15 +1,73 @@
-"""A pytest plugin (``-p``): who imports SGLang's hook registry gets our names for the same."""
+"""A pytest plugin (``-p``): who imports SGLang's plugins and registry gets our names for the same."""
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
-from sgl_aspects import HookRegistry, HookSource, HookType, plugin_hook
-from sgl_aspects.weaving import current_source
+import sglang.srt.plugins
 
-faces: Any = ModuleType("sglang.srt.plugins.hook_registry")
-faces.HookRegistry, faces.HookSource, faces.HookType = HookRegistry, HookSource, HookType
-faces.plugin_hook, faces._current_plugin_source = plugin_hook, current_source
-sys.modules[faces.__name__] = faces
+from sgl_aspects import HookRegistry, HookSource, HookType, env, plugin_hook, plugins
+from sgl_aspects.weaving import State, current_source
+
+
+class Views(type):
+    """The lists that SGLang's registry keeps, made of ours."""
+
+    @property
+    def _hooks(cls) -> dict[str, list[Any]]:
+        found = defaultdict(list)
+        for one in HookRegistry._advices:
+            found[str(one.target)].append((one.hook_type, one.hook, one.source))
+        return found
+
+    @property
+    def _patched(cls) -> set[str]:
+        return {str(one.target) for one in HookRegistry._advices if one.state is State.WOVEN}
+
+
+class Registry(HookRegistry, metaclass=Views):
+    """Ours, with those lists."""
+
+
+registry: Any = ModuleType("sglang.srt.plugins.hook_registry")
+registry.HookRegistry, registry.HookSource, registry.HookType = Registry, HookSource, HookType
+registry.logger = plugins.logger
+registry.plugin_hook, registry._current_plugin_source = plugin_hook, current_source
+
+
+class Plugins(ModuleType):
+    """`sgl_aspects.plugins` by SGLang's names: what a test puts into it is what our functions find."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_plugins_loaded":
+            plugins._loaded.clear()
+        super().__setattr__(name, value)
+
+
+class Settings:
+    """What our functions read settings by: SGLang's from `envs`, which its tests replace."""
+
+    @staticmethod
+    def text(name: str) -> str | None:
+        """One setting."""
+        if name.startswith("SGLANG_"):
+            return getattr(faces.envs, name).get() or None
+        return env.text(name)
+
+    @staticmethod
+    def names(name: str) -> tuple[str, ...]:
+        """A setting that lists names."""
+        return tuple(part for part in (Settings.text(name) or "").split(",") if part)
+
+
+faces: Any = plugins
+faces.__class__ = Plugins
+faces.envs, faces.env, faces._current_plugin_source = None, Settings, current_source
+faces._get_excluded_dists = plugins.excluded_distributions
+# Its tests give `entry_points` as it is with a group.
+faces._installed = lambda: lambda group: faces.entry_points(group=group)
+faces.hook_registry, sglang.srt.plugins = registry, faces
+sys.modules["sglang.srt.plugins"], sys.modules[registry.__name__] = faces, registry

@@ -226,3 +226,16 @@ def test_the_call_of_one_instance_is_hooked_by_its_own_name(engine: Any) -> None
     with aspects.woven(around("engine:obj", hooked)):
         assert engine.obj(1) == ("hooked", 1)
     assert engine.obj(1) == 1
+
+
+def test_a_subclass_of_the_registry_is_the_same_registry(engine: Any) -> None:
+    class Ours(HookRegistry):
+        pass
+
+    original = engine.f
+    Ours.register("engine.f", hooked, HookType.AROUND)
+    Ours.apply_hooks()
+    assert HookRegistry.is_hook_applied("engine.f", hooked, HookType.AROUND)
+    Ours.reset()
+    HookRegistry.apply_hooks()
+    assert engine.f is original
