@@ -218,3 +218,14 @@ def test_torch_compile_finds_the_mark_of_a_constant_result() -> None:
 
     torch.compiler.assume_constant_result(theirs)
     assert vars(compat.assume_constant_result(ours)) == vars(theirs)
+
+
+def test_opentelemetry_s_instrumentations_leave_a_thread_alone() -> None:
+    from opentelemetry.context import Context, attach, detach, get_value
+
+    token = attach(Context())
+    try:
+        compat.suppress_instrumentation()
+        assert get_value(importlib.import_module("opentelemetry.context")._SUPPRESS_INSTRUMENTATION_KEY)
+    finally:
+        detach(token)

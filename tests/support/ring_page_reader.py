@@ -16,7 +16,7 @@ def read_page(path: Path) -> dict[str, Any]:
         return int.from_bytes(data[offset : offset + 8], "little")
 
     assert data[:8] == b"SGLARING"
-    assert word(8) == 3
+    assert word(8) == 4
     slots, slot_bytes, definitions_at, slots_at = word(40), word(48), word(56), word(64)
     assert len(data) == slots_at + slots * slot_bytes
     definitions = _definitions(data[definitions_at : definitions_at + word(16 * 8)])
@@ -52,8 +52,13 @@ def read_page(path: Path) -> dict[str, Any]:
             pieces[words[0]] = pieces.get(words[0], b"") + data[slot + 16 : slot + 248]
             if kind == 7:
                 text = json.loads(pieces.pop(words[0])[:index])
+                names_at = 2 if text[0] == "S" else -2
+                if text[0] != "A" and isinstance(text[names_at], int):
+                    text[names_at] = definitions[text[names_at]][1]
                 if text[0] == "S":
                     text[-1] = links.pop(text[3], []) + text[-1]
+                if text[0] == "R":
+                    text[-2:] = [dict(zip(*text[-2:]))]
                 records.append(({"R": "received", "A": "seen", "S": "span"}[text[0]], *text[1:]))
     return {"pid": word(16), "dropped": word(17 * 8), "taken": word(24 * 8), "records": records}
 

@@ -10,15 +10,22 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import SpanKind
 
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, ReadableExporter, RootContext
 from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin
+
+
+def collected(span_id: int) -> CollectedSpan:
+    ids = RootContext(1, 2), span_id, 0, False
+    return CollectedSpan(Resource({}), *ids, SpanKind.INTERNAL, "s", 1, 2, {}, [], None, [], UNSET)
 
 
 def test_who_waits_for_the_end_is_told_why(capfd: pytest.CaptureFixture[str]) -> None:
@@ -30,9 +37,8 @@ def test_who_waits_for_the_end_is_told_why(capfd: pytest.CaptureFixture[str]) ->
         def shutdown(self) -> None:
             """Nothing to end."""
 
-    pipeline = Pipeline("slow", Hanging())
-    context = SpanContext(1, 2, False, TraceFlags(1))
-    pipeline.offer(ReadableSpan("s", context, start_time=1, end_time=2))
+    pipeline = Pipeline("slow", ReadableExporter(Hanging()))
+    pipeline.offer([collected(2)])
     close_all([pipeline], 5)
     said = capfd.readouterr().err
     assert "slow: sending the last spans takes long; given up when none is delivered for 5 s" in said
@@ -93,10 +99,9 @@ def test_a_slow_exporter_is_waited_for_as_long_as_it_delivers(monkeypatch: pytes
             return SpanExportResult.SUCCESS
 
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
-    pipeline = Pipeline("slow", Slow())
+    pipeline = Pipeline("slow", ReadableExporter(Slow()))
     for number in range(5):
-        context = SpanContext(1, 2 + number, False, TraceFlags(1))
-        pipeline.offer(ReadableSpan("s", context, start_time=1, end_time=2))
+        pipeline.offer([collected(number + 2)])
     close_all([pipeline], 0.9)
     assert (pipeline.exported, pipeline.not_delivered) == (5, 0)
 

@@ -130,7 +130,8 @@ def traced(
 
         def spans() -> dict[str, ReadableSpan]:
             found: list[ReadableSpan] = []
-            reader, joiner = RunReader(str(run)), Joiner(Resource({}), found.append)
+            reader = RunReader(str(run))
+            joiner = Joiner(Resource({}), lambda span: found.append(span.readable()))
             for writer, record in reader.poll():
                 joiner.add(writer, record)
             joiner.finish()

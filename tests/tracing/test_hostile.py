@@ -57,7 +57,7 @@ def export_all(folder: Path) -> list[ReadableSpan]:
     started = time.monotonic()
     reader = RunReader(str(folder))
     spans: list[ReadableSpan] = []
-    joiner = Joiner(Resource({}), spans.append, joins_partial=True)
+    joiner = Joiner(Resource({}), lambda span: spans.append(span.readable()), joins_partial=True)
     found = list(reader.poll())
     while reader.has_more:
         found += reader.poll()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sgl_aspects.tracing.collector import join
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.records import (
     ProcessDescribed,
     RequestBegin,
@@ -151,6 +153,10 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     assert summary["not_sampled"] == 3
 
 
+def readable_into(found: list[Any]) -> Callable[[CollectedSpan], None]:
+    return lambda span: found.append(span.readable())
+
+
 class Writer:
     """As much of a ring's reader as the joiner asks for."""
 
@@ -186,7 +192,7 @@ def test_what_ends_while_hooks_are_taken_off_says_that_it_may_lack_spans() -> No
     found: list[Any] = []
     ended: list[int] = []
     joiner: Any = Joiner(
-        Resource({}), found.append, on_request=lambda *request: ended.append(request[1].span_id)
+        Resource({}), readable_into(found), on_request=lambda *request: ended.append(request[1].span_id)
     )
     caller = Writer("1")
     for span_id, end_ns in (7, 20), (8, 30):
@@ -221,7 +227,9 @@ def test_a_clock_that_is_set_back_meanwhile() -> None:
     """What was measured over the change is nothing, and everything has its place."""
     found: list[ReadableSpan] = []
     ended: list[int] = []
-    joiner: Any = Joiner(Resource({}), found.append, on_request=lambda *request: ended.append(request[2]))
+    joiner: Any = Joiner(
+        Resource({}), readable_into(found), on_request=lambda *request: ended.append(request[2])
+    )
     caller, scheduler = Writer("1"), Writer("2")
     joiner.add(caller, RequestBegin(7, "r", 5000, *TraceContext(0xABC), "chat m", {}))
     joiner.add(caller, RequestSent(7))
@@ -244,7 +252,7 @@ def test_ends_that_were_lost_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
     """A ring that is full drops ends, too: of a process that lives on, what lost its end is given up."""
     found: list[ReadableSpan] = []
     monkeypatch.setattr(join, "_OPEN", 10)
-    joiner: Any = Joiner(Resource({}), found.append)
+    joiner: Any = Joiner(Resource({}), readable_into(found))
     caller, scheduler = Writer("1"), Writer("2")
     for number in range(100, 3100, 100):
         joiner.add(caller, RequestBegin(number, f"r{number}", 5, *TraceContext(number), "chat m", {}))
@@ -261,7 +269,7 @@ def test_ends_that_were_lost_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_lost_end_is_not_after_the_request_s() -> None:
     found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), found.append)
+    joiner: Any = Joiner(Resource({}), readable_into(found))
     caller, scheduler = Writer("1"), Writer("2")
     scheduler.last_ns = 1000
     joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
@@ -276,7 +284,7 @@ def test_a_lost_end_is_not_after_the_request_s() -> None:
 
 def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
     found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), found.append)
+    joiner: Any = Joiner(Resource({}), readable_into(found))
     caller, scheduler = Writer("1"), Writer("2")
     joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
     joiner.add(caller, RequestSent(7))
@@ -294,7 +302,7 @@ def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
 def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
     """Until it fails it is left out, and what has served it names nobody."""
     found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), found.append, tail=TailChoice())
+    joiner: Any = Joiner(Resource({}), readable_into(found), tail=TailChoice())
     caller, scheduler = Writer("1"), Writer("2")
     joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC, sampled=False), "chat m", {}))
     joiner.add(caller, RequestSent(7))

@@ -7,52 +7,62 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.sdk.util import BoundedList
+from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder, UnknownValueError
+from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from tests.support.otlp_receiver import grpc_receiver, http_receiver
 
 RESOURCES = [
     Resource({"service.name": "one", "process.pid": 7}, "https://schema"),
     Resource({"service.name": "two", "of many": ["a", "b"]}),
 ]
-SCOPES = [InstrumentationScope("sgl_aspects", "0.1"), InstrumentationScope("other", attributes={"a": 1})]
 VALUES: list[Any] = [
     *("", "text", "ü" * 200, "x" * 70_000, True, False, 0, -1, 127, 128, (1 << 63) - 1, -(1 << 63)),
     *(0.0, -0.5, float("inf"), [], ["a", "b"], [1, 2, 300], [0.5], (True, False)),
 ]
+# 1, 1.0 and True are equal, and are written differently.
+TYPED: dict[str, tuple[type, list[Any]]] = {
+    "whole": (int, [None, 0, 1, 300, -5, 1 << 40]),
+    "number": (float, [None, 0.0, 1.0, -0.25]),
+    "choice": (bool, [None, True, False]),
+    "text": (str, [None, "", "decode", "ü" * 300]),
+    "any": (object, [None, 1, 1.0, True, "a", ["a"]]),
+}
+NAMES = {name: kind for name, (kind, _) in TYPED.items()}
 
 
-def context(luck: random.Random) -> SpanContext:
-    state = TraceState([("a", "1"), ("b", "2")]) if luck.random() < 0.3 else None
+def root(luck: random.Random) -> RootContext:
     ids = luck.getrandbits(128) | 1, luck.getrandbits(64) | 1
-    return SpanContext(*ids, luck.random() < 0.5, TraceFlags(luck.randint(0, 1)), state)
+    return RootContext(*ids, luck.random() < 0.5, "a=1,b=2" if luck.random() < 0.3 else "")
 
 
-def any_span(luck: random.Random) -> ReadableSpan:
-    start = luck.getrandbits(61)
-    links = [
-        Link(context(luck), {"n": 1} if luck.random() < 0.2 else None) for _ in range(luck.randint(0, 9))
-    ]
+def any_span(luck: random.Random) -> CollectedSpan:
+    start, links = luck.getrandbits(61), [root(luck) for _ in range(luck.randint(0, 9))]
     names = [f"attribute {number}" for number in range(luck.randint(0, 12))]
-    status = luck.choice([StatusCode.UNSET, StatusCode.OK, StatusCode.ERROR])
-    return ReadableSpan(
-        name=luck.choice(["", "forward", "scheduler.step", "chat ü"]),
-        context=context(luck),
-        parent=context(luck) if luck.random() < 0.7 else None,
+    attributes: Any = {name: luck.choice([1, 1.0, *VALUES]) for name in names}
+    attributes = luck.choice([None, attributes, BoundedAttributes(3, attributes)])
+    why = Status(StatusCode.ERROR, "why ü")
+    return CollectedSpan(
         resource=luck.choice(RESOURCES),
-        attributes={name: luck.choice(VALUES) for name in names},
-        links=links,
+        root=root(luck),
+        span_id=luck.getrandbits(64) | 1,
+        parent_id=(parent_id := luck.choice([0, luck.getrandbits(64) | 1])),
+        is_parent_remote=parent_id != 0 and luck.random() < 0.5,
         kind=luck.choice(list(SpanKind)),
-        instrumentation_scope=luck.choice([*SCOPES, None]),
-        status=Status(status, "why ü" if status is StatusCode.ERROR else None),
-        start_time=start,
-        end_time=start + luck.getrandbits(40),
+        name=luck.choice(["", "forward", "scheduler.step", "chat ü"]),
+        start_ns=start,
+        end_ns=start + luck.getrandbits(40),
+        names=NAMES,
+        values=[luck.choice(values) for _, values in TYPED.values()][: luck.randint(0, 5)],
+        attributes=attributes,
+        links=luck.choice([links, BoundedList.from_seq(2, links)]),
+        status=luck.choice([UNSET, Status(StatusCode.OK), Status(StatusCode.ERROR), why]),
     )
 
 
@@ -61,16 +71,8 @@ def test_the_same_messages(seed: int) -> None:
     luck, encoder = random.Random(seed), SpanEncoder()
     for size in (0, 1, 2, 40):
         spans = [any_span(luck) for _ in range(size)]
-        assert ExportTraceServiceRequest.FromString(encoder.encode(spans)) == encode_spans(spans)
-
-
-def test_what_it_does_not_know_is_left_to_the_other_one() -> None:
-    luck = random.Random(1)
-    with_event = ReadableSpan("s", context=context(luck), events=[Event("e")], start_time=1, end_time=2)
-    with_bytes = ReadableSpan("s", context=context(luck), attributes={"b": b"x"}, start_time=1, end_time=2)
-    for span in (with_event, with_bytes):
-        with pytest.raises(UnknownValueError):
-            SpanEncoder().encode([span])
+        theirs = encode_spans([span.readable() for span in spans])
+        assert ExportTraceServiceRequest.FromString(encoder.encode(spans)) == theirs
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
@@ -84,12 +86,13 @@ def test_exporters_use_it(protocol: str, monkeypatch: pytest.MonkeyPatch) -> Non
         encoded: list[int] = []
         encode = SpanEncoder.encode
 
-        def counted(self: SpanEncoder, spans: Sequence[ReadableSpan]) -> bytes:
+        def counted(self: SpanEncoder, spans: Sequence[CollectedSpan]) -> bytes:
             encoded.append(len(spans))
             return encode(self, spans)
 
         monkeypatch.setattr(SpanEncoder, "encode", counted)
         exporter = otlp.span_exporter(protocol, otlp.Rejections("TRACES"))
-        exporter.export([any_span(random.Random(5))])
+        collected: Any = [any_span(random.Random(5))]
+        exporter.export(collected)
         exporter.shutdown()
         assert len(backend.spans) == len(encoded) == 1

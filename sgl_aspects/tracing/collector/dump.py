@@ -30,7 +30,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     The rings are left as they are: a collector that follows them is not disturbed.
     """
     found: list[ReadableSpan] = []
-    joiner = Joiner(Resource.create(), found.append, joins_partial=True)
+    joiner = Joiner(Resource.create(), lambda span: found.append(span.readable()), joins_partial=True)
     # The process that received the requests started first: read first, it leaves nothing waiting.
     rings = sorted(rings, key=lambda ring: ring.started_ns)
     for ring in rings:

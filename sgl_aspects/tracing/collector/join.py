@@ -1,4 +1,4 @@
-"""Joins the records of all processes into OpenTelemetry spans, one trace per request.
+"""Joins the records of all processes into spans that can be exported, one trace per request.
 
 What arrives early waits: a scheduler's record may be read before the record that says which trace its
 request belongs to. What arrives is never trusted to come in order across processes, only within one.
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import Link, SpanContext, SpanKind
+from opentelemetry.trace import SpanKind
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.roots import Root, Roots
 from sgl_aspects.tracing.collector.span_builder import SpanBuilder
 from sgl_aspects.tracing.collector.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.collector.waiting import WaitingRecords
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import (
     UNFINISHED,
@@ -54,9 +54,7 @@ _FIRST_TOKEN = schema.TIME_TO_FIRST_TOKEN
 _NO_TYPE = SpanType("")
 
 # Of Joiner._emit_span.
-_Arguments: TypeAlias = (
-    "tuple[Writer, SpanEnd, Root, SpanContext | None, SpanKind, str, dict[str, AttributeValue]]"
-)
+_Arguments: TypeAlias = "tuple[Writer, SpanEnd, Root, int, bool, SpanKind, str, dict[str, AttributeValue]]"
 
 
 class Joiner:
@@ -72,7 +70,7 @@ class Joiner:
     def __init__(
         self,
         resource: Resource,
-        emit: Callable[[ReadableSpan], None],
+        emit: Callable[[CollectedSpan], None],
         *,
         joins_partial: bool = False,
         tail: TailChoice | None = None,
@@ -99,7 +97,7 @@ class Joiner:
 
     def add(self, writer: Writer, record: Record) -> None:
         """One record, in the order in which its writer wrote it."""
-        if isinstance(record, SpanEnd):
+        if record.__class__ is SpanEnd:
             if record.span_id and not self._take_span(writer, record):  # without an id: for the metrics
                 self._wait_for_root(time.monotonic(), writer, record)
         elif isinstance(record, RequestSeen):
@@ -260,24 +258,22 @@ class Joiner:
             self._name(root_id)
         if links and not is_last_chance and not all(link in roots for link in links):
             return False
-        parent = None
         if parent_id:
-            context = root.context
             if root.begin is not None:
                 root.add_child(record)
             # In another process the request goes by a key: a span below the key is below the request.
-            parent = context
-            if parent_id != root_id:
-                parent = SpanContext(
-                    context.trace_id, parent_id, False, context.trace_flags, context.trace_state
-                )
+            if parent_id == root_id:
+                parent_id, is_remote = root.span_id, root.is_remote
+            else:
+                is_remote = False
         elif root.begin is not None:
             root.end_ns = end_ns
             self._held.append((writer, record))
             return True
         else:
+            is_remote = False
             roots.finish(root)
-        self._emit_span(writer, record, root, parent, SpanKind.INTERNAL, record.type.name, {})
+        self._emit_span(writer, record, root, parent_id, is_remote, SpanKind.INTERNAL, record.type.name, {})
         return True
 
     def _end_request(self, writer: Writer, record: SpanEnd) -> None:
@@ -296,15 +292,6 @@ class Joiner:
             attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9
         if root.group is not None and first_ns:
             root.group.decode_ns = min(root.group.decode_ns or first_ns, first_ns)
-        parent = None
-        if begin.parent_id:
-            parent = SpanContext(
-                begin.trace_id,
-                begin.parent_id,
-                begin.remote,
-                root.context.trace_flags,
-                root.context.trace_state,
-            )
         # One of several answers to a request is not a request of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
         # Of one that was seen in part, because we came or went meanwhile, no figure is right.
@@ -315,7 +302,8 @@ class Joiner:
             self._on_request(begin, record, root.decode_ns)
         if record.span_id in self._undecided:
             self._decide(root, record)
-        self._emit_span(writer, record, root, parent, kind, begin.name, attributes)
+        is_remote = begin.remote and begin.parent_id != 0
+        self._emit_span(writer, record, root, begin.parent_id, is_remote, kind, begin.name, attributes)
         self._roots.finish(root)
 
     def _decide(self, root: Root, end: SpanEnd) -> None:
@@ -326,23 +314,24 @@ class Joiner:
         if self._tail is None or not self._tail.keeps(end):
             self.not_sampled += len(held)
             return
-        root.keep()
-        for writer, record, owner, parent, kind, name, attributes in held:
-            self._emit_span(writer, record, owner, parent, kind, name, attributes)
+        root.is_sampled = True
+        for each in held:
+            self._emit_span(*each)
 
     def _emit_span(
         self,
         writer: Writer,
         record: SpanEnd,
         root: Root,
-        parent: SpanContext | None,
+        parent_id: int,
+        is_parent_remote: bool,
         kind: SpanKind,
         name: str,
         attributes: dict[str, AttributeValue],
     ) -> None:
         decider = root.group or root
         if self._undecided and decider.begin is not None and decider.begin.span_id in self._undecided:
-            held = (writer, record, root, parent, kind, name, attributes)
+            held = (writer, record, root, parent_id, is_parent_remote, kind, name, attributes)
             given_up = self._undecided.hold(decider.begin.span_id, held)
             self.not_sampled += 0 if self._is_replaying else given_up
             return
@@ -356,19 +345,16 @@ class Joiner:
         self.recorded += 1
         if root.room is not None:
             attributes[BOOTSTRAP_ROOM] = root.room
-        if record.values:
-            known = zip(record.type.attributes, record.values)
-            attributes |= {key: value for key, value in known if value is not None}
-        context = root.context
-        if record.span_id != context.span_id or root is not decider:
-            flags = decider.context.trace_flags
-            context = SpanContext(context.trace_id, record.span_id, False, flags, context.trace_state)
-        links = self._links(record.links) if record.links else ()
-        self._emit(self._builder.build(writer, record, context, parent, kind, name, attributes, links))
+        links = self._links(record.links) if record.links else []
+        self._emit(
+            self._builder.build(
+                writer, record, root, parent_id, is_parent_remote, kind, name, attributes, links
+            )
+        )
 
-    def _links(self, root_ids: Sequence[int]) -> list[Link]:
-        found = [root.link for root in map(self._roots.get, root_ids) if root is not None]
-        return [link for link in found if link is not None]
+    def _links(self, root_ids: Sequence[int]) -> list[Root]:
+        """The requests that steps served: those of them that are exported."""
+        return [root for root in map(self._roots.get, root_ids) if root is not None and root.is_sampled]
 
 
 def _since(waiting: tuple[float, Writer, SpanEnd | RequestSeen]) -> float:

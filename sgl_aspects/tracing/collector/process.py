@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from opentelemetry.sdk.trace import ReadableSpan
-
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
@@ -34,6 +32,7 @@ from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.collector.tail import TailChoice
 from sgl_aspects.tracing.export.failures import quiet_exporters, tell
 from sgl_aspects.tracing.export.metric_readers import make_reader
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.span_exporters import NoExporter, Pipeline, close_all, make_pipeline
 from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets, without_secrets
 from sgl_aspects.tracing.records import Record, SpanEnd
@@ -74,6 +73,7 @@ class Collector:
             or Pipeline(name, NoExporter())
             for name in settings.exporters
         ]
+        self._spans: list[CollectedSpan] = []
         resource = engine_resource()
         made = [
             _unless_faulty(partial(make_reader, one, settings), faults) for one in settings.metric_exporters
@@ -86,7 +86,7 @@ class Collector:
         self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
         self._joiner = Joiner(
             resource,
-            self._offer,
+            self._spans.append,
             tail=_tail_choice(settings),
             on_request=None if self._metrics is None else self._metrics.engine.request_ended,
             limits=SpanLimits.from_environment(),
@@ -116,6 +116,7 @@ class Collector:
         for writer in self._reader.writers.values():
             self._joiner.writer_gone(writer)
         self._joiner.finish()
+        self._offer()
         deadline = time.monotonic() + self._settings.flush_seconds
         close_all(self._pipelines, self._settings.flush_seconds)
         reads_on = False
@@ -137,9 +138,11 @@ class Collector:
             self._reader.close()
         return summary
 
-    def _offer(self, span: ReadableSpan) -> None:
+    def _offer(self) -> None:
+        """Hands on what was joined."""
         for pipeline in self._pipelines:
-            pipeline.offer(span)
+            pipeline.offer(self._spans)
+        self._spans.clear()
 
     def _has_ended(self) -> bool:
         if self._end_by is not None and time.monotonic() > self._end_by:
@@ -165,6 +168,7 @@ class Collector:
             if self._metrics is not None:
                 self._metrics.engine.writer_gone(writer.name)
         self._joiner.match_waiting(is_behind=self._reader.has_more)
+        self._offer()
 
     def _history(self) -> Iterator[tuple[RingReader, Record]]:
         """What an earlier collector took: what it says of the present is learnt."""

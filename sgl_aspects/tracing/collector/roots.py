@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
-from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
+from opentelemetry.trace import TraceState
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import trace_id_of_root
+from sgl_aspects.tracing.export.span import RootContext
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, SpanEnd
 
 _ENDED = 4096
-_SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 # Time that a request spent in these children is an attribute of the request span, in seconds.
 _LATENCIES = {
     "queue": schema.TIME_IN_QUEUE,
@@ -22,10 +22,10 @@ _LATENCIES = {
 
 
 @dataclass(eq=False)
-class Root:
+class Root(RootContext):
     """A span with a trace of its own: a request, or a scheduler's step."""
 
-    context: SpanContext
+    is_sampled: bool = True
     begin: RequestBegin | None = None
     #: The request that this is one of several answers to.
     group: Root | None = None
@@ -38,30 +38,13 @@ class Root:
     #: 0 while it is under way.
     end_ns: int = 0
     has_ended: bool = False
-    is_sampled: bool = field(init=False)
     #: Where it is on two servers: what both know of it, and each of its spans says.
-    room: AttributeValue = field(init=False)
-    _link: Link | None = None
+    room: AttributeValue = None
 
     def __post_init__(self) -> None:
-        self.is_sampled = self.context.trace_flags.sampled
         begun = self.group.begin if self.group is not None else self.begin
-        self.room = None if begun is None else begun.attributes.get(schema.BOOTSTRAP_ROOM)
-
-    @property
-    def link(self) -> Link | None:
-        """What leads to it from the steps that served it: the same one from each of them."""
-        if self._link is None and self.is_sampled:
-            self._link = Link(self.context)
-        return self._link
-
-    def keep(self) -> None:
-        """It was left out by sampling, and is wanted after all."""
-        context = self.context
-        self.context = SpanContext(
-            context.trace_id, context.span_id, context.is_remote, _SAMPLED, context.trace_state
-        )
-        self.is_sampled = True
+        if begun is not None:
+            self.room = begun.attributes.get(schema.BOOTSTRAP_ROOM)
 
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
         """Whether the request had begun by then, and had not ended more than ``grace`` seconds before."""
@@ -101,22 +84,28 @@ class Roots:
         self._by_id[span_id] = root
 
     def add_request(self, begin: RequestBegin) -> Root:
-        state = TraceState.from_header([begin.trace_state]) if begin.trace_state else None
-        context = SpanContext(begin.trace_id, begin.span_id, False, _flags(begin.sampled), state)
-        root = Root(context, begin, self._group_of(begin))
+        state = TraceState.from_header([begin.trace_state]).to_header() if begin.trace_state else ""
+        root = Root(
+            begin.trace_id,
+            begin.span_id,
+            trace_state=state,
+            is_sampled=begin.sampled,
+            begin=begin,
+            group=self._group_of(begin),
+        )
         self.name(begin.span_id, root)
         self._requests.setdefault(begin.request_id, []).append(root)
         return root
 
     def add_step(self, span_id: int) -> Root:
         """A root that no request brought along has a trace of its own, whose id follows from the span's."""
-        root = Root(SpanContext(trace_id_of_root(span_id), span_id, False, _SAMPLED))
+        root = Root(trace_id_of_root(span_id), span_id)
         self.name(span_id, root)
         return root
 
     def add_elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> None:
         """Of another host. As far as this one is concerned it has ended: nothing is below it here."""
-        root = Root(SpanContext(trace_id, span_id, True, _flags(sampled)))
+        root = Root(trace_id, span_id, is_remote=True, is_sampled=sampled)
         self.name(key, root)
         self.finish(root)
 
@@ -164,7 +153,3 @@ class Roots:
                 same_id.remove(root)
             if not same_id:
                 self._requests.pop(root.begin.request_id, None)
-
-
-def _flags(sampled: bool) -> TraceFlags:
-    return _SAMPLED if sampled else _NOT_SAMPLED

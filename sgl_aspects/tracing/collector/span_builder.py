@@ -1,4 +1,4 @@
-"""From a record to OpenTelemetry's finished span."""
+"""From a record to a span that can be exported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util import BoundedList
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from sgl_aspects import __version__
 from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
 from sgl_aspects.tracing.ring.decoder import encodable
@@ -27,7 +25,9 @@ _HOST_NAME = "host.name"
 _OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
 _NO_LIMITS = SpanLimits()
 _NO_RANK: dict[str, Any] = {}
-_UNSET = Status(StatusCode.UNSET)
+_ERROR = Status(StatusCode.ERROR)
+_UNFINISHED = Status(StatusCode.ERROR, "the process ended before the span did")
+_new = tuple.__new__
 
 
 class _ProcessResource(Resource):
@@ -98,49 +98,53 @@ class SpanBuilder:
         self._resources: dict[str, Resource] = {}
         self._described: dict[str, Mapping[str, Any]] = {}
         self._ranks: dict[str, dict[str, Any]] = {}
-        self._scope = InstrumentationScope("sgl_aspects", __version__)
 
     def build(
         self,
         writer: Writer,
         record: SpanEnd,
-        context: SpanContext,
-        parent: SpanContext | None,
+        root: RootContext,
+        parent_id: int,
+        is_parent_remote: bool,
         kind: SpanKind,
         name: str,
         attributes: dict[str, Any],
-        links: Sequence[Link],
-    ) -> ReadableSpan:
-        """The span of ``record``; what else it is made of, the joiner has found out."""
-        status = _UNSET
-        if self._ranks:
-            attributes.update(self._ranks.get(writer.name, _NO_RANK))
-        if record.error == UNFINISHED and writer.was_let_go:
-            attributes[schema.DETACHED_FLAG] = True
-        elif record.error == UNFINISHED:
-            attributes |= {schema.ERROR_TYPE: UNFINISHED, schema.UNFINISHED_FLAG: True}
-            status = Status(StatusCode.ERROR, "the process ended before the span did")
-        elif record.error:
-            attributes[schema.ERROR_TYPE] = record.error
-            if not (kind is SpanKind.SERVER and _is_callers_mistake(attributes.get(schema.STATUS_CODE))):
-                status = Status(StatusCode.ERROR)
-        held: Mapping[str, Any] = attributes
-        if self._limits is not None:
-            held = BoundedAttributes(self._limits.attributes, attributes, max_value_len=self._limits.length)
-            links = BoundedList.from_seq(self._limits.links, links)
-        return ReadableSpan(
-            name=name,
-            context=context,
-            parent=parent,
-            resource=self._resources.get(writer.name) or self._make_resource(writer),
-            attributes=held,
-            links=links,
-            kind=kind,
-            status=status,
-            start_time=record.start_ns,
-            end_time=max(record.start_ns, record.end_ns),
-            instrumentation_scope=self._scope,
+        links: Sequence[RootContext],
+    ) -> CollectedSpan:
+        """The span of ``record``; what else it is made of, the joiner has found out.
+
+        ``attributes``: those that the record does not have. It is changed.
+        """
+        type, span_id, _, _, start_ns, end_ns, values, error, _ = record
+        status, names = UNSET, type.attributes
+        held: Mapping[str, Any] | None = None
+        if attributes or error or self._ranks or self._limits is not None:
+            known = zip(names, values)
+            attributes |= {key: value for key, value in known if value is not None}
+            attributes |= self._ranks.get(writer.name, _NO_RANK)
+            if error == UNFINISHED and writer.was_let_go:
+                attributes[schema.DETACHED_FLAG] = True
+            elif error == UNFINISHED:
+                attributes |= {schema.ERROR_TYPE: UNFINISHED, schema.UNFINISHED_FLAG: True}
+                status = _UNFINISHED
+            elif error:
+                attributes[schema.ERROR_TYPE] = error
+                if not (kind is SpanKind.SERVER and _is_callers_mistake(attributes.get(schema.STATUS_CODE))):
+                    status = _ERROR
+            held = attributes
+            if self._limits is not None:
+                held = BoundedAttributes(
+                    self._limits.attributes, attributes, max_value_len=self._limits.length
+                )
+                links = BoundedList.from_seq(self._limits.links, links)
+        resource = self._resources.get(writer.name) or self._make_resource(writer)
+        end_ns = max(start_ns, end_ns)
+        # The same as CollectedSpan(…), in a third of the time.
+        fields = (
+            *(resource, root, span_id, parent_id, is_parent_remote, kind, name, start_ns, end_ns),
+            *(names, values, held, links, status),
         )
+        return _new(CollectedSpan, fields)
 
     def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
         """What a process says of itself is on all of its spans from here on."""

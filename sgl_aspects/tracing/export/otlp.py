@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 from opentelemetry.sdk.metrics.export import MetricExporter
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from sgl_aspects import env
-from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder, UnknownValueError
+from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.variables import compression, tls_files
 
 if TYPE_CHECKING:
@@ -72,19 +71,19 @@ class Rejections:
 
 
 def span_exporter(protocol: str, rejections: Rejections) -> SpanExporter:
-    """Endpoint, headers and the rest it reads from the environment."""
+    """An exporter of collected spans. Endpoint, headers and the rest it reads from the environment."""
     exporter: SpanExporter
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
 
         exporter = by_grpc.OTLPSpanExporter(**_grpc_arguments("TRACES"))
-        use_fast_encoder(by_grpc, ExportTraceServiceRequest.FromString)
+        use_encoder(by_grpc, ExportTraceServiceRequest.FromString)
         _listen(exporter, rejections)
         return exporter
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
 
     exporter = by_http.OTLPSpanExporter(session=_session("TRACES", rejections))
-    use_fast_encoder(by_http, _Encoded)
+    use_encoder(by_http, _Encoded)
     return exporter
 
 
@@ -98,15 +97,12 @@ class _Encoded:
         return self._data
 
 
-def use_fast_encoder(exporter: Any, make_message: Callable[[bytes], Any]) -> None:
-    """Has an exporter's module encode spans by :class:`SpanEncoder`; what that does not know, as before."""
+def use_encoder(exporter: Any, make_message: Callable[[bytes], Any]) -> None:
+    """Have an exporter's module encode collected spans, by :class:`SpanEncoder`."""
     encoder = SpanEncoder()
 
-    def encode(spans: Sequence[ReadableSpan]) -> Any:
-        try:
-            return make_message(encoder.encode(spans))
-        except UnknownValueError:
-            return encode_spans(spans)
+    def encode(spans: Sequence[CollectedSpan]) -> Any:
+        return make_message(encoder.encode(spans))
 
     exporter.encode_spans = encode
 

@@ -1,26 +1,24 @@
-"""From finished spans to backends: OpenTelemetry's own batch processors and exporters, counted.
+"""From collected spans to backends: in batches, by OpenTelemetry's exporters and those of our own, counted.
 
 Each exporter has a pipeline of its own, so one that is down costs the others nothing.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import (
-    BatchSpanProcessor,
-    ConsoleSpanExporter,
-    SpanExporter,
-    SpanExportResult,
-)
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
 
+from sgl_aspects import compat
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.failures import tell
+from sgl_aspects.tracing.export.span import CollectedSpan, ReadableExporter
 from sgl_aspects.tracing.export.variables import BatchSettings
 from sgl_aspects.tracing.settings import TraceSettings
 
@@ -41,7 +39,7 @@ def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -
 
         rejections = Rejections("TRACES")
         return Pipeline(name, span_exporter(settings.protocol, rejections), rejections.take)
-    return Pipeline(name, _make_exporter(name, settings, append=append))
+    return Pipeline(name, ReadableExporter(_make_exporter(name, settings, append=append)))
 
 
 def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanExporter:
@@ -74,100 +72,97 @@ def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
 class NoExporter(SpanExporter):
     """In the place of one that could not be made: it delivers nothing."""
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None: ...
 
 
-class CountingExporter(SpanExporter):
-    """Passes spans on and counts what became of them.
-
-    ``take_rejected``: how many of a message that a backend accepted it then rejected.
-    """
-
-    def __init__(self, inner: SpanExporter, take_rejected: Callable[[], int] = lambda: 0) -> None:
-        self.inner = inner
-        self._take_rejected = take_rejected
-        self.exported = 0
-        self.failed = 0
-        self.last_failed = False
-        self._down = False
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = SpanExportResult.FAILURE
-        try:
-            result = self.inner.export(spans)
-        except Exception:
-            raise
-        except BaseException as error:  # it would end the thread that exports
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        finally:  # an exporter that raises has failed; the batch processor logs its exception
-            self.last_failed = result is not SpanExportResult.SUCCESS
-            if self.last_failed:
-                self.failed += len(spans)
-            else:
-                rejected = min(self._take_rejected(), len(spans))
-                self.failed += rejected
-                self.exported += len(spans) - rejected
-        return result
-
-    def shutdown(self) -> None:
-        if not self._down:
-            self._down = True
-            try:
-                self.inner.shutdown()
-            except Exception:
-                logger.exception("An exporter failed as it was shut down.")
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self.inner.force_flush(timeout_millis)
-
-
 class Pipeline:
-    """One exporter behind its batch processor. ``offered`` = exported + not delivered, always."""
+    """One exporter behind its queue. ``offered`` = exported + not delivered, always.
+
+    ``exporter``: takes :class:`~.span.CollectedSpan`. ``take_rejected``: how many of a message that a backend
+    accepted it then rejected.
+    """
 
     def __init__(
         self, name: str, exporter: SpanExporter, take_rejected: Callable[[], int] = lambda: 0
     ) -> None:
         self.name = name
-        self.counting = CountingExporter(exporter, take_rejected)
-        settings = BatchSettings.from_environment()
-        self.capacity = settings.queue
-        self.processor = BatchSpanProcessor(
-            self.counting,
-            max_queue_size=settings.queue,
-            schedule_delay_millis=settings.delay,
-            max_export_batch_size=settings.batch,
-        )
-        self.offered = 0
-        self._submitted = 0
-        self._room = 0  # how many more there was room for when it was last asked
+        self._exporter: Any = exporter
+        self._take_rejected = take_rejected
+        self._settings = BatchSettings.from_environment()
+        self._queue: collections.deque[CollectedSpan] = collections.deque()
+        self._awake, self._is_closing, self._is_shut = threading.Event(), False, False
+        self.offered = self.exported = 0
+        self._submitted = self._failed = 0
+        self._last_failed = False
         self._stuck_at = -1
+        self._worker = threading.Thread(target=self._work, name=name, daemon=True)
+        self._worker.start()
 
-    def offer(self, span: ReadableSpan) -> None:
-        """Hands a span over. Waits a little for a busy exporter; one that fails or hangs loses the span."""
-        self.offered += 1
-        if not self._room:
+    def offer(self, spans: Sequence[CollectedSpan]) -> None:
+        """Hands spans over. Waits a little for a busy exporter; one that fails or hangs loses the rest."""
+        self.offered += len(spans)
+        while spans:
             self._wait_for_room()
-            self._room = max(0, self.capacity - self._submitted + self._done())
-            if not self._room:
+            some = spans[: self._room()]
+            if not some:
                 return
-        self._room -= 1
-        self._submitted += 1
-        self.processor.on_end(span)
+            self._submitted += len(some)
+            self._queue.extend(some)
+            if len(self._queue) >= self._settings.batch:
+                self._awake.set()
+            spans = spans[len(some) :]
+
+    def _work(self) -> None:
+        """Exports a batch as soon as there is a whole one, what there is after each delay, all at the end."""
+        compat.suppress_instrumentation()
+        while not self._is_closing:
+            is_full = self._awake.wait(self._settings.delay / 1e3)
+            self._awake.clear()
+            while self._queue and (not is_full or len(self._queue) >= self._settings.batch):
+                self._export()
+        while self._queue and not self._is_shut:
+            self._export()
+        self.shutdown()
+
+    def _export(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(self._settings.batch, len(self._queue)))]
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(batch)
+        except BaseException:  # whatever it is, the thread goes on
+            logger.exception("An exporter failed:")
+        self._last_failed = result is not SpanExportResult.SUCCESS
+        rejected = len(batch) if self._last_failed else min(self._take_rejected(), len(batch))
+        self._failed += rejected
+        self.exported += len(batch) - rejected
+
+    def close(self) -> threading.Thread:
+        """Sends what is queued and shuts the exporter down: in the thread returned, which ends with that."""
+        self._is_closing = True
+        self._awake.set()
+        return self._worker
+
+    def shutdown(self) -> None:
+        """Shut the exporter down, which ends its waits between retries; what is queued is given up."""
+        if not self._is_shut:
+            self._is_shut = True
+            try:
+                self._exporter.shutdown()
+            except Exception:
+                logger.exception("An exporter failed as it was shut down.")
 
     def _done(self) -> int:
-        return self.counting.exported + self.counting.failed
+        return self.exported + self._failed
 
-    def _is_full(self) -> bool:
-        return self._submitted - self._done() >= self.capacity
+    def _room(self) -> int:
+        return max(0, self._settings.queue - self._submitted + self._done())
 
     def _wait_for_room(self) -> None:
-        if self.counting.last_failed or self._stuck_at == self._done():
-            return
         done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
-        while self._is_full() and not self.counting.last_failed:
+        while not self._room() and not self._last_failed and self._stuck_at != self._done():
             if self._done() != done:
                 done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
             elif time.monotonic() > deadline:
@@ -176,26 +171,18 @@ class Pipeline:
             time.sleep(0.002)
 
     @property
-    def exported(self) -> int:
-        return self.counting.exported
-
-    @property
     def lost(self) -> int:
         """Given up so far: refused, failed, or never taken on."""
-        return self.counting.failed + self.offered - self._submitted
+        return self._failed + self.offered - self._submitted
 
     @property
     def not_delivered(self) -> int:
-        return self.offered - self.counting.exported
+        return self.offered - self.exported
 
 
 def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
     """Sends what is queued, all pipelines at once; one that delivers nothing for ``seconds`` is given up."""
-    closing = []
-    for pipeline in pipelines:
-        thread = threading.Thread(target=pipeline.processor.shutdown, name=pipeline.name, daemon=True)
-        thread.start()
-        closing.append((pipeline, thread))
+    closing = [(pipeline, pipeline.close()) for pipeline in pipelines]
     begun = time.monotonic()
     delivered = [pipeline.exported for pipeline in pipelines]
     deadlines = [begun + seconds] * len(delivered)
@@ -215,6 +202,6 @@ def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
         busy[0].join(0.02)
     for pipeline, thread in closing:
         if thread.is_alive():
-            pipeline.counting.shutdown()  # ends waits between retries
+            pipeline.shutdown()
     for _, thread in closing:
         thread.join(0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from sgl_aspects.tracing.records import (
@@ -30,8 +30,9 @@ _PENDING_LINKS = 1 << 16
 _GROUPS = 256
 _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # What OTLP has room for.
-_IDS, _TRACE_IDS, _TIMES = range(1 << 64), range(1, 1 << 128), range(1 << 63)
-_new = tuple.__new__
+_TRACE_IDS, _TIMES = range(1, 1 << 128), range(1 << 63)
+_index_at = struct.Struct("<I").unpack_from
+_INDEX = layout.HEAD_SHIFT // 8
 _scan = json.JSONDecoder().raw_decode
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 
@@ -49,7 +50,8 @@ class Decoder:
     """The definitions of one ring, and the parts of records whose other parts have not come.
 
     ``read_definitions``: gives the definitions' bytes as far as they are written. ``clock_offset``: what
-    makes the ring's times Unix time, in nanoseconds. ``last_ns``: the latest time that was read.
+    makes the ring's times Unix time, in nanoseconds. ``last_ns``: the latest time that was read, of other
+    records than spans; who reads these adds theirs.
     """
 
     def __init__(self, read_definitions: Callable[[], bytes], clock_offset: int) -> None:
@@ -57,6 +59,7 @@ class Decoder:
         self._clock_offset = clock_offset
         self.last_ns = 0
         self._definitions: list[_Layout | str | None] = [None]
+        self._readers: dict[int, SpanReader] = {}  # of the layouts among them
         self._definitions_end = 0
         self._texts: dict[int, list[bytes]] = {}
         self._pieces = 0
@@ -67,27 +70,15 @@ class Decoder:
     def decode(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
         """The record in a slot; None for a part of one, a list for a step. Raises ``DamagedError``."""
         try:
-            if data[position] == layout.KIND_SPAN:  # nearly all are
-                return self._span(data, position)
-            return self._other(data, position)
+            if data[position] != layout.KIND_SPAN:
+                return self._other(data, position)
+            (index,) = _index_at(data, position + _INDEX)  # of its layout
+            span = (self._readers.get(index) or self._layout(index).read)(data, position)
+            if self._links:
+                span = span._replace(links=[*self._take_links(span.span_id), *span.links])
+            return span
         except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
             raise DamagedError(str(error)) from error
-
-    def _span(self, data: bytes, position: int) -> SpanEnd:
-        (head,) = layout.MARK.unpack_from(data, position)
-        type, read = self._layout(head >> layout.HEAD_SHIFT)
-        span_id, root_id, parent_id, start, end, values, error, links = read(
-            data, position, self._defined_text
-        )
-        start, end = start + self._clock_offset, end + self._clock_offset
-        if start not in _TIMES or end not in _TIMES:
-            raise DamagedError(f"a time among {start, end}")
-        if end > self.last_ns:
-            self.last_ns = end
-        if self._links:
-            links = [*self._take_links(span_id), *links]
-        # The same as SpanEnd(…), in a third of the time.
-        return _new(SpanEnd, (type, span_id, root_id, parent_id, start, end, values, error, links))
 
     def open_step(self, data: bytes, position: int) -> list[SpanEnd]:
         """The spans of a step that is open in the header; none in a block that is free."""
@@ -113,6 +104,11 @@ class Decoder:
 
     def _other(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
         kind = data[position]
+        if kind == layout.KIND_LONG:
+            return self._text(data, position)
+        if kind == layout.KIND_PART:
+            self._part(data, position)
+            return None
         if kind == layout.KIND_STEP:
             return self._step(data, position)
         if kind == layout.KIND_BEGIN:
@@ -135,43 +131,74 @@ class Decoder:
             if len(self._groups) > _GROUPS:
                 del self._groups[next(iter(self._groups))]
             return None
-        if kind in (layout.KIND_PART, layout.KIND_LONG):
-            return self._text(data, position)
         if kind == layout.KIND_VOID:
             return None
         raise DamagedError(f"a record of kind {kind}")
 
-    def _text(self, data: bytes, position: int) -> Record | None:
-        kind, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
-        pieces = self._texts.pop(key, [])
-        self._pieces -= len(pieces)
+    def _part(self, data: bytes, position: int) -> None:
+        _, index, _, key, piece, _ = layout.TEXT.unpack_from(data, position)
+        pieces = self._texts.setdefault(key, [])
         if len(pieces) != index:
             raise DamagedError("a part of a record is missing")
         pieces.append(piece)
-        if kind == layout.KIND_PART:
-            self._texts[key] = pieces
-            self._pieces += len(pieces)
-            while self._pieces > _PENDING_PIECES:
-                self._pieces -= len(self._texts.pop(next(iter(self._texts))))
-            return None
-        whole = b"".join(pieces) if index else piece
-        if not 0 <= len(whole) - size < layout.TEXT_BYTES:
+        self._pieces += 1
+        while self._pieces > _PENDING_PIECES:
+            self._pieces -= len(self._texts.pop(next(iter(self._texts))))
+
+    def _text(self, data: bytes, position: int) -> Record:
+        _, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
+        if index:
+            pieces = self._texts.pop(key, [])
+            self._pieces -= len(pieces)
+            if len(pieces) != index:
+                raise DamagedError("a part of a record is missing")
+            piece = b"".join([*pieces, piece])
+        if not 0 <= len(piece) - size < layout.TEXT_BYTES:
             raise DamagedError("a record of the wrong length")
-        (name, *fields), _ = _scan(whole[:size].decode())
+        (name, *fields), _ = _scan(piece[:size].decode())
         make, kinds = _TEXT_RECORDS[name]
         if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
             raise DamagedError("a record with fields of the wrong type")
-        record = make(self, *fields)
-        self.last_ns = max([self.last_ns, *_checked_times(record)])
-        return record
+        return make(self, *fields)
 
-    def _span_from_text(self, name: str, names: list[Any], *fields: Any) -> SpanEnd:
+    def _span_from_text(self, name: str, names: int | list[Any], *fields: Any) -> SpanEnd:
         span_id, root_id, parent_id, start_ns, end_ns, values, error, links = fields
-        type = _type_from_text(name, *names)
+        _check(span_id | root_id | parent_id, start_ns | end_ns)
+        for link in links:
+            _check(link)
+        type = _type_from_text(name, *self._names(names))
         values, error = [*map(encodable, values)], _encodable_text(error)
         if self._links:
             links = [*self._take_links(span_id), *links]
         return SpanEnd(type, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+
+    def _request(self, *fields: Any) -> RequestBegin:
+        span_id, _, start_ns, trace_id, parent_id, *_, name, names, values = fields
+        _check(span_id | parent_id, start_ns, trace_id)
+        self.last_ns = max(self.last_ns, start_ns)
+        attributes = {
+            name: encodable(value) for name, value in zip(self._names(names), values) if value is not None
+        }
+        return RequestBegin._make([*fields[:-3], _encodable_text(name), attributes])
+
+    def _seen(self, key: int, request_id: str, time_ns: int) -> RequestSeen:
+        _check(key, time_ns)
+        self.last_ns = max(self.last_ns, time_ns)
+        return RequestSeen(key, request_id, time_ns)
+
+    def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
+        _check(key | span_id, 0, trace_id)
+        return RequestElsewhere(key, trace_id, span_id, sampled)
+
+    def _description(self, attributes: dict[str, Any]) -> ProcessDescribed:
+        found = {_encodable_text(key): encodable(value) for key, value in attributes.items()}
+        return ProcessDescribed({key: value for key, value in found.items() if value is not None})
+
+    def _names(self, names: int | list[Any]) -> Iterable[str]:
+        """Of attributes: as they stand in a text, or under a number."""
+        if isinstance(names, int):
+            return self._layout(names).type.attributes
+        return [_encodable_text(str(name)) for name in names]
 
     def _keep_links(self, span_id: int, links: list[int]) -> None:
         self._links.setdefault(span_id, []).extend(links)
@@ -211,27 +238,30 @@ class Decoder:
             if start + size > len(data):
                 break
             self._definitions_end = start + size
-            self._definitions.append(_parse_definition(data[start : start + size]))
+            found = self._parse_definition(data[start : start + size])
+            if isinstance(found, _Layout):
+                self._readers[len(self._definitions)] = found.read
+            self._definitions.append(found)
 
-
-def _parse_definition(data: bytes) -> _Layout | str | None:
-    """None for one that is damaged: those after it keep their numbers."""
-    try:
-        text = data[1:].decode()
-        if data[:1] == b"T":
-            return text
-        name, names, codes, has_error, links = json.loads(text)
-        if (
-            data[:1] != b"L"
-            or not isinstance(has_error, bool)
-            or not 0 <= links <= layout.SPAN_WORDS - len(codes) - has_error
-        ):
+    def _parse_definition(self, data: bytes) -> _Layout | str | None:
+        """None for one that is damaged: those after it keep their numbers."""
+        try:
+            text = data[1:].decode()
+            if data[:1] == b"T":
+                return text
+            name, names, codes, has_error, links = json.loads(text)
+            if (
+                data[:1] != b"L"
+                or not isinstance(has_error, bool)
+                or not 0 <= links <= layout.SPAN_WORDS - len(codes) - has_error
+            ):
+                return None
+            kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
+            type = _type_of(name, dict(zip(names, kinds)))
+            read = make_reader(type, str(codes), has_error, links, self._defined_text, self._clock_offset)
+            return _Layout(type, read)
+        except (ValueError, TypeError, LookupError, struct.error, RecursionError):
             return None
-        kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
-        type = _type_of(name, dict(zip(names, kinds)))
-        return _Layout(type, make_reader(str(codes), has_error, links))
-    except (ValueError, TypeError, LookupError, struct.error, RecursionError):
-        return None
 
 
 def _type_of(name: Any, attributes: dict[Any, type]) -> SpanType:
@@ -245,41 +275,10 @@ def _type_from_text(name: str, *names: Any) -> SpanType:
     return _type_of(name, dict.fromkeys(names, object))
 
 
-def _request(_: Decoder, *fields: Any) -> RequestBegin:
-    *others, name, attributes = fields
-    return RequestBegin._make([*others, _encodable_text(name), _encodable_attributes(attributes)])
-
-
-def _description(_: Decoder, attributes: dict[str, Any]) -> ProcessDescribed:
-    return ProcessDescribed(_encodable_attributes(attributes))
-
-
-def _encodable_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {_encodable_text(key): encodable(value) for key, value in attributes.items() if value is not None}
-
-
-def _checked_times(record: Record) -> tuple[int, ...]:
-    """Raises ``DamagedError`` where a number from a text is larger than what it stands for can be."""
-    ids: tuple[int, ...] = ()
-    times: tuple[int, ...] = ()
-    if isinstance(record, SpanEnd):
-        ids = record.span_id, record.root_id, record.parent_id, *record.links
-        times = record.start_ns, record.end_ns
-    elif isinstance(record, RequestBegin):
-        ids, times = (record.span_id, record.parent_id), (record.start_ns,)
-        if record.trace_id not in _TRACE_IDS:
-            raise DamagedError(f"trace id {record.trace_id}")
-    elif isinstance(record, RequestElsewhere):
-        ids = record.key, record.span_id
-        if record.trace_id not in _TRACE_IDS:
-            raise DamagedError(f"trace id {record.trace_id}")
-    elif isinstance(record, RequestSeen):
-        ids, times = (record.key,), (record.time_ns,)
-    if not all(isinstance(number, int) and number in _IDS for number in ids):
-        raise DamagedError(f"an id among {ids}")
-    if not all(number in _TIMES for number in times):
-        raise DamagedError(f"a time among {times}")
-    return times
+def _check(ids: int, times: int = 0, trace_id: int = 1) -> None:
+    """Raises ``DamagedError`` where a number from a text, or several or'ed, is too large, or negative."""
+    if ids >> 64 or times >> 63 or trace_id not in _TRACE_IDS:
+        raise DamagedError(f"ids, times or a trace id out of range: {ids, times, trace_id}")
 
 
 def _encodable_text(text: str) -> str:
@@ -303,13 +302,10 @@ def encodable(value: Any) -> Any:
     return _encodable_text(str(value))
 
 
-_TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type, ...]]] = {
-    "R": (
-        _request,
-        (int, str, int, int, int, bool, str, bool, str, dict),
-    ),
-    "P": (_description, (dict,)),
-    "E": (lambda _, *fields: RequestElsewhere(*fields), (int, int, int, bool)),
-    "A": (lambda _, *fields: RequestSeen(*fields), (int, str, int)),
-    "S": (Decoder._span_from_text, (str, list, int, int, int, int, int, list, str, list)),
+_TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type | tuple[type, ...], ...]]] = {
+    "R": (Decoder._request, (int, str, int, int, int, bool, str, bool, str, (int, list), list)),
+    "P": (Decoder._description, (dict,)),
+    "E": (Decoder._elsewhere, (int, int, int, bool)),
+    "A": (Decoder._seen, (int, str, int)),
+    "S": (Decoder._span_from_text, (str, (int, list), int, int, int, int, int, list, str, list)),
 }

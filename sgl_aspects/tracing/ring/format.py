@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = b"SGLARING"
-VERSION = 3
+VERSION = 4
 SUFFIX = ".ring"
 
 HEADER_BYTES = 4096

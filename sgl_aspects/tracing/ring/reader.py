@@ -126,7 +126,7 @@ class RingReader:
         data = self._read(offset, whole * layout.SLOT_BYTES)
         self._stuck_since = None
         self.taken += whole
-        records = [*self._records(data, range(0, len(data), layout.SLOT_BYTES))]
+        records = self._records(data, range(0, len(data), layout.SLOT_BYTES))
         # Of one that is dead, what follows an unfinished record is still to be looked for.
         return records, whole == count or not alive
 
@@ -212,22 +212,22 @@ class RingReader:
         self.taken = later - 1
         return True
 
-    def _records(self, data: bytes, positions: Iterable[int]) -> Iterator[Record]:
+    def _records(self, data: bytes, positions: Iterable[int]) -> list[Record]:
         """The records in the slots at these positions, without what is damaged or a part of one."""
-        decode = self._decoder.decode
+        decode, records = self._decoder.decode, list[Record]()
         for position in positions:
             try:
                 record = decode(data, position)
             except DamagedError:
                 self.damaged += 1
                 continue
-            if record is None:
-                continue
             if isinstance(record, list):
-                yield from record
-            else:
-                yield record
-        self.last_ns = max(self.last_ns, self._decoder.last_ns)
+                records += record
+            elif record is not None:
+                records.append(record)
+        ends = [record.end_ns for record in records if record.__class__ is SpanEnd]
+        self.last_ns = self._decoder.last_ns = max(self.last_ns, self._decoder.last_ns, *ends)
+        return records
 
     def _read_definitions(self) -> bytes:
         end = min(self._header()[layout.WORD_DEFINITIONS_END], layout.DEFINITIONS_BYTES)

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sgl_aspects.tracing.context import enter_span
@@ -43,6 +43,8 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 # A text is defined when it is met for the second time: ids that come once do not fill the definitions.
 _TEXTS_MET = 4096
 _LONGEST_TEXT = 200
+# Names of attributes that come together, as requests have them: of so many choices each is defined.
+_NAMES_DEFINED = 64
 
 
 class RingRecorder:
@@ -65,6 +67,7 @@ class RingRecorder:
         self._layouts: dict[SpanType, Layouts] = {}
         self._begins: dict[SpanType, int] = {}  # the first word of their slots
         self._texts: dict[str | None, int] = {}
+        self._names: dict[tuple[str, ...], int] = {}  # of records that are written as text
         self._met: set[str] = set()
         self._begin()
         weak = weakref.ref(self)
@@ -83,6 +86,7 @@ class RingRecorder:
         self._open_steps(self._steps_in_memory())
         # A file's own numbers; the writers hold on to these dictionaries.
         self._begins.clear()
+        self._names.clear()
         self._texts.clear()
         self._texts[None] = 0
         for layouts in self._layouts.values():
@@ -151,7 +155,8 @@ class RingRecorder:
 
     def write(self, event: Event) -> None:
         if isinstance(event, RequestBegin):
-            self._write_text(["R", *event])
+            attributes = event.attributes
+            self._write_text(["R", *event[:-1], self._names_of(attributes), [*attributes.values()]])
         elif isinstance(event, RequestSeen):
             self._write_text(["A", *event])
         elif isinstance(event, RequestElsewhere):
@@ -307,7 +312,17 @@ class RingRecorder:
         return True
 
     def _write_span_as_text(self, type: SpanType, *fields: Any) -> None:
-        self._write_text(["S", type.name, [*type.attributes], *fields])
+        self._write_text(["S", type.name, self._names_of(type.attributes), *fields])
+
+    def _names_of(self, attributes: Mapping[str, Any]) -> int | list[str]:
+        """The number that the names are defined under; themselves where there is no room, or too many."""
+        names = (*attributes,)
+        index = self._names.get(names)
+        if index is None:
+            if len(self._names) >= _NAMES_DEFINED:
+                return [*names]
+            index = self._names[names] = self._define("L", _encode(["", names, "", False, 0])) or 0
+        return index or [*names]
 
     def _write_text(self, record: list[Any]) -> None:
         """A record as JSON, over as many slots as it needs; the last one says that it is whole."""

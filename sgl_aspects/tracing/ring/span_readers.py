@@ -7,16 +7,26 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from sgl_aspects.generated import execute
+from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
 
-#: ``(data, position, text_of)`` -> the fields of a :class:`~sgl_aspects.tracing.records.SpanEnd` after its
-#: type, times as in the ring. ``text_of``: gives the text that is defined under a number.
-SpanReader: TypeAlias = "Callable[[bytes, int, Callable[[int], str]], tuple[Any, ...]]"
+#: ``(data, position)`` -> the span in the slot there. Raises ``ValueError`` for a time that OTLP has no room
+#: for, and what ``text_of`` raises.
+SpanReader: TypeAlias = "Callable[[bytes, int], SpanEnd]"
 
 _SOURCE = """
-def read(data, position, text_of):
-    _, span_id, root_id, parent_id, start_ns, end_ns, {words}_ = unpack_from(data, position)
-    return span_id, root_id, parent_id, start_ns, end_ns, [{values}], {error}, [{links}]
+def make(type, text_of, clock_offset):
+    def read(data, position):
+        _, span_id, root_id, parent_id, start_ns, end_ns, {words}_ = unpack_from(data, position)
+        start_ns += clock_offset
+        end_ns += clock_offset
+        if (start_ns | end_ns) >> 63:
+            raise ValueError(f"a time among {{start_ns, end_ns}}")
+        # The same as SpanEnd(…), in a third of the time.
+        return new(SpanEnd, (
+            type, span_id, root_id, parent_id, start_ns, end_ns, [{values}], {error}, [{links}]
+        ))
+    return read
 """
 # What a word says, by the code of its value. The number for none is as exact as a float.
 _VALUES = {
@@ -27,9 +37,25 @@ _VALUES = {
 }
 
 
+def make_reader(
+    type: SpanType,
+    codes: str,
+    has_error: bool,
+    links: int,
+    text_of: Callable[[int], str],
+    clock_offset: int,
+) -> SpanReader:
+    """The reader of spans of ``type`` with values of these codes and ``links`` links.
+
+    ``text_of``: gives the text that is defined under a number. ``clock_offset``: what makes the ring's times
+    Unix time, in nanoseconds.
+    """
+    reader: SpanReader = _maker(codes, has_error, links)(type, text_of, clock_offset)
+    return reader
+
+
 @functools.lru_cache(maxsize=1024)
-def make_reader(codes: str, has_error: bool, links: int) -> SpanReader:
-    """The reader of spans with values of these codes and ``links`` links."""
+def _maker(codes: str, has_error: bool, links: int) -> Callable[..., SpanReader]:
     names = [f"value_{number}" for number in range(len(codes))]
     link_names = [f"link_{number}" for number in range(links)]
     source = _SOURCE.format(
@@ -40,7 +66,9 @@ def make_reader(codes: str, has_error: bool, links: int) -> SpanReader:
     )
     known: dict[str, Any] = {
         "NONE": layout.NONE,
+        "SpanEnd": SpanEnd,
+        "new": tuple.__new__,
         "unpack_from": layout.span_struct(codes, has_error, links).unpack_from,
     }
-    reader: SpanReader = execute(source, f"span reader {codes}", known)["read"]
-    return reader
+    maker: Callable[..., SpanReader] = execute(source, f"span reader {codes}", known)["make"]
+    return maker

@@ -1,0 +1,102 @@
+"""A finished span as the collector has it, and OpenTelemetry's own for the exporters that take those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.util import BoundedList
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from sgl_aspects import __version__
+from sgl_aspects.tracing.records import AttributeValue
+
+SCOPE = InstrumentationScope("sgl_aspects", __version__)
+UNSET = Status(StatusCode.UNSET)
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+@dataclass(eq=False)
+class RootContext:
+    """A span with a trace of its own, as those below it and those that link to it name it.
+
+    ``trace_state``: a valid header, or "". ``in_spans``, ``in_links``: kept for the OTLP encoder.
+    """
+
+    trace_id: int
+    span_id: int
+    is_remote: bool = False
+    trace_state: str = ""
+    in_spans: bytes = b""
+    in_links: bytes = b""
+
+    def of(self, span_id: int, *, is_remote: bool = False) -> SpanContext:
+        """OpenTelemetry's context of a span in this trace."""
+        state = TraceState.from_header([self.trace_state]) if self.trace_state else None
+        return SpanContext(self.trace_id, span_id, is_remote, _SAMPLED, state)
+
+
+class CollectedSpan(NamedTuple):
+    """A span that is to be exported. ``parent_id`` 0: none.
+
+    Its attributes are ``names`` with ``values`` (None, or a value that is not there: left out) where
+    ``attributes`` is None. ``names`` is the same object in all spans of a type.
+    """
+
+    resource: Resource
+    root: RootContext
+    span_id: int
+    parent_id: int
+    is_parent_remote: bool
+    kind: SpanKind
+    name: str
+    start_ns: int
+    end_ns: int
+    names: Mapping[str, type]
+    values: Sequence[AttributeValue]
+    attributes: Mapping[str, AttributeValue] | None
+    links: Sequence[RootContext]
+    status: Status
+
+    def readable(self) -> ReadableSpan:
+        """OpenTelemetry's form of it."""
+        attributes = self.attributes
+        if attributes is None:
+            known = zip(self.names, self.values)
+            attributes = {name: value for name, value in known if value is not None}
+        root = self.root
+        links: Sequence[Link] = [Link(each.of(each.span_id, is_remote=each.is_remote)) for each in self.links]
+        if isinstance(self.links, BoundedList):
+            bounded = BoundedList.from_seq(None, links)
+            bounded.dropped = self.links.dropped
+            links = bounded
+        return ReadableSpan(
+            name=self.name,
+            context=root.of(self.span_id),
+            parent=root.of(self.parent_id, is_remote=self.is_parent_remote) if self.parent_id else None,
+            resource=self.resource,
+            attributes=attributes,
+            links=links,
+            kind=self.kind,
+            status=self.status,
+            start_time=self.start_ns,
+            end_time=self.end_ns,
+            instrumentation_scope=SCOPE,
+        )
+
+
+class ReadableExporter(SpanExporter):
+    """Hands collected spans to an exporter of OpenTelemetry's."""
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self._inner = inner
+        self.shutdown = inner.shutdown  # type: ignore[method-assign]
+        self.force_flush = inner.force_flush  # type: ignore[method-assign]
+
+    def export(self, spans: Sequence[CollectedSpan]) -> SpanExportResult:  # type: ignore[override]
+        return self._inner.export([span.readable() for span in spans])
