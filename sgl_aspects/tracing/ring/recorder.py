@@ -43,7 +43,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 # A text is defined when it is met for the second time: ids that come once do not fill the definitions.
 _TEXTS_MET = 4096
 _LONGEST_TEXT = 200
-# Names of attributes that come together, as requests have them: of so many choices each is defined.
+# Names of attributes that come together, as those of requests: at most this many groups are defined.
 _NAMES_DEFINED = 64
 
 
