@@ -112,6 +112,9 @@ def _made(folder: str) -> str:
 
 def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, level: str) -> dict[str, str]:
     """The variables of a run of its own, by the flags of :func:`add_trace_arguments`, checked."""
+    for flag in ("level", "endpoint", "file", "config"):
+        if getattr(arguments, flag, None) == "":  # an unset variable of a script, as a rule
+            raise ConfigError(f"--{flag} is empty: give it a value, or leave it out")
     environment = env.shortened(given)
     environment.pop(_RUN, None)  # even where a traced program asks for it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or level

@@ -95,6 +95,9 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
             f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
             "or name the folder of a run with --run"
         )
+    if len({path.parent for path in found}) > 1:  # what a crash has left is not meant where a run goes on
+        living = {path.parent for path in found if _is_written(path)}
+        found = [path for path in found if path.parent in living] or found
     processes: dict[Path, list[str]] = {}
     for path in found:
         processes.setdefault(path.parent, []).append(path.name.split("-")[0])
@@ -114,6 +117,16 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
             f"{found[0].parent}: none of its rings can be read: they are damaged, of another version of "
             "sgl-aspects, or another user's"
         )
+
+
+def _is_written(path: Path) -> bool:
+    """Whether the ring's process lives."""
+    try:
+        ring = RingReader(path, read_only=True)
+    except (DamagedError, OSError):
+        return False
+    with contextlib.closing(ring):
+        return ring.is_alive()
 
 
 def read_control(ring: Path) -> Control:

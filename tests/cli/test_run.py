@@ -175,6 +175,7 @@ def test_the_exit_status_is_the_programs_own(site: Path) -> None:
         ((sys.executable, "-V"), ("--report", "/dev/null/reports"), "--report /dev/null/reports: Not a dir"),
         ((sys.executable, "-V"), ("--level", "9"), "SGL_ASPECTS_TRACE='9'"),
         ((sys.executable, "-V"), ("--endpoint", "collector"), "OTLP endpoint 'collector'"),
+        ((sys.executable, "-V"), ("--file", ""), "--file is empty"),
     ],
 )
 def test_what_cannot_run_is_one_line(

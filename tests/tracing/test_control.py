@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.cli.main import main
+from sgl_aspects.errors import ConfigError
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach, control
@@ -24,6 +25,25 @@ from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
 
 spawn = multiprocessing.get_context("spawn")
+
+
+def test_what_a_crash_has_left_is_not_taken_for_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders = []
+    for name in ("crashed", "also", "live"):
+        (tmp_path / name).mkdir()
+        recorders.append(RingRecorder(str(tmp_path / name), 1))
+        assert recorders[-1].open()
+    monkeypatch.setattr(control, "runs", lambda: sorted(tmp_path.iterdir()))
+    for recorder in recorders[:2]:
+        recorder.close()
+    (ring,) = control.rings()
+    assert ring.path.parent.name == "live"
+    ring.close()
+    recorders[2].close()
+    with pytest.raises(ConfigError, match="several runs"):
+        next(control.rings())
 
 
 def test_a_live_engine_is_turned_up_down_off_and_on(tmp_path: Path) -> None:
