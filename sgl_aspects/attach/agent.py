@@ -17,7 +17,7 @@ from sgl_aspects import config, env
 from sgl_aspects.errors import AspectsError, AttachError
 from sgl_aspects.tracing import session as tracing
 from sgl_aspects.tracing.run_folder import collector_state
-from sgl_aspects.weaving import in_pieces, weaver
+from sgl_aspects.weaving import Pieces, in_pieces, weaver
 
 _CHECK_SECONDS = 1.0
 _SWITCH_SECONDS = 0.0005
@@ -47,7 +47,7 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
             f"sgl-aspects {aspects.__version__} is loaded there, and you run {request['version']}: "
             "attach with the version that is loaded"
         )
-    with _lock, _beside_the_engine(), in_pieces() as pieces:
+    with _lock, in_pieces() as pieces, _beside_the_engine(pieces):
         begin = time.perf_counter()
         answer = _attach(request) if request["operation"] == "attach" else _detach()
         seconds = time.perf_counter() - begin
@@ -124,12 +124,12 @@ def _end_without_collector(run_folder: str) -> None:
 
 
 def _detach_alone() -> None:
-    with _lock, _beside_the_engine(), in_pieces(), contextlib.suppress(AspectsError, OSError):
+    with _lock, in_pieces() as pieces, _beside_the_engine(pieces), contextlib.suppress(AspectsError, OSError):
         _detach()
 
 
 @contextlib.contextmanager
-def _beside_the_engine() -> Iterator[None]:
+def _beside_the_engine(pieces: Pieces) -> Iterator[None]:
     """Shorten the interpreter's switch interval, and unfreeze the heap so that frozen referrers are found.
 
     ``gc.get_referrers`` passes over objects under ``gc.freeze``. The garbage collector is off in the block;
@@ -139,9 +139,11 @@ def _beside_the_engine() -> Iterator[None]:
     sys.setswitchinterval(_SWITCH_SECONDS)
     was_enabled = gc.isenabled()
     gc.disable()
-    frozen = gc.get_freeze_count()
+    with pieces.one():
+        frozen = gc.get_freeze_count()  # counts them one by one
     if frozen:
-        gc.collect()
+        with pieces.one():
+            gc.collect()
         gc.unfreeze()
     try:
         yield

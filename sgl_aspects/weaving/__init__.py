@@ -48,7 +48,7 @@ from sgl_aspects.weaving.hooks import (
     argument_reader,
     current_source,
 )
-from sgl_aspects.weaving.rebinding import Stale, in_pieces
+from sgl_aspects.weaving.rebinding import Pieces, Stale, in_pieces
 from sgl_aspects.weaving.targets import Target
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "HookSource",
     "HookType",
     "Observer",
+    "Pieces",
     "Report",
     "Result",
     "Stale",

@@ -367,15 +367,23 @@ def _concerns(only: Any, bound_to: Any) -> bool:
 
 
 class Pieces:
-    """``longest``: processor seconds of the longest piece."""
+    """``longest``: processor seconds of the longest piece.
 
-    longest = 0.0
+    After each the thread rests ``rest`` times as long as it worked since the one before, so that others have
+    the interpreter's lock, and a processor.
+    """
+
+    def __init__(self, rest: float) -> None:
+        self.longest, self._rest, self._worked = 0.0, rest, time.thread_time()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
         begin = time.thread_time()
         yield
-        self.longest = max(self.longest, time.thread_time() - begin)
+        end = time.thread_time()
+        self.longest = max(self.longest, end - begin)
+        time.sleep(self._rest * (end - self._worked))
+        self._worked = end
 
 
 _pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("sgl_aspects_pieces", default=None)
@@ -383,12 +391,12 @@ _PIECE_OBJECTS = 1000
 
 
 @contextlib.contextmanager
-def in_pieces() -> Iterator[Pieces]:
+def in_pieces(rest: float = 3.0) -> Iterator[Pieces]:
     """Rebinding in the block looks through the heap piece by piece: other threads run in between.
 
     For a process that serves; as a whole it takes longer than the one call that it takes otherwise.
     """
-    pieces = Pieces()
+    pieces = Pieces(rest)
     token = _pieces.set(pieces)
     try:
         yield pieces

@@ -425,7 +425,7 @@ def test_a_copy_made_before_the_hook_is_hooked_and_restored(engine: Any, name: s
 def test_a_copy_is_found_piece_by_piece_as_well(engine: Any, name: str) -> None:
     original = engine.f
     held = HOLDERS[name](original)
-    with in_pieces() as pieces:
+    with in_pieces(rest=0) as pieces:
         handle = aspects.weave(around("engine:f", hooked))
         assert held.get() is engine.f
         assert aspects.report().stale == ()

@@ -39,7 +39,10 @@ ROLES = {
     "decode_bootstrap": Role((f"{_DECODE}:DecodePreallocQueue.add",), ("queue:self", "req", "is_retracted")),
     "decode_bootstrapped": Role((f"{_DECODE}:DecodePreallocQueue.pop_preallocated",), ("queue:self",)),
     "decode_transferred": Role((f"{_DECODE}:DecodeTransferQueue.pop_transferred",), ("queue:self",)),
-    "decode_begins": Role((f"{_PROCESSOR}.process_batch_result_prebuilt",), ("processor:self", "batch")),
+    "decode_begins": Role(
+        tuple(f"{owner}.process_batch_result_prebuilt" for owner in (_PROCESSOR, _SCHEDULER)),
+        ("processor:self", "batch"),
+    ),
     # On any server: what ends a request outside of a batch's result.
     "give_up_request": Role(
         ("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "message:error_message", "status_code")

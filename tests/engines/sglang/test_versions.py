@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 WHEELS = sorted(Path(env.text("SGLANG_WHEELS") or "/nowhere").glob("sglang-*.whl"))
 VERSIONS = [Path(folder) for folder in (env.text("SGLANG_VERSIONS") or "").split(":") if folder]
 CALLER = "00f067aa0ba902b7"
+SINCE_0_5_23 = {"retire_request", "abort_output"}  # optional: how requests end that never were in a batch
 CHILDREN = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 
 
@@ -49,7 +50,7 @@ def texts(wheel: Path, folder: str = "sglang/srt") -> dict[str, str]:
 @pytest.mark.parametrize("wheel", WHEELS, ids=version_of)
 def test_every_role_is_found_in_the_wheel(wheel: Path) -> None:
     found = {role.role: role.target for role in Source(wheel).find_roles(SGLANG)}
-    assert [role for role, target in found.items() if target is None] == []
+    assert {role for role, target in found.items() if target is None} <= SINCE_0_5_23
     assert len(found) > 30
 
 
