@@ -32,8 +32,8 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/sgl-aspects demo
 
-# On each core a process of tests, up to four; a file's tests stay together. `pytest` without options runs in one.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Several processes (tests/conftest.py says how many); a file's tests stay together. `pytest` alone runs in one.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
 	$(TESTS)

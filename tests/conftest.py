@@ -25,6 +25,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process of tests more than there are cores, up to four: many tests wait for other processes."""
+    return min((os.cpu_count() or 1) + 1, 4)
+
+
 #: Files that take longest, which a run of several processes begins with: none is left with one at the end.
 LONGEST = (
     *("test_conformance.py", "test_vendor_platform.py", "test_demo.py", "test_smollm2.py", "test_served.py"),
