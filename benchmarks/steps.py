@@ -39,6 +39,8 @@ class _Event:
     def marker(self) -> Callable[[Any], None]:
         return lambda stream: None
 
+    def recorder(self) -> None: ...
+
     def timer(self, end: _Event) -> Callable[[], float]:
         return lambda: 1.0
 
@@ -57,7 +59,12 @@ class Stage:
             trackers.requests.resume(trackers.requests.queued(req.rid), 1)
         cache = SimpleNamespace(total_size=1000, available_size=lambda: 500)
         scheduler = SimpleNamespace(waiting=[], running=reqs, kv_cache=cache)
-        platform = SimpleNamespace(device_name="cpu", create_event=_Event, current_stream=lambda: None)
+        platform = SimpleNamespace(
+            device_name="cpu",
+            create_event=_Event,
+            current_stream=lambda: None,
+            stream_handle=lambda stream: 0,
+        )
         runner = SimpleNamespace(platform=platform)
         batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs, step_id=1, num_tokens=size)
         result = object()

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
+from sgl_aspects.platforms.events import DeviceEvent
 from sgl_aspects.platforms.graphs import DeviceGraph, TorchGraph
 from sgl_aspects.platforms.identity import DeviceCapability, PlatformCapabilities, PlatformEnum
 from sgl_aspects.platforms.srt_platform import SRTPlatform
-from sgl_aspects.platforms.torch_device import TorchDeviceMixin
+from sgl_aspects.platforms.torch_device import TorchDeviceMixin, TorchEvent
+
+
+class CudaEvent(TorchEvent):
+    """An event that C code records through the driver."""
+
+    __slots__ = ()
+
+    def recorder(self) -> tuple[int, int] | None:
+        function = _event_record()
+        if function and not self._event.cuda_event:
+            self._event.record()  # torch makes it when it is recorded first
+        return (function, self._event.cuda_event) if function else None
+
+
+@lru_cache(maxsize=1)
+def _event_record() -> int:
+    """The address of ``cuEventRecord``; 0 where there is no such driver."""
+    try:
+        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuEventRecord, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
 
 
 class CudaDeviceMixin(TorchDeviceMixin):
@@ -26,6 +50,12 @@ class CudaDeviceMixin(TorchDeviceMixin):
 
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
         return DeviceCapability(*self.torch_module.get_device_capability(device_id))
+
+    def create_event(self) -> DeviceEvent:
+        return CudaEvent(self.torch_module.Event(enable_timing=True))
+
+    def stream_handle(self, stream: Any) -> int:
+        return int(stream.cuda_stream)
 
     def create_graph(self) -> DeviceGraph:
         module = self.torch_module

@@ -165,6 +165,10 @@ class DeviceMixin:
         """The stream that work goes to now; None for devices without streams."""
         self._not_implemented("current_stream")
 
+    def stream_handle(self, stream: Any) -> int:
+        """What C code takes for ``stream``; 0 where no event of this platform has a ``recorder``."""
+        return 0
+
     def create_stream(self) -> Any:
         """A second stream, for work beside the current one; None for devices that do one thing at a time."""
         return None

@@ -35,6 +35,13 @@ class DeviceEvent(ABC):
         """``record`` of a stream, as few calls away from the device as can be: for one of each step."""
         return self.record
 
+    def recorder(self) -> tuple[int, int] | None:
+        """How C code records it: the address of ``int f(event, stream)`` (0: done), and the event for it.
+
+        None: only ``record`` can. The stream for it is the platform's ``stream_handle``.
+        """
+        return None
+
     def timer(self, end: DeviceEvent) -> Callable[[], float]:
         """``elapsed_ms(end)``, likewise."""
         return functools.partial(self.elapsed_ms, end)

@@ -47,6 +47,9 @@ class Clock:
 
     def current_stream(self) -> None: ...
 
+    def stream_handle(self, stream: Any) -> int:
+        return 0
+
     def create_event(self) -> Any:
         event = SimpleNamespace(at=-1.0)
 
@@ -54,7 +57,7 @@ class Clock:
             event.at = self.now
             self.recorded += 1
 
-        event.marker = lambda: record
+        event.marker, event.recorder = lambda: record, lambda: None
         event.timer = lambda end: lambda: (end.at - event.at) * 1e3
         return event
 

@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 # An engine of stand-ins: twenty steps with what interrupts them. Prints its spans without ids and times.
 _ENGINE = """
-import json, sys
+import ctypes, json, sys
 from types import SimpleNamespace
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
@@ -32,8 +32,19 @@ from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support.rings import read_all
 
+recorded = []
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+def record(event, stream):
+    if Event.broken:
+        return 1
+    recorded.append((event, stream))
+    return 0
+
 class Event:
     ready, broken = True, False
+    def recorder(self):
+        return ctypes.cast(record, ctypes.c_void_p).value, 7
     def marker(self):
         def mark(stream):
             if Event.broken:
@@ -55,7 +66,8 @@ for req in reqs:
     trackers.requests.resume(trackers.requests.queued(req.rid), 1)
 cache = SimpleNamespace(total_size=1000, available_size=lambda: 500)
 scheduler = SimpleNamespace(waiting=[], running=reqs, kv_cache=cache, has_work=True)
-platform = SimpleNamespace(device_name="chip", create_event=Event, current_stream=lambda: None)
+platform = SimpleNamespace(device_name="chip", create_event=Event, current_stream=lambda: None,
+                           stream_handle=lambda stream: 9)
 runner = SimpleNamespace(platform=platform)
 
 def call(role, args, result=None, error=None, inside=lambda: None):
@@ -88,6 +100,8 @@ for number in range(1, 31):
          size=3 if number in (14, 15, 20) else 4, level={17: 0, 18: 2, 19: 1}.get(number, 3))
 call("schedule", (scheduler,), None)
 call("schedule", (scheduler,), None)
+assert set(recorded) == ({(7, 9)} if native.compiled else set())
+assert len(recorded) > 20 or not native.compiled
 assert trackers.steps.late == [] and trackers.steps.in_flight == [] and trackers.steps.running is None
 records = [r for r in read_all(RunReader(sys.argv[1])) if type(r).__name__ == "SpanEnd"]
 told = [[r.type.name, list(r.values), r.error, len(r.links), r.start_ns <= r.end_ns] for r in records]

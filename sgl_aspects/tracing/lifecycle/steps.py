@@ -69,6 +69,14 @@ def usage_figure(usage: float | None) -> int:
     return 0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1
 
 
+def _mark(event: Any) -> native.Mark:
+    """For C code: the event, or that only Python records it."""
+    mark = native.Mark()
+    mark.owner = event
+    mark.function, mark.event = event.recorder() or (0, 0)
+    return mark
+
+
 class StepTracker(native.Tracker):
     """The steps of one scheduler, which runs in one thread.
 
@@ -255,14 +263,15 @@ class StepTracker(native.Tracker):
     # -- the device's time ----------------------------------------------------------------------------------
 
     def take_events(self, platform: Any) -> Any:
-        """What marks a begin and an end in a stream, and what says the milliseconds between them.
+        """What marks a begin and an end in a stream, what says the milliseconds between, and both for C.
 
         Used before, where there is one; else of new events of the platform.
         """
         if self.spare_events:
             return self.spare_events.pop()
         begin, end = platform.create_event(), platform.create_event()
-        return begin.marker(), end.marker(), begin.timer(end)
+        marks = [] if native.compiled is None else [*map(_mark, (begin, end))]
+        return begin.marker(), end.marker(), begin.timer(end), *marks
 
     def give_back_events(self, events: Any) -> None:
         self.spare_events.append(events)

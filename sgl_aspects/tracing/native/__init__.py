@@ -18,9 +18,9 @@ from sgl_aspects.tracing.native.build import load
 compiled: Any = load()
 
 if compiled is None or TYPE_CHECKING:
-    from sgl_aspects.tracing.native.fields import Blocks, ForwardPath, Slots, Step, StepPath, Tracker
+    from sgl_aspects.tracing.native.fields import Blocks, ForwardPath, Mark, Slots, Step, StepPath, Tracker
 else:
     Blocks, Slots, Step, Tracker = compiled.Blocks, compiled.Slots, compiled.Step, compiled.Tracker
-    StepPath, ForwardPath = compiled.StepPath, compiled.ForwardPath
+    StepPath, ForwardPath, Mark = compiled.StepPath, compiled.ForwardPath, compiled.Mark
 
-__all__ = ["Blocks", "ForwardPath", "Slots", "Step", "StepPath", "Tracker", "compiled"]
+__all__ = ["Blocks", "ForwardPath", "Mark", "Slots", "Step", "StepPath", "Tracker", "compiled"]

@@ -129,11 +129,18 @@ typedef struct {
     PyObject_HEAD
     PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
     Py_ssize_t runner_at;
-    unsigned long long eager_text, replayed_text, device_text, passes, expects;
+    unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects;
     char has_begun, has_events;
 } ForwardPath;
 
-static PyTypeObject *blocks_type, *slots_type, *step_type, *tracker_type;
+/* An event of the device that is recorded by a function in C. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *owner; /* keeps the event alive */
+    unsigned long long function, event;
+} Mark;
+
+static PyTypeObject *mark_type, *blocks_type, *slots_type, *step_type, *tracker_type;
 
 /* The words of a step's block; NULL where they are not, or no longer, memory of ours. */
 static inline uint64_t *
@@ -567,17 +574,37 @@ COLLECTED(StepPath, tracker, 10)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
-/* Marks the begin on the device; 0, with an exception set, where that fails. */
+static PyMemberDef Mark_members[] = {
+    OBJECT(Mark, owner), NUMBER(Mark, function), NUMBER(Mark, event), END};
+static PyMethodDef Mark_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Mark, owner, 1)
+
+typedef int (*recorder)(void *event, void *stream);
+
+/* Records the begin (0) or the end (1) on the device; 0, with an exception set, where that fails. The events
+   are two functions of the stream, one for the time between them, and the same two as marks where they can be. */
+static int
+record_event(ForwardPath *self, Py_ssize_t which)
+{
+    if (PyTuple_GET_SIZE(self->events) > 3) {
+        Mark *mark = (Mark *)PyTuple_GET_ITEM(self->events, 3 + which);
+        if (Py_IS_TYPE(mark, mark_type) && mark->function
+            && ((recorder)mark->function)((void *)mark->event, (void *)self->stream_handle) == 0)
+            return 1;
+    }
+    PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->events, which), self->stream);
+    if (done == NULL)
+        return 0;
+    Py_DECREF(done);
+    return 1;
+}
+
 static int
 begin_on_device(ForwardPath *self)
 {
     self->passes++;
-    PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->events, 0), self->stream);
-    if (done == NULL)
-        return 0;
-    Py_DECREF(done);
-    self->has_begun = 1;
-    return 1;
+    self->has_begun = (char)record_event(self, 0);
+    return self->has_begun;
 }
 
 static PyObject *
@@ -652,12 +679,10 @@ ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t cou
     step->child = CHILD_RUN_BATCH;
     Py_CLEAR(self->step);
     if (!is_none(self->events)) {
-        PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->events, 1), self->stream);
-        if (done == NULL) {
+        if (!record_event(self, 1)) {
             Py_CLEAR(self->events);
             return NULL;
         }
-        Py_DECREF(done);
         replace(&step->events, self->events);
         Py_CLEAR(self->events);
     }
@@ -668,7 +693,7 @@ ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t cou
 static PyMemberDef ForwardPath_members[] = {
     OBJECT(ForwardPath, tracker), OBJECT(ForwardPath, step), OBJECT(ForwardPath, events),
     OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
-    SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
+    SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
     NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects),
     FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_events), END};
 static PyMethodDef ForwardPath_methods[] = {
@@ -717,7 +742,8 @@ PyInit__decode_path(void)
     slots_type = add_type(module, "Slots", &Slots_spec);
     step_type = add_type(module, "Step", &Step_spec);
     tracker_type = add_type(module, "Tracker", &Tracker_spec);
-    if (blocks_type == NULL || slots_type == NULL || step_type == NULL || tracker_type == NULL
+    mark_type = add_type(module, "Mark", &Mark_spec);
+    if (blocks_type == NULL || slots_type == NULL || step_type == NULL || tracker_type == NULL || mark_type == NULL
         || add_type(module, "StepPath", &StepPath_spec) == NULL
         || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL) {
         Py_DECREF(module);

@@ -125,6 +125,14 @@ class StepPath:
     process_exit: Any
 
 
+class Mark:
+    """An event that C code records: what :meth:`DeviceEvent.recorder` says of ``owner``."""
+
+    owner: Any
+    function: int
+    event: int
+
+
 class ForwardPath:
     """The fields of the observer of forward passes."""
 
@@ -135,6 +143,7 @@ class ForwardPath:
     met_runner: Any
     met_steps: Any
     runner_at: int
+    stream_handle: int
     eager_text: int
     replayed_text: int
     device_text: int

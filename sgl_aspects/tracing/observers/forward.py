@@ -51,7 +51,7 @@ class ForwardObserver(native.ForwardPath):
         self._launches = "graph_launch" in engine.roles
         self._graph_mode = engine.call_reader("graph_mode", "graph")
         self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_replay", "graph_mode"))
-        self.eager_text = self.replayed_text = self.device_text = 0
+        self.eager_text = self.replayed_text = self.device_text = self.stream_handle = 0
         self.met_steps = self.met_runner = None
         self._platform: Any = None
         self.has_events = False
@@ -150,7 +150,7 @@ class ForwardObserver(native.ForwardPath):
     def _begin_on_device(self) -> None:
         self.passes += 1
         if not self.passes & PASSES_PER_STREAM:
-            self.stream = self._platform.current_stream()
+            self._take_stream()
         self.events[0](self.stream)
         self.has_begun = True
 
@@ -179,6 +179,10 @@ class ForwardObserver(native.ForwardPath):
                 tracker.take(step.batch, step.result)
                 tracker.end(step, now)
 
+    def _take_stream(self) -> None:
+        self.stream = self._platform.current_stream()
+        self.stream_handle = self._platform.stream_handle(self.stream)
+
     def _meet(self, runner: Any, step: Step) -> None:
         """Another runner, or another file for the texts."""
         text = self._recorder.text
@@ -187,7 +191,7 @@ class ForwardObserver(native.ForwardPath):
         if platform is not None:
             try:
                 platform.create_event()
-                self.stream = platform.current_stream()
+                self._take_stream()
             except NotImplementedError:
                 self._platform = None
         self.has_events = self._platform is not None
