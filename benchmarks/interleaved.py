@@ -3,16 +3,15 @@
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
 
 :mod:`.sglang_overhead` changes the level in turns of many steps; a host that others use becomes faster and
-slower by more than the budget within a turn. Here one server stays at level 3, and every 12 to 20 steps
-the code of its woven functions is exchanged (:mod:`.exchange_codes`): for SGLang's own ("off"), for what
-level 2 weaves, or for all of it. Each group of steps is compared with the groups of "off" right before and
-after it.
+slower by more than the budget within a turn. Here one server stays at level 3, and every 4 to 8 steps it is
+changed what the woven methods run (:mod:`.exchange`): SGLang's own ("off"), what level 2 weaves, or all.
 
-In the groups: woven functions, observers, the device's events, and what they evict from the caches. Not in
-them: weaving itself, and the collector, a process of its own that reads all the time. "nothing" is "off"
-once more: its distance from 0 is noise. "burn 10" spends 10 µs in the scheduler's thread: what of it is
-seen in a step. "empty":
-observers that do nothing.
+Two figures. "added" is timed around each woven method and inside of it, between the engine's own work with
+its cold caches: woven functions, observers, the device's events. "step" is how much longer steps are, by
+least squares after the steps' own correlation is taken out: it has what the caches lose besides, and a
+wide interval. Not in either: weaving itself, and the collector, a process of its own that reads all the time.
+"burn 10" spends 10 µs in the scheduler's thread: what of it is seen in a step. "empty": observers that do
+nothing.
 """
 
 from __future__ import annotations
@@ -36,19 +35,22 @@ from tests.support.sglang_server import serve
 
 VARIANTS = ("nothing", "burn 10", "level 2", "level 3", "level 3, no event", "level 3, empty")
 _ROOT = Path(__file__).parent.parent
-Groups = list[tuple[str, list[int]]]
+_LAGS = 6
+#: The intervals of the figures are over this many parts of a measurement.
+_PARTS = 16
+Steps = list[tuple[str, int, int]]
 
 
 class Exchange:
     """The plugin in the scheduler of a server with ``environment``."""
 
     def __init__(self, folder: Path) -> None:
-        add_plugin(folder, "exchange_codes", "from benchmarks.exchange_codes import activate")
+        add_plugin(folder, "exchange_codes", "from benchmarks.exchange import activate")
         self._file = folder / "exchange.json"
         self.environment = {"EXCHANGE": str(self._file)}
 
-    def measure(self, size: int, variants: Sequence[str], seconds: float) -> Groups:
-        """The groups of steps with ``size`` requests in a batch, each with what it ran: nanoseconds."""
+    def measure(self, size: int, variants: Sequence[str], seconds: float) -> Steps:
+        """Steps with ``size`` requests in a batch: what ran, nanoseconds, nanoseconds of ours among them."""
         self._file.write_text(json.dumps({"size": size, "variants": variants, "seconds": seconds}))
         made = self._file.with_suffix(".made")
         made.unlink(missing_ok=True)
@@ -58,37 +60,61 @@ class Exchange:
             if time.monotonic() > deadline:
                 raise TimeoutError("the scheduler did not finish; is it decoding batches of that size?")
             time.sleep(0.1)
-        found: Groups = json.loads(made.read_text())
-        return found
+        found = json.loads(made.read_text())
+        print("woven:", ", ".join(found["methods"]), flush=True)
+        return [tuple(step) for step in found["steps"]]  # type: ignore[misc]
 
 
-def rows(groups: Groups, size: int) -> Iterator[str]:
-    """A line for each variant: microseconds beyond the neighbouring groups of "off"."""
-    off = [median(steps) for name, steps in groups if name == "off"]
-    step = median(off) / 1e3
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
-    for (before, one), (name, other), (after, another) in zip(groups, groups[1:], groups[2:]):
-        if before == after == "off" != name:
-            pair = [kind(other) - (kind(one) + kind(another)) / 2 for kind in (median, _mean)]
-            found[name].append((pair[0] / 1e3, pair[1] / 1e3))
-    for name, pairs in found.items():
-        if len(pairs) > 8:
-            cells = [_cell([pair[kind] for pair in pairs]) for kind in (0, 1)]
-            yield f"| {size} | {step:.0f} µs | {name} | {cells[0]} | {cells[1]} | {len(pairs)} |"
+def rows(steps: Steps, size: int, variants: Sequence[str]) -> Iterator[str]:
+    """A line for each variant."""
+    length = len(steps) // _PARTS
+    parts = [steps[part * length : (part + 1) * length] for part in range(_PARTS)]
+    wall = median(ns for name, ns, _ in steps if name == "off") / 1e3
+    for name, (longer, error) in zip(variants, _longer(steps, variants)):
+        low, added, high = interval([_added(part, name) for part in parts])
+        count = sum(one == name for one, _, _ in steps)
+        yield (
+            f"| {size} | {wall:.0f} µs | {name} | {added:+.1f} µs ({low:+.1f} to {high:+.1f}) "
+            f"| {longer:+.1f} µs ({longer - 1.96 * error:+.1f} to {longer + 1.96 * error:+.1f}) | {count} |"
+        )
 
 
-def _mean(steps: Sequence[int]) -> float:
-    """Without the longest tenth: interruptions by others."""
-    return fmean(sorted(steps)[: len(steps) - len(steps) // 10])
+def _added(steps: Steps, name: str) -> float:
+    """Microseconds between the two functions around each woven method, beyond those of "off"."""
+    own: dict[str, list[int]] = {"off": [], name: []}
+    for (_, _, _), (before, _, _), (one, _, ns) in zip(steps, steps[1:], steps[2:]):
+        if one == before and one in own:  # the first one of a block has the result of another's batch
+            own[one].append(ns)
+    return (fmean(_without_longest(own[name])) - fmean(_without_longest(own["off"]))) / 1e3
 
 
-def _cell(values: Sequence[float]) -> str:
-    low, middle, high = interval(values)
-    return f"{middle:+.1f} µs ({low:+.1f} to {high:+.1f})"
+def _without_longest(values: Sequence[int]) -> Sequence[int]:
+    """Without the hundredth in which others have interrupted it."""
+    return sorted(values)[: len(values) - len(values) // 100]
+
+
+def _longer(steps: Steps, variants: Sequence[str]) -> list[tuple[float, float]]:
+    """Microseconds that each variant makes a step longer, and the standard error."""
+    import torch
+
+    known = [step for step in steps if step[0]]
+    wall = torch.tensor([ns / 1e3 for _, ns, _ in known], dtype=torch.float64)
+    low, high = wall.quantile(0.005), wall.quantile(0.995)
+    wall = wall.clamp(low, high) - wall.median()
+    is_one = torch.tensor([[float(name == one) for one in variants] for name, _, _ in known]).to(wall.dtype)
+    lags = range(1, _LAGS + 1)
+    before = torch.stack([wall[_LAGS - lag : -lag] for lag in lags], 1)
+    weights = torch.linalg.lstsq(before, wall[_LAGS:, None]).solution
+    own = wall[_LAGS:, None] - before @ weights
+    shifted = torch.stack([weights[lag - 1] * is_one[_LAGS - lag : -lag] for lag in lags]).sum(0)
+    columns = torch.cat([is_one[_LAGS:] - shifted, torch.ones(len(own), 1, dtype=wall.dtype)], 1)
+    solution = torch.linalg.lstsq(columns, own).solution
+    variance = (own - columns @ solution).square().mean() * torch.linalg.inv(columns.T @ columns).diagonal()
+    return [(float(value), float(error)) for (value,), error in zip(solution, variance.sqrt())][:-1]
 
 
 HEADER = """
-| batch | step | | median step | mean step | groups |
+| batch | step | | added | step longer by | steps |
 | ---: | ---: | --- | --- | --- | ---: |"""
 
 
@@ -99,12 +125,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=(1, 16, 64), help="requests in a batch")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seconds", type=float, default=60, help="for each size")
-    parser.add_argument("--groups", type=Path, help="a file for the groups as they were measured")
+    parser.add_argument("--steps", type=Path, help="a file for the steps as they were measured")
     given = parser.parse_args()
     device = make_device(given.device, eager=False, largest_batch=max(given.sizes))
     sglang_server.ARGUMENTS.update(device.arguments)
     sglang_server.SWITCHES = device.switches
-    measured: dict[int, Groups] = {}
+    measured: dict[int, Steps] = {}
     with tempfile.TemporaryDirectory() as name, receiver() as url:
         folder = Path(name)
         switch, exchange = Switch(folder), Exchange(folder)
@@ -125,9 +151,9 @@ def main() -> None:
                 with load.at_work(size):
                     time.sleep(2)
                     measured[size] = exchange.measure(size, given.variants, given.seconds)
-                print("\n".join(rows(measured[size], size)), flush=True)
-    if given.groups:
-        given.groups.write_text(json.dumps(measured))
+                print("\n".join(rows(measured[size], size, given.variants)), flush=True)
+    if given.steps:
+        given.steps.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,179 @@
+"""In a live SGLang's scheduler: exchanges what woven methods run (for :mod:`.interleaved`).
+
+A plugin. SIGRTMIN+3 begins a measurement, as the file $EXCHANGE asks; its steps are written beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import operator
+import os
+import random
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SIGNAL = signal.SIGRTMIN + 3
+#: The functions that only level 3 weaves, and the one whose call for a step comes a step later.
+_LEVEL_3 = ("ModelRunner.forward", "Backend.replay")
+_LATE = "Scheduler.process_batch_result"
+_STAMPED = "is_disable_overlap_for_batch"
+clock = time.perf_counter_ns
+
+
+class Watched:
+    """A woven method, called through two functions that time what is spent between them.
+
+    Where it is off the inner one is called at once. ``own_ns``: of all watched methods since it was set to 0.
+    """
+
+    own_ns = 0
+
+    def __init__(self, owner: type, name: str, woven: types.FunctionType) -> None:
+        original = woven.__wrapped__  # type: ignore[attr-defined]
+        self.name, self._woven = woven.__qualname__, woven
+
+        @functools.wraps(original)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            result = original(*args, **kwargs)
+            Watched.own_ns -= clock() - start
+            return result
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            result = self.run(*args, **kwargs)
+            Watched.own_ns += clock() - start
+            return result
+
+        self.off = self.run = inner
+        constants = woven.__code__.co_consts
+        nothing = {"enter": operator.is_, "exit": slice}
+        empty = [nothing.get(getattr(one, "__name__", "").rpartition("_")[2], one) for one in constants]
+        self.on, self.empty = (self._calling(inner, original, those) for those in (constants, empty))
+        setattr(owner, name, functools.wraps(original)(outer))
+
+    def _calling(self, inner: Any, original: Any, constants: Any) -> Any:
+        """The woven function with these constants, around ``inner``."""
+        woven = self._woven
+        changed = type(woven.__code__.co_consts)(inner if one is original else one for one in constants)
+        code = woven.__code__.replace(co_consts=changed)
+        return types.FunctionType(code, woven.__globals__, woven.__name__, None, woven.__closure__)
+
+
+def watched_methods() -> list[Watched]:
+    """The woven methods of this process: hooks are in a kind of tuple of the weaver's."""
+    found = []
+    for one in [one for one in gc.get_objects() if type(one) is types.FunctionType]:
+        if type(one.__code__.co_consts) is tuple or type(getattr(one, "__wrapped__", 0)) is not type(one):
+            continue
+        owner, _, name = one.__qualname__.rpartition(".")
+        owner_class = getattr(sys.modules.get(one.__module__), owner, None)
+        if isinstance(owner_class, type) and vars(owner_class).get(name) is one:
+            found.append(Watched(owner_class, name, one))
+    return found
+
+
+class Exchange:
+    """Stamps each step, and changes what the watched methods run between blocks of them."""
+
+    def __init__(self, path: Path, step: Callable[..., Any]) -> None:
+        self._path, self._step = path, step
+        self._until = 0
+        self._methods: list[Watched] = []
+        self._pending: list[tuple[Watched, Any]] = []
+
+    def stamped(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the scheduler's method, between scheduling a batch and running it."""
+        if self._until:
+            now = clock()
+            batch = args[1] if len(args) > 1 else kwargs["batch"]
+            self._next(now, 0 if batch is None or batch.forward_mode.is_extend() else len(batch.reqs))
+        return self._step(*args, **kwargs)
+
+    def begin(self, *_: object) -> None:
+        """The file says which variants, of which batch, for how many seconds."""
+        from sgl_aspects.tracing.observers.forward import ForwardObserver
+
+        wanted = json.loads(self._path.read_text())
+        self._methods = self._methods or watched_methods()
+        self._passes = [
+            one for one in gc.get_objects() if isinstance(one, ForwardObserver) and one.met_runner
+        ]
+        self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
+        self._steps: list[tuple[str, int, int]] = []  # what runs, nanoseconds of a step, ours of them
+        self._name, self._left, self._before, self._burn_ns = "off", 0, 0, 0
+        self._until = clock() + int(wanted["seconds"] * 1e9)
+
+    def _next(self, now: int, size: int) -> None:
+        for method, run in self._pending:
+            method.run = run
+        self._pending.clear()
+        if self._before:
+            self._steps.append((self._name, now - self._before, Watched.own_ns))
+        self._left -= 1
+        if self._left < 0:
+            if now > self._until:
+                self._finish()
+                return
+            self._change(random.choice(self._names))
+        if size != self._size and self._steps:
+            self._steps[-1] = ("", 0, 0)
+        Watched.own_ns = 0
+        self._before = clock()
+        if self._burn_ns:
+            end = self._before + self._burn_ns
+            while clock() < end:
+                pass
+
+    def _change(self, name: str) -> None:
+        self._name, self._left = name, random.randrange(4, 9)
+        self._burn_ns = 10_000 if name == "burn 10" else 0
+        for observer in self._passes:
+            observer.has_events = name != "level 3, no event"
+        for method in self._methods:
+            run = method.off
+            if name == "level 3, empty":
+                run = method.empty
+            elif name.startswith("level") and not (name == "level 2" and method.name.endswith(_LEVEL_3)):
+                run = method.on
+            if method.name == _LATE:
+                self._pending.append((method, run))
+            else:
+                method.run = run
+
+    def _finish(self) -> None:
+        self._until = 0
+        self._change("level 3")
+        made = self._path.with_suffix(".made")
+        told = {"methods": [method.name for method in self._methods], "steps": self._steps}
+        made.with_suffix(".new").write_text(json.dumps(told))
+        made.with_suffix(".new").rename(made)
+
+
+def activate() -> None:
+    """Runs in each process: only a scheduler comes to the module that is waited for."""
+    import wrapt
+
+    def meet(module: Any) -> None:
+        path, scheduler = Path(os.environ["EXCHANGE"]), module.Scheduler
+        exchange, run = Exchange(path, getattr(scheduler, _STAMPED)), scheduler.run_event_loop
+
+        def stamped(*args: Any, **kwargs: Any) -> Any:
+            return exchange.stamped(*args, **kwargs)
+
+        def run_event_loop(*args: Any, **kwargs: Any) -> Any:
+            signal.signal(_SIGNAL, exchange.begin)
+            path.with_suffix(".pid").write_text(str(os.getpid()))
+            return run(*args, **kwargs)
+
+        setattr(scheduler, _STAMPED, stamped)
+        scheduler.run_event_loop = run_event_loop
+
+    wrapt.register_post_import_hook(meet, "sglang.srt.managers.scheduler")
