@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from opentelemetry.sdk.resources import Resource
@@ -85,7 +85,7 @@ class Joiner:
         self._undecided: HeldSpans[_Arguments] = HeldSpans()
         self._joins_partial = joins_partial
         self._roots = Roots()
-        self._open: dict[tuple[str, int], tuple[Writer, SpanBegin | RequestBegin]] = {}
+        self._open: dict[int, tuple[Writer, SpanBegin | RequestBegin]] = {}
         # By the request id that was seen; by the id of the root that a span belongs or links to.
         self._unmatched: WaitingRecords[str, RequestSeen] = WaitingRecords()
         self._rootless: WaitingRecords[int, SpanEnd] = WaitingRecords()
@@ -159,7 +159,7 @@ class Joiner:
                 self._lose(key)
         self._open.clear()
 
-    def _lose(self, key: tuple[str, int]) -> None:
+    def _lose(self, key: int) -> None:
         """The end of an open span will not come: its process is gone, or had no room to tell."""
         writer, begin = self._open.pop(key)
         if isinstance(begin, SpanBegin):
@@ -210,7 +210,7 @@ class Joiner:
     def _take(self, writer: Writer, record: Record) -> None:
         """What waits for nothing."""
         if isinstance(record, SpanBegin):
-            self._open[writer.name, record.span_id] = (writer, record)
+            self._open[record.span_id] = (writer, record)
             if record.parent_id == 0:
                 self._roots.add_step(record.span_id)
                 self._name(record.span_id)
@@ -218,7 +218,7 @@ class Joiner:
             root = self._roots.add_request(record)
             if root.group is None and self._tail is not None and self._tail.concerns(record):
                 self._undecided.begin(record.span_id)
-            self._open[writer.name, record.span_id] = (writer, record)
+            self._open[record.span_id] = (writer, record)
             self._name(record.span_id)
         elif isinstance(record, RequestSent):
             sent = self._roots.get(record.span_id)
@@ -245,7 +245,8 @@ class Joiner:
         """Uses the span; False where it has to wait for another record."""
         _, span_id, root_id, parent_id, _, end_ns, _, _, links = record
         roots = self._roots
-        self._open.pop((writer.name, span_id), None)  # ended, even if it has to wait for others
+        if (begun := self._open.get(span_id)) is not None and begun[0] is writer:
+            del self._open[span_id]  # ended, even if it has to wait for others
         root = roots.get(root_id)
         if root is None:
             # A worker's, of a step that another process writes, maybe on another host: both derive its trace.
@@ -256,7 +257,7 @@ class Joiner:
             if parent_id and is_elsewhere:
                 roots.finish(root)
             self._name(root_id)
-        if links and not is_last_chance and not all(link in roots for link in links):
+        if links and not is_last_chance and None in map(roots.get, links):
             return False
         if parent_id:
             if root.begin is not None:
@@ -345,16 +346,14 @@ class Joiner:
         self.recorded += 1
         if root.room is not None:
             attributes[BOOTSTRAP_ROOM] = root.room
-        links = self._links(record.links) if record.links else []
+        # The requests that a step served: those of them that are exported.
+        named = map(self._roots.get, record.links) if record.links else ()
+        links = [each for each in named if each is not None and each.is_sampled]
         self._emit(
             self._builder.build(
                 writer, record, root, parent_id, is_parent_remote, kind, name, attributes, links
             )
         )
-
-    def _links(self, root_ids: Sequence[int]) -> list[Root]:
-        """The requests that steps served: those of them that are exported."""
-        return [root for root in map(self._roots.get, root_ids) if root is not None and root.is_sampled]
 
 
 def _since(waiting: tuple[float, Writer, SpanEnd | RequestSeen]) -> float:

@@ -44,7 +44,7 @@ _LONGEST_KEPT = 100
 
 
 def _varint(number: int) -> bytes:
-    if number < len(_SMALL):
+    if number < _MOST_SMALL:
         return _SMALL[number]
     parts = bytearray()
     while number >= 0x80:
@@ -56,23 +56,25 @@ def _varint(number: int) -> bytes:
 
 _SMALL = [bytes([number]) for number in range(0x80)]
 _SMALL += [bytes([number & 0x7F | 0x80, number >> 7]) for number in range(0x80, 0x800)]
+_MOST_SMALL = len(_SMALL)
 
 
 def _field(tag: bytes, content: bytes) -> bytes:
     """A field of bytes: a text, or a message within a message."""
-    return tag + _varint(len(content)) + content
+    size = len(content)
+    return tag + (_SMALL[size] if size < _MOST_SMALL else _varint(size)) + content
 
 
 class _Values(dict[Any, bytes]):
     """Value → attribute, of one key and of values of one type, which are hashable."""
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self._key = _field(b"\x0a", key.encode())
 
     def __missing__(self, value: Any) -> bytes:
         if value is None:
             return b""
-        encoded = _attribute(self._key, value)
+        encoded = _field(b"\x4a", self._key + _field(b"\x12", _value(value)))
         if len(encoded) <= _LONGEST_KEPT:
             if len(self) >= _MOST_KEPT:
                 self.clear()
@@ -84,7 +86,7 @@ class _Doubles(dict[Any, bytes]):
     """Likewise, of values that seldom come again."""
 
     def __init__(self, key: str) -> None:
-        self._start = _attribute(key, 0.0)[:-8]
+        self._start = _Values(key)[0.0][:-8]
 
     def __missing__(self, value: float | None) -> bytes:
         return b"" if value is None else self._start + _DOUBLE(value)
@@ -94,10 +96,10 @@ class _Lists:
     """Likewise, of lists and whatever else there is."""
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self._key = _field(b"\x0a", key.encode())
 
     def __getitem__(self, value: Any) -> bytes:
-        return _attribute(self._key, value)
+        return b"" if value is None else _field(b"\x4a", self._key + _field(b"\x12", _value(value)))
 
 
 _OF_TYPE: dict[type, Any] = {str: _Values, int: _Values, bool: _Values, float: _Doubles}
@@ -187,13 +189,6 @@ class SpanEncoder:
             encoded = _field(b"\x0a", b"".join(b"\x0a" + part for part in parts))
             found = self._resources[id(resource)] = resource, encoded
         return found[1]
-
-
-def _attribute(key: str, value: Any) -> bytes:
-    """An attribute of a span; "" where the value is None."""
-    if value is None:
-        return b""
-    return _field(b"\x4a", _field(b"\x0a", key.encode()) + _field(b"\x12", _value(value)))
 
 
 def _value(value: Any) -> bytes:

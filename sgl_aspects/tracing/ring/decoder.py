@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sgl_aspects.tracing.records import (
@@ -137,22 +137,22 @@ class Decoder:
 
     def _part(self, data: bytes, position: int) -> None:
         _, index, _, key, piece, _ = layout.TEXT.unpack_from(data, position)
-        pieces = self._texts.setdefault(key, [])
-        if len(pieces) != index:
-            raise DamagedError("a part of a record is missing")
-        pieces.append(piece)
-        self._pieces += 1
+        self._texts[key] = pieces = [*self._parts_before(key, index), piece]
+        self._pieces += len(pieces)
         while self._pieces > _PENDING_PIECES:
             self._pieces -= len(self._texts.pop(next(iter(self._texts))))
+
+    def _parts_before(self, key: int, count: int) -> list[bytes]:
+        pieces = self._texts.pop(key, [])
+        self._pieces -= len(pieces)
+        if len(pieces) != count:
+            raise DamagedError("a part of a record is missing")
+        return pieces
 
     def _text(self, data: bytes, position: int) -> Record:
         _, index, size, key, piece, _ = layout.TEXT.unpack_from(data, position)
         if index:
-            pieces = self._texts.pop(key, [])
-            self._pieces -= len(pieces)
-            if len(pieces) != index:
-                raise DamagedError("a part of a record is missing")
-            piece = b"".join([*pieces, piece])
+            piece = b"".join([*self._parts_before(key, index), piece])
         if not 0 <= len(piece) - size < layout.TEXT_BYTES:
             raise DamagedError("a record of the wrong length")
         (name, *fields), _ = _scan(piece[:size].decode())
@@ -167,7 +167,7 @@ class Decoder:
         for link in links:
             _check(link)
         type = _type_from_text(name, *self._names(names))
-        values, error = [*map(encodable, values)], _encodable_text(error)
+        values, error = _encodable_values(values), _encodable_text(error)
         if self._links:
             links = [*self._take_links(span_id), *links]
         return SpanEnd(type, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
@@ -176,9 +176,8 @@ class Decoder:
         span_id, _, start_ns, trace_id, parent_id, *_, name, names, values = fields
         _check(span_id | parent_id, start_ns, trace_id)
         self.last_ns = max(self.last_ns, start_ns)
-        attributes = {
-            name: encodable(value) for name, value in zip(self._names(names), values) if value is not None
-        }
+        known = zip(self._names(names), _encodable_values(values))
+        attributes = {key: value for key, value in known if value is not None}
         return RequestBegin._make([*fields[:-3], _encodable_text(name), attributes])
 
     def _seen(self, key: int, request_id: str, time_ns: int) -> RequestSeen:
@@ -283,6 +282,16 @@ def _check(ids: int, times: int = 0, trace_id: int = 1) -> None:
 
 def _encodable_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _encodable_values(values: Sequence[Any]) -> list[Any]:
+    # Most are: to look is faster than to call.
+    return [
+        value
+        if value.__class__ is float or (value.__class__ is str and value.isascii())
+        else encodable(value)
+        for value in values
+    ]
 
 
 def encodable(value: Any) -> Any:
