@@ -195,14 +195,16 @@ class JoinPointTable:
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
         unique = [self._on_top(point) for point in dict.fromkeys(points)]
+        changed: list[tuple[JoinPoint, int, Any]] = []
         for point in unique:
-            extra = point.extra_references
-            before = point.standing
+            changed.append((point, point.extra_references, point.standing))
             try:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, outcome)
-            after = point.standing
+        while changed:  # and nothing of ours holds what is to be rebound
+            point, extra, before = changed.pop(0)
+            after = point.standing  # only now: points may share what stands there, as parts of a property do
             if before is after:
                 continue
             pairs += point.pairs(before, after, extra, exclusions_of(point.advices))

@@ -239,3 +239,26 @@ def test_a_subclass_of_the_registry_is_the_same_registry(engine: Any) -> None:
     Ours.reset()
     HookRegistry.apply_hooks()
     assert engine.f is original
+
+
+def test_parts_of_a_property_that_are_hooked_at_once() -> None:
+    """Each hook runs its own part's original, and another name of the property has all of them."""
+    source = (
+        "class C:\n    size = 1\n    @property\n    def p(self): return self.size\n    @p.setter\n"
+        "    def p(self, value): self.size = value\nclass D:\n    size = 1\n    p = vars(C)['p']\n"
+    )
+    with module_of(source) as module:
+        raw = vars(module.C)["p"]
+        targets = ("engine:C.p", "engine:C.p.fset")
+        seen: list[Any] = []
+
+        def noting(original: Any, *args: Any) -> Any:
+            seen.append(args[1:])
+            return original(*args)
+
+        with aspects.woven(*(advice(target, HookType.AROUND, noting) for target in targets)):
+            for made in (module.C(), module.D()):
+                made.p = 5
+                assert made.p == 5
+            assert seen == [(5,), ()] * 2
+        assert vars(module.C)["p"] is vars(module.D)["p"] is raw
