@@ -6,7 +6,6 @@ A plugin. SIGRTMIN+3 begins a measurement, as the file $EXCHANGE asks; its steps
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import operator
 import os
@@ -54,6 +53,9 @@ class Watched:
 
         self.off = self.run = inner
         constants = woven.__code__.co_consts
+        if not any(one is original for one in constants):
+            raise RuntimeError(f"{self.name} has hooks that change its call")
+        self.observers = [getattr(one, "__self__", None) for one in constants]
         nothing = {"enter": operator.is_, "exit": slice}
         empty = [nothing.get(getattr(one, "__name__", "").rpartition("_")[2], one) for one in constants]
         self.on, self.empty = (self._calling(inner, original, those) for those in (constants, empty))
@@ -68,16 +70,17 @@ class Watched:
 
 
 def watched_methods() -> list[Watched]:
-    """The woven methods of this process: hooks are in a kind of tuple of the weaver's."""
-    found = []
-    for one in [one for one in gc.get_objects() if type(one) is types.FunctionType]:
-        if type(one.__code__.co_consts) is tuple or type(getattr(one, "__wrapped__", 0)) is not type(one):
-            continue
-        owner, _, name = one.__qualname__.rpartition(".")
-        owner_class = getattr(sys.modules.get(one.__module__), owner, None)
-        if isinstance(owner_class, type) and vars(owner_class).get(name) is one:
-            found.append(Watched(owner_class, name, one))
-    return found
+    """The woven methods of SGLang's classes: hooks are in a kind of tuple of the weaver's."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
+    classes = {one for module in modules for one in list(vars(module).values()) if isinstance(one, type)}
+    return [
+        Watched(owner, name, one)
+        for owner in classes
+        for name, one in list(vars(owner).items())
+        if type(one) is types.FunctionType
+        and type(one.__code__.co_consts) is not tuple
+        and type(one.__dict__.get("__wrapped__")) is types.FunctionType
+    ]
 
 
 class Exchange:
@@ -103,9 +106,10 @@ class Exchange:
 
         wanted = json.loads(self._path.read_text())
         self._methods = self._methods or watched_methods()
-        self._passes = [
-            one for one in gc.get_objects() if isinstance(one, ForwardObserver) and one.met_runner
-        ]
+        observers = {id(one): one for method in self._methods for one in method.observers}.values()
+        self._passes = [one for one in observers if isinstance(one, ForwardObserver) and one.met_runner]
+        if not self._passes:
+            raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
         self._steps: list[tuple[str, int, int]] = []  # what runs, nanoseconds of a step, ours of them
         self._name, self._left, self._before, self._burn_ns = "off", 0, 0, 0
