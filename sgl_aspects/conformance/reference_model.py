@@ -49,6 +49,22 @@ def greedy_in_float64(
     return answers
 
 
+def largest_gap(
+    weights: Mapping[str, torch.Tensor], prompts: list[list[int]], answers: list[list[int]]
+) -> float:
+    """How far a token of the answers is from the best one at its place, in standard deviations of the logits.
+
+    0: all are the best. What arithmetic in half precision prefers to the best is close to it.
+    """
+    exact = {name: tensor.double() for name, tensor in weights.items()}
+    largest = 0.0
+    for prompt, answer in zip(prompts, answers):
+        for place, token in enumerate(answer):
+            logits = _logits(exact, [*prompt, *answer[:place]])
+            largest = max(largest, float((logits.max() - logits[token]) / logits.std()))
+    return largest
+
+
 def _logits(weights: Mapping[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
     """[vocab], after the last token."""
     x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError
+from sgl_aspects.conformance.reference_model import greedy_in_float64, largest_gap
+from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.engines.sglang import conformance
 from sgl_aspects.platforms import current_platform
 
@@ -35,3 +37,11 @@ def test_the_first_error_is_told_besides_what_the_parent_says(
         conformance.ask(bench, "greedy")
     assert "exit code 3: torch.OutOfMemoryError: the device has no room for the pool" in caught.value.found
     assert "Rank 0 scheduler died" in caught.value.found
+
+
+def test_a_token_that_is_not_the_best_has_a_gap(tmp_path: Path) -> None:
+    """In half precision other tokens may come first, but none far from the best."""
+    weights, prompts = write_tiny_model(tmp_path), [[1, 2, 3], [4]]
+    best = greedy_in_float64(weights, prompts, 3)
+    assert largest_gap(weights, prompts, best) == 0
+    assert largest_gap(weights, prompts, [best[0], [*best[1][:2], (best[1][2] + 1) % 256]]) > 1

@@ -103,14 +103,14 @@ def pools() -> dict[str, tuple[bool, str]]:
     return found
 
 
-def greedy(folder: str, prompts: str, count: str) -> list[list[int]]:
+def greedy(folder: str, prompts: str, count: str, dtype: str) -> list[list[int]]:
     from sglang import Engine
 
     graphs = getattr(_platform().capabilities, "graph_capture", False)
     engine = Engine(
         model_path=folder,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         sampling_backend="pytorch",
         max_total_tokens=2048,
         max_running_requests=8,
