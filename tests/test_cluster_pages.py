@@ -30,6 +30,24 @@ def test_pipelines_name_what_is_configured(name: str) -> None:
     assert {kind: set(configured[kind]) for kind in used} == used
 
 
+def test_a_whole_trace_is_kept_for_what_the_page_says() -> None:
+    """The keys as the Collector's contrib distribution documents them: a wrong one ends it as it starts."""
+    configured = read("gateway.yaml")["processors"]["tail_sampling"]
+    policies = configured.pop("policies")
+    assert set(configured) == {"decision_wait", "num_traces"}
+    assert [policy.pop("name") for policy in policies] == ["failed", "slow", "share"]
+    assert policies == [
+        {"type": "status_code", "status_code": {"status_codes": ["ERROR"]}},
+        {"type": "latency", "latency": {"threshold_ms": 10_000}},
+        {"type": "probabilistic", "probabilistic": {"sampling_percentage": 5}},
+    ]
+    assert set(read("node-collector.yaml")["exporters"]["loadbalancing"]) == {
+        "routing_key",
+        "protocol",
+        "resolver",
+    }
+
+
 def test_whole_traces_reach_one_gateway() -> None:
     exporter = read("node-collector.yaml")["exporters"]["loadbalancing"]
     assert exporter["routing_key"] == "traceID"

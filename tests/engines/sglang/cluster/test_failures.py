@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +17,19 @@ import psutil
 import pytest
 
 pytest.importorskip("sglang")
+pytest.importorskip("sglang_router")
 
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.processes import wait_until
-from tests.support.sglang_cluster import HELD_TRANSFERS, Disaggregated, disaggregated, install_plugin, traced
+from tests.support.sglang_cluster import (
+    HELD_TRANSFERS,
+    Disaggregated,
+    balancer,
+    between,
+    disaggregated,
+    install_plugin,
+    traced,
+)
 from tests.support.sglang_models import make_mini
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
@@ -40,6 +51,8 @@ ENDS = {
     "transfer times out, at the sender": ("prefill", UNTIL_PREFILLED, "kv_transfer_failed"),
     "left in transfer": ("decode", UNTIL_RECEIVED, "abort"),
     "left in transfer, at the sender": ("prefill", UNTIL_PREFILLED, "abort"),
+    "router dies": ("decode", UNTIL_RECEIVED, "abort"),
+    "router dies, at the sender": ("prefill", UNTIL_PREFILLED, "abort"),
     "decode scheduler dies": ("decode", UNTIL_RECEIVED, "unfinished"),
     "decode scheduler dies, at the sender": ("prefill", UNTIL_PREFILLED, "kv_transfer_failed"),
     "prefill server dies": ("decode", UNTIL_RECEIVED, "kv_transfer_failed"),
@@ -49,6 +62,8 @@ ENDS = {
 IDLE: list[float] = []
 FULL = [0x1234567890ABCD00, 0x1234567890ABCD01]
 ROOMS = {name.partition(",")[0]: 0x1234567890AB0000 + number for number, name in enumerate(ENDS)}
+#: The trace of the request whose room its router chooses.
+ROUTED = f"{0xABCDEF:032x}"
 
 
 @dataclass
@@ -60,14 +75,35 @@ class Cluster:
     @contextmanager
     def transferring(self, name: str) -> Iterator[None]:
         """A request of which the prefill server is about to send the keys and values."""
+        with self.holding() as wait_for_transfer, self.servers.asking(BODY, ROOMS[name]):
+            wait_for_transfer()
+            yield
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[], None]]:
+        """Nothing is sent meanwhile; what it gives returns when something is about to be."""
+
+        def wait_for_transfer() -> None:
+            wait_until(waits.exists, 120)
+            time.sleep(1)  # the decode server is told at the same time
+
         self.hold.touch()
         waits = Path(f"{self.hold}.waits")
         waits.unlink(missing_ok=True)
-        with self.servers.asking(BODY, ROOMS[name]):
-            wait_until(waits.exists, 120)
-            time.sleep(1)  # the decode server is told at the same time
-            yield
+        yield wait_for_transfer
         self.hold.unlink(missing_ok=True)
+
+    def let_the_router_die(self, log: Path) -> None:
+        """A router that is killed while it waits for both servers."""
+        with balancer(log, *between(self.servers)) as router, self.holding() as wait_for_transfer:
+            connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=240)
+            headers = {"content-type": "application/json", "traceparent": f"00-{ROUTED}-{7:016x}-01"}
+            connection.request("POST", "/generate", json.dumps(BODY), headers)
+            wait_for_transfer()
+            router.process.kill()
+            connection.close()
+            self.receiver.wait_for(lambda spans: len(roots_of_trace(spans)) == 2, 120)
+        ROOMS["router dies"] = roots_of_trace(self.receiver.spans)[0].attributes["sgl_aspects.bootstrap_room"]
 
     def roots(self, name: str) -> list[Span]:
         room = ROOMS[name]
@@ -117,6 +153,7 @@ def receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
             with first.transferring("left in transfer"):
                 pass
             first.wait_for_ends("left in transfer", 2)
+            first.let_the_router_die(folder / "router.log")
             with first.transferring("decode scheduler dies"):
                 scheduler_of(first.servers.decode.process.pid).kill()
                 first.hold.unlink()
@@ -128,6 +165,10 @@ def receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
             second.wait_for_ends("prefill server dies", 2)
         stack.close()
         yield receiver
+
+
+def roots_of_trace(spans: list[Span]) -> list[Span]:
+    return [span for span in spans if span.trace_id == ROUTED and span.kind == 2]
 
 
 def scheduler_of(process_id: int) -> psutil.Process:
