@@ -1,10 +1,10 @@
-"""Devices: what an engine asks of the hardware it runs on.
+"""Devices: what an engine needs from the hardware it runs on.
 
-An engine never branches on a device's name; it asks :data:`current_platform`, and the platform answers.
+An engine never branches on a device's name; it queries :data:`current_platform`.
 
     identity.py      names and plain data: PlatformEnum, CpuArchEnum, DeviceCapability, PlatformCapabilities
     device_mixin.py  DeviceMixin: identity queries and device operations
-    srt_platform.py  SRTPlatform: what a text engine asks beyond that
+    srt_platform.py  SRTPlatform: what a text engine needs beyond that
     mm_platform.py   MMPlatform: the same for a multimodal engine
     events.py        moments on a device's timeline, for device times in traces
     graphs.py        work that a device records once and replays

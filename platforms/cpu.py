@@ -40,7 +40,7 @@ class CpuDeviceMixin(DeviceMixin):
         return _processor_name() or host.machine()
 
     def get_device_uuid(self, device_id: int = 0) -> str:
-        """The host's: derived from its network address, as :func:`uuid.getnode` tells it."""
+        """The host's: derived from its network address (:func:`uuid.getnode`)."""
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{uuid.getnode():012x}"))
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
@@ -84,7 +84,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _processor_name() -> str:
-    """The model name from /proc/cpuinfo on Linux, what the standard library knows elsewhere."""
+    """The model name from /proc/cpuinfo on Linux, from the standard library elsewhere."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:

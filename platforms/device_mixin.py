@@ -93,7 +93,7 @@ class DeviceMixin:
         self._not_implemented("set_device")
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """The product name, as the driver tells it."""
+        """The product name, as the driver reports it."""
         self._not_implemented("get_device_name")
 
     def get_device_uuid(self, device_id: int = 0) -> str:

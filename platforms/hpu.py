@@ -27,7 +27,7 @@ class HpuDeviceMixin(TorchDeviceMixin):
     def seed_everything(self, seed: int | None = None) -> None:
         super().seed_everything(seed)
         if seed is not None:
-            self.torch_module.manual_seed_all(seed)  # torch.manual_seed knows nothing of this device
+            self.torch_module.manual_seed_all(seed)  # torch.manual_seed does not cover this device
 
 
 class HpuPlatform(HpuDeviceMixin, SRTPlatform):

@@ -1,4 +1,4 @@
-"""MMPlatform: what a multimodal (image and video generation) engine asks of the platform it runs on."""
+"""MMPlatform: what a multimodal (image and video generation) engine needs from its platform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SRTPlatform: what a text engine asks of the platform it runs on, beyond the device itself.
+"""SRTPlatform: what a text engine needs from its platform, beyond the device itself.
 
 Factories may return a class or its qualified name, ``"pkg.mod:Cls"``: a name costs no import before it is
 needed (:func:`sgl_aspects.platforms.resolve_qualified_name` turns either into the class).

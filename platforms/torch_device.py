@@ -68,7 +68,7 @@ class TorchEvent(DeviceEvent):
 class TorchDeviceMixin(DeviceMixin):
     """The operations as ``torch.<device_type>`` offers them."""
 
-    #: The embedded engine's own, which asks no more of a device than that it has the type.
+    #: The embedded engine's own, which only requires that the device has the type.
     supported_quantization: ClassVar[tuple[str, ...]] = ("int8",)
     #: The package that adds the module to torch; None where torch brings it.
     torch_extension: ClassVar[str | None] = None

@@ -66,7 +66,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     #: Go on past the model's own end-of-text tokens.
     ignore_eos: bool = False
-    #: Tell each token's log probability, and those of that many top ones; None tells nothing. Of the
+    #: Return each token's log probability, and those of that many top ones; None: neither. Of the
     #: model's own distribution, before penalties and temperature.
     logprobs: int | None = None
     #: Higher ones are served first, and make lower ones give way where memory is short.

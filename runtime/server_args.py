@@ -58,7 +58,7 @@ class ServerArgs:
     quantization: str | None = None
     #: True: layers are compiled, where the platform can. The first steps take much longer.
     compile: bool = False
-    #: What the platform's compiler is to be told, in its own words: see ``get_compile_backend``.
+    #: Mode of the platform's compiler, in its own words: see ``get_compile_backend``.
     compile_mode: str | None = None
     #: Seconds to wait for the scheduler process to load the model.
     startup_timeout: float = 600.0

@@ -115,7 +115,7 @@ class TorchNativeBackend(AttentionBackend):
     def _gather(self, layer: Attention, pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer.
 
-        Of a pool that knows no pages: copies, slot by slot.
+        Of a pool without pages: copies, slot by slot.
         """
         pool = self.kv_pool
         if not hasattr(pool, "get_page_buffer"):

@@ -87,7 +87,7 @@ class TritonBackend(TorchNativeBackend):
         if batch.num_decodes < len(batch.lengths):
             return super().forward_sparse(query, index, layer, batch)
         fitness = self._fitness(index, layer)
-        # Sorted: what is past a request's end is last, and past the lengths that the kernels are told.
+        # Sorted: what is past a request's end comes last, beyond the lengths passed to the kernels.
         best = fitness.topk(min(index.topk, fitness.shape[1]), dim=-1).indices
         slots = self.page_table.slots(batch.rows.unsqueeze(1), best)
         rows = torch.arange(len(slots), device=slots.device)

@@ -75,7 +75,7 @@ class CallSite:
                 return
             for key in _usual_keys():
                 self._resolve(*key)
-        except OperatorError:  # told at the call, with its tensors
+        except OperatorError:  # reported at the call, with its tensors
             return
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:

@@ -81,7 +81,7 @@ def _control(value: Value) -> str:
     return _path(value)
 
 
-#: Every key, with what reads its value. Whether the names in it are there, the registry knows.
+#: Every key, with what reads its value. The registry checks the names in it.
 KEYS: dict[str, Callable[[Value], Any]] = {
     **READERS,
     "shadow": _shadow,

@@ -134,7 +134,7 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm: bool = False,
 ) -> Tensor:
     batch, tokens = key.shape[:2]
-    # One row of all sequences, and where each begins: the kernel wants to be told even where all are alike.
+    # One row of all sequences, and where each begins: the kernel requires it even where all are alike.
     begins = torch.arange(0, batch * tokens + 1, tokens, device=key.device, dtype=torch.int32)
     query, key, value, g, beta = (
         x.reshape(1, batch * tokens, *x.shape[2:]) for x in (query, key, value, g, beta)
@@ -180,7 +180,7 @@ _SERVED: tuple[Callable[..., Any], ...] = (
     fused_recurrent_gated_delta_rule,
 )
 #: Below the reference: right and fast, but tuned for a minute and a half at its first call, which would be a
-#: request's. Used where a person asks for it.
+#: request's. Used only where it is configured.
 _ON_REQUEST = 10
 
 

@@ -1,6 +1,6 @@
 """Talk to running processes: a folder with one request for all, and a state file of each.
 
-Off unless ``control`` asks for it, since it takes a thread in each process.
+Off unless ``control`` enables it, since it takes a thread in each process.
 
 ``sgl-aspects ops`` writes ``request.json``; every process that follows the folder looks twice a second, does
 what is asked, and writes ``<pid>.json``: what each operator resolved to, and what the watch found. Files of

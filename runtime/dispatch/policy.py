@@ -167,7 +167,7 @@ def read_pairs(value: Value) -> dict[str, Any]:
     return dict(given)
 
 
-#: Every key of a policy, with what reads its value. Whether the names in it are there, the registry knows.
+#: Every key of a policy, with what reads its value. The registry checks the names in it.
 READERS: dict[str, Callable[[Value], Any]] = {
     "prefer": _token,
     "per_op_order": _orders,

@@ -47,7 +47,7 @@ def get_manager() -> OpManager:
 
 
 def new_registry() -> OpRegistry:
-    """Every operator, and every implementation that this installation knows."""
+    """Every operator, and every implementation that is installed."""
     registry = OpRegistry()
     for spec in OPERATORS.values():
         registry.define(spec)

@@ -236,7 +236,7 @@ class OperatorSpec:
 
 
 def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """None: a builtin that tells nothing of itself."""
+    """None for a builtin without a signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

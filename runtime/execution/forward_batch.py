@@ -34,7 +34,7 @@ class ForwardBatch:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """[tokens]: where each token's keys and values go. Computed where a backend asks."""
+        """[tokens]: where each token's keys and values go. Computed on first use by a backend."""
         rows = self.rows
         if self.forward_mode is not ForwardMode.DECODE:
             rows = rows.repeat_interleave(torch.tensor(self.num_new_tokens, device=rows.device))

@@ -93,7 +93,7 @@ class ModelRunner:
 
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()
-        get_manager()  # a wrong setting of operators is told before weights are read
+        get_manager()  # a wrong setting of operators is reported before weights are read
         method = self.server_args.quantization
         quantization = None if method is None else quantization_config(method, self.platform)
         with self.device, self.platform.inference_mode():

@@ -94,7 +94,7 @@ class RequestManager:
         return tokens
 
     def check_sampling_params(self, params: SamplingParams) -> None:
-        """InvalidRequestError for what can be told only with the model: token ids, the schema."""
+        """InvalidRequestError for what only the model can validate: token ids, the schema."""
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(params, name):
                 self._check_id(token, f"{name}: ")
@@ -113,7 +113,7 @@ class RequestManager:
         for output in outputs:
             try:
                 self.handle_output(output)
-            except Exception as error:  # noqa: BLE001 - its caller is told
+            except Exception as error:  # noqa: BLE001 - reported to its caller
                 self.fail_request(output.rid, error)
 
     def handle_output(self, output: TokenOutput) -> None:
@@ -238,7 +238,7 @@ class RequestManager:
             )
         for token in prompt:
             self._check_id(token)
-        return [int(token) for token in prompt]  # also of a type that only this process knows
+        return [int(token) for token in prompt]  # also of a type that exists in this process only
 
     def _check_id(self, token: Any, where: str = "") -> None:
         if not is_integer(token) or not 0 <= token < self._vocab_size:

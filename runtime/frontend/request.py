@@ -24,7 +24,7 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass
 class GenerateRequest:
-    """What a caller asks for: the continuation of a text or of token ids, or the answer to a conversation."""
+    """A generation request: the continuation of a text or of token ids, or the answer to a conversation."""
 
     prompt: Prompt
     sampling_params: SamplingParams

@@ -63,7 +63,7 @@ class StopTexts:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The part of the text so far that no stop text can begin in; ``found`` tells that one came."""
+        """The part of the text so far that no stop text can begin in; ``found``: one was found."""
         text = self._held + text
         hits = [index for index in (text.find(stop) for stop in self._stops) if index >= 0]
         if hits:

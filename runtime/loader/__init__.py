@@ -7,5 +7,5 @@ hf_folder.py          config.json, *.safetensors, tokenizer.json, chat template,
 gguf_file.py          all of that rebuilt from one GGUF file
 gguf_reader.py        the file format
 gguf_tokenizer.py     its tokenizer
-quantization.py       linears in 8 bits, where the user asks for it
+quantization.py       linears in 8 bits, as an option
 """

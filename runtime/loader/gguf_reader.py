@@ -4,7 +4,7 @@ The layout, in order: magic "GGUF", version, number of tensors, number of metada
 (key, type, value); per tensor its name, dimensions (fastest first), quantization type and offset; padding
 up to ``general.alignment``; the tensors' data. Version 2 and 3 differ in nothing that matters here.
 
-The ``gguf`` package knows how to read this too, but takes seconds for a vocabulary, thirty times as long as
+The ``gguf`` package reads this too, but takes seconds for a vocabulary, thirty times as long as
 this; here it only does what is hard, turning quantized blocks into numbers.
 """
 

@@ -22,7 +22,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def key(*names: str, default: Any = MISSING) -> Any:
-    """A field that config.json knows by one of these names, and not by its own."""
+    """A field that has one of these names in config.json, and not its own."""
     return field(default=default, metadata={"keys": names})
 
 

@@ -56,7 +56,7 @@ class FusedExperts(Operator):
 
     @property
     def capturable(self) -> bool:
-        """False where the reference serves: it asks on the host which experts a step needs."""
+        """False where the reference runs: it reads on the host which experts a step needs."""
         impl = dispatch.get_manager().select("fused_moe", self.down.dtype, self.down.device).impl
         return self.overriding is not None or impl.kind is not dispatch.ImplKind.REFERENCE
 

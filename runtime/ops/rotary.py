@@ -29,7 +29,7 @@ class RotaryEmbedding(Operator):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2], radians per position, scaled as the checkpoint asks."""
+    """[head_dim / 2], radians per position, scaled as the checkpoint specifies."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.frequency_divisors:

@@ -1,7 +1,7 @@
 """The scheduler as its owner sees it: start, send, receive, and notice its end.
 
-One duplex pipe: its end tells either side that the other is gone, whatever killed it. A thread sends, so that
-callers never wait for a busy scheduler; another one receives.
+One duplex pipe: when it closes, either side sees that the other is gone, whatever killed it. A thread sends,
+so that callers never wait for a busy scheduler; another one receives.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The pipe tells of the scheduler's death at once, unless a forked process holds it open: then this does.
+#: The pipe closes at the scheduler's death, unless a forked process holds it open: then this reports it.
 _ALIVE_CHECK_SECONDS = 1.0
-#: How long a scheduler that was told to stop may take before it is killed: it finishes the step it is in.
+#: How long a stopping scheduler may take before it is killed: it finishes its current step.
 _STOP_SECONDS = 5.0
 
 
@@ -86,7 +86,7 @@ class SchedulerLink:
         self._receiving.start()
 
     def send(self, message: Any) -> None:
-        """Returns at once; a message to a scheduler that is gone is dropped, the receiver is told of that."""
+        """Returns at once; a message to a scheduler that is gone is dropped, and the receiver is notified."""
         self._outbox.put(pickle.dumps(message))  # here, where the caller hears of what cannot be pickled
 
     def ask(
@@ -106,7 +106,7 @@ class SchedulerLink:
             raise TimeoutError(f"the scheduler did not answer within {timeout:g} s") from None
 
     def close(self) -> None:
-        """Ask the scheduler to stop, kill it where it does not. The receiver is told before this returns."""
+        """Stop the scheduler, or else kill it. The receiver is notified before this returns."""
         if self._closing or os.getpid() != self._owner_pid:  # a forked child does not own the scheduler
             return
         self._closing = True

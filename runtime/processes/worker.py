@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks: RankLinks) -> None:
-    """Load the model and serve until told to stop. An error is sent to the owner, who raises it."""
+    """Load the model and serve until a stop message. An error is sent to the owner, which raises it."""
     # Ctrl-C reaches every process of the terminal; the owner decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

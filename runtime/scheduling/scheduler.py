@@ -89,7 +89,7 @@ class Scheduler:
         )
 
     def event_loop(self) -> None:
-        """Serve until told to stop, or until the owner is gone."""
+        """Serve until a stop message, or until the owner is gone."""
         self._send(ReadyMessage(max_total_tokens=self.kv_cache.total_size))
         try:
             while not self.shutting_down:

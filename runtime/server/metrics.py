@@ -18,7 +18,7 @@ _STATS_SECONDS = 5.0
 
 
 class ServerMetrics:
-    """Its registry holds what the server measures, and asks the engine for its own counts at each scrape."""
+    """A registry of the server's measurements; the engine's own counts are read at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class ServerMetrics:
         return Histogram(name, help, ("path",), buckets=_SECONDS, registry=self._registry)
 
     def text(self) -> bytes:
-        """Asks the engine, and takes up to some seconds: not for the event loop."""
+        """Queries the engine, which may take seconds: do not call it in the event loop."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:

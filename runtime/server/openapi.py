@@ -38,7 +38,7 @@ _ANSWERS = (
 
 
 def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, Any]:
-    """Of a server of ``model``; ``with_key``: it asks for an API key."""
+    """Of a server of ``model``; ``with_key``: it requires an API key."""
     _, schemas = models_json_schema(
         [(body, "validation") for body in _BODIES] + [(answer, "serialization") for answer in _ANSWERS],
         ref_template="#/components/schemas/{model}",

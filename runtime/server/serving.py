@@ -33,7 +33,7 @@ _STOPPING = "the server is stopping: send the request to another, or again once 
 def run_server(server_args: ServerArgs, settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises SchedulerDiedError where the engine fails, ConfigError where the
     address cannot be had."""
-    listener = _bind(settings)  # first: a taken port is told before the model is loaded
+    listener = _bind(settings)  # first: a port in use is reported before the model is loaded
     before = signal.signal(signal.SIGTERM, _end_while_loading)
     try:
         with listener, Engine(server_args) as engine:

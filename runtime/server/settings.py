@@ -26,7 +26,7 @@ class ServerSettings:
     #: A body that takes longer to arrive is answered with status 408; a connection on which no request comes
     #: for as long is closed.
     body_timeout: float = 30.0
-    #: Told to stop, the server waits so long for answers under way before it fails them.
+    #: How long a stopping server waits for answers under way before it fails them.
     shutdown_timeout: float = 30.0
 
     def __post_init__(self) -> None:

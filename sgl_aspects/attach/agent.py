@@ -113,7 +113,7 @@ def _detach() -> dict[str, Any]:
 
 
 def _end_without_collector(run_folder: str) -> None:
-    """Called where the ring is full: nobody reads it. Without a collector nobody will: let go."""
+    """Called where the ring is full, so it has no reader. Without a collector it will have none: detach."""
     attachment, now = _attachment, time.monotonic()
     if attachment is None or now < attachment.next_check:
         return

@@ -1,4 +1,4 @@
-"""Lets go of an engine when the command that attached to it is gone, however it went.
+"""Detaches from an engine when the command that attached to it is gone, however it ended.
 
     python -m sgl_aspects.attach.guard RUN_FOLDER
 

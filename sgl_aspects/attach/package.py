@@ -23,7 +23,7 @@ _MODULES = ("sgl_aspects.attach.agent",)
 _TOLD = "interpreter.json"
 _COMPILE_SECONDS = 60
 
-# Compiles, and imports what will be imported there: what does not work is told before anything is touched.
+# Compiles, and imports what will be imported there: an error is reported before anything is touched.
 _PREPARE = """
 import sys, json
 folder, names = sys.argv[1], sys.argv[2:]

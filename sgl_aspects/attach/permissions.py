@@ -123,7 +123,7 @@ def _same_files(process_id: int) -> bool:
     try:
         return os.readlink(f"/proc/{process_id}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
     except PermissionError:
-        return True  # told by the owner, or by what is tried next
+        return True  # reported by the owner, or by the next attempt
 
 
 def _machine(process_id: int) -> int | None:

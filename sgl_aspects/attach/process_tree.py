@@ -26,7 +26,7 @@ _TITLE = 60
 
 @dataclass(frozen=True)
 class Process:
-    """A process as ``/proc`` shows it. ``started`` tells it from a later one with the same id."""
+    """A process as ``/proc`` shows it. ``started`` distinguishes it from a later one with the same id."""
 
     id: int
     parent: int

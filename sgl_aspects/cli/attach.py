@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pid", type=int, metavar="PID", help="any process of the engine")
     add_trace_arguments(parser, _LEVEL)
     parser.add_argument(
-        "--for", dest="seconds", type=_seconds, metavar="TIME", help="let go after this time: 60s, 5m, 1h"
+        "--for", dest="seconds", type=_seconds, metavar="TIME", help="detach after this time: 60s, 5m, 1h"
     )
     parser.add_argument(
         "--force", action="store_true", help="also where it does not say that it is an engine"
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Attaches, waits for the end of the time, Ctrl-C or `sgl-aspects detach`, and detaches."""
     environment = trace_environment(os.environ, arguments, _LEVEL)
     if arguments.config:
-        config.read(arguments.config)  # its faults are told here, in one line
+        config.read(arguments.config)  # its faults are reported here, in one line
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
     processes = engine_tree(arguments.pid, is_wanted=arguments.force or bool(arguments.config))

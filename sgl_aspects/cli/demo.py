@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve, show, and say where the spans are."""
-    # Here, so that --help is quick; and first, so that a missing package is told before anything is fetched.
+    # Imported here to keep --help quick, and first, to report a missing package before anything is fetched.
     from sgl_aspects.platforms import current_platform
     from sgl_aspects.runtime import Engine, SamplingParams
     from sgl_aspects.tracing import attach

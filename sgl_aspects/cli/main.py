@@ -5,7 +5,7 @@ A subcommand's module has two functions:
     add_arguments(parser)    describes its flags
     run(arguments) -> int    does the work and returns the exit status
 
-Exit statuses: 0 all well; 2 an error that the user can do something about, told in one line; 130 interrupted.
+Exit statuses: 0 success; 2 an error that the user can act on, reported in one line; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def _summary(tensor: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity."""
+    """JSON has no infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table. A choice that fails shows what was found before the error is told."""
+    """Prints the table. A choice that fails shows what was found before the error."""
     try:
         choice = current_platform_choice()
     except PlatformError as error:

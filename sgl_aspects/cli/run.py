@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment = trace_environment(environment, arguments, _LEVEL)
     _begin_file(environment)
     if arguments.config:
-        config.read(arguments.config)  # its faults are told here, in one line
+        config.read(arguments.config)  # its faults are reported here, in one line
         environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
     if arguments.report:
         environment[env.spelled(process_reports.VARIABLE, environment)] = _made(
@@ -116,7 +116,7 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
         if getattr(arguments, flag, None) == "":  # an unset variable of a script, as a rule
             raise ConfigError(f"--{flag} is empty: give it a value, or leave it out")
     environment = env.shortened(given)
-    environment.pop(_RUN, None)  # even where a traced program asks for it
+    environment.pop(_RUN, None)  # even where a traced program requests it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or level
     perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
     environment[perfetto] = os.path.abspath(environment.get(perfetto) or "trace.json")
@@ -134,7 +134,7 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
         environment["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(arguments.prometheus)
         named = environment.get("OTEL_METRICS_EXPORTER")
         environment["OTEL_METRICS_EXPORTER"] = ",".join(filter(None, [named, "prometheus"]))
-    # A wrong setting is told here, in one line, and not by each process of the program.
+    # A wrong setting is reported here, in one line, and not by each process of the program.
     from sgl_aspects.tracing.export.prometheus_port import require_port
     from sgl_aspects.tracing.settings import TraceSettings
 

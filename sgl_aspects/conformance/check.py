@@ -1,4 +1,4 @@
-"""What a check is. Each asks for one promise, and says which method to write where it is broken."""
+"""What a check is: it tests one promise, and names the method to write where the promise is broken."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BrokenPromiseError(Exception):
 
 
 class NotApplicableError(Exception):
-    """Raised by a check that asks for something which the platform does not declare; says what."""
+    """Raised by a check of something that the platform does not declare; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def require(condition: bool, expected: str, found: object, write: str = "") -> N
 
 
 def run_check(check: Check, bench: Bench | None) -> Result:
-    """Whatever a check raises is its result: the platform is on trial, and the next check goes on."""
+    """An exception of a check is its result, and the next check runs."""
     start = time.perf_counter()
 
     def result(status: str, detail: str, write: str = "", expected: str = "") -> Result:
@@ -108,7 +108,7 @@ def run_check(check: Check, bench: Bench | None) -> Result:
         return result("failed", fault.found, fault.write or check.write, fault.expected)
     except NotImplementedError as error:
         return result("failed", str(error) or "NotImplementedError", check.write, check.expects)
-    except Exception as error:  # noqa: BLE001  # told as the check's result
+    except Exception as error:  # noqa: BLE001  # reported as the check's result
         line = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(line.filename).name}:{line.lineno}"
         return result("failed", f"{type(error).__name__}: {error} ({where})", check.write, check.expects)

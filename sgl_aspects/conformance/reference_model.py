@@ -1,4 +1,4 @@
-"""What the tiny model answers: by transformers, or by plain formulas in float64, all anew for each token."""
+"""Answers of the tiny model: by transformers, or by plain formulas in float64, recomputed for each token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One room for each engine: which function plays which role, and how to read its attributes.
 
-What else knows an engine stands in its room, too. ``engines/NAME/plugin.py``, where there is one, has an
+All else that is specific to an engine is in its room. ``engines/NAME/plugin.py``, where there is one, has an
 ``activate()`` that each process calls before the plugins; what it returns is called once their hooks are in
 place. A room that is a package of its own brings the same as an entry point of group ``sgl_aspects.plugins``.
 """

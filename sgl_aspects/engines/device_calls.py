@@ -141,7 +141,7 @@ class DeviceCalls:
             if self._routed and answer is not None:
                 self._answering.now = True
                 try:
-                    # The platform is not told a constructor's class.
+                    # A constructor's class is not passed to the platform.
                     words = args[1:] if target.endswith("__new__") else args
                     found = answer(self._platform(), *words, **kwargs)
                 except NotImplementedError:

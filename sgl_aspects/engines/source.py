@@ -118,7 +118,7 @@ class Source:
         return False
 
     def _origin(self, module: str, name: str) -> tuple[str, str]:
-        """Where the class that ``module`` knows by ``name`` is defined, as far as imports can be followed."""
+        """Where the class called ``name`` in ``module`` is defined, as far as imports can be followed."""
         seen: set[tuple[str, str]] = set()
         while (module, name) not in seen:
             seen.add((module, name))

@@ -20,7 +20,7 @@ __all__ = ["TraceSession", "TraceSummary", "attach"]
 
 
 def __getattr__(name: str) -> Any:
-    # Every process of every engine imports this package to ask whether it shall trace: only who does pays.
+    # Every process of every engine imports this package to check whether it traces: only those that do pay.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sgl_aspects.tracing import session

@@ -312,7 +312,7 @@ def _close_quietly(session: TraceSession) -> None:
 
 
 def _keep_interrupted() -> None:
-    """A process that Ctrl-C ends shall die of SIGINT, also after the wait for its collector.
+    """A process that Ctrl-C ends dies of SIGINT, also after the wait for its collector.
 
     CPython remembers an unhandled KeyboardInterrupt in a flag that code run from a text clears: what other
     threads import while this one waits does.

@@ -1,4 +1,4 @@
-"""A run while it goes on: what its rings say, counted second by second. A collector is not disturbed.
+"""A live run: what its rings hold, counted second by second. A collector is not disturbed.
 
 Requests come from the process that receives them, steps and phases from the scheduler's; nothing is joined
 but the ids.

@@ -28,7 +28,7 @@ from sgl_aspects.view.spans import Span
 _LONGEST_TEXT = 2000
 _LONGEST_LIST = 100
 _LONGEST_TIME = 1 << 63  # OTLP's times are 64-bit numbers
-_EXACT = 1 << 53  # JavaScript knows integers up to here
+_EXACT = 1 << 53  # the largest exact integer of JavaScript
 _NONE = -1
 
 

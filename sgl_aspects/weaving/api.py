@@ -1,4 +1,4 @@
-"""The two faces of the weaver: decorators with handles, and SGLang's registry."""
+"""The two public APIs of the weaver: decorators with handles, and SGLang's registry."""
 
 from __future__ import annotations
 

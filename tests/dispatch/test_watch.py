@@ -191,7 +191,7 @@ def test_a_shadow_that_fails_is_told_and_never_noticed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_calls_in_compiled_code_are_compared_and_it_stays_one_graph(backend: str) -> None:
     model = Model()
     wrong_in_layer_7(model)

@@ -108,8 +108,7 @@ def test_an_error_in_the_scheduler_reaches_callers_with_its_message(
             engine.generate([5, 6], LONG)
 
 
-@pytest.mark.parametrize("busy", [True, False])
-@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize(("busy", "fork"), [(True, True), (False, False)])
 def test_the_scheduler_ends_when_its_owner_is_killed(folder: Path, busy: bool, fork: bool) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -3,7 +3,7 @@
 Both get the same inputs, so that a wrong kernel shows in its own layer only, and never in those after it. The
 engine goes on with the first one's output. Calls in compiled code are compared too (compiled_calls.py). Of a
 captured graph nothing can be seen: while a watch is on, the runtime runs a share of its steps without their
-graphs, and whatever a graph hides is counted and told.
+graphs, and calls hidden in a graph are counted and reported.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Watch:
             return entry
 
     def compare(self, entry: LayerComparison, second: Callable[[], list[torch.Tensor]], found: Any) -> None:
-        """Never an exception: what fails in the shadow is told in the report."""
+        """Never raises: a failure in the shadow is recorded in the report."""
         try:
             wanted = second()
             with self._lock:
@@ -238,7 +238,7 @@ class _WatchedCall:
         self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow) if each is not None)
         self._number = compiled_calls.numbered(self)
         self._no_layer = number_tensor(0)
-        #: Compilers are told that looking writes to it, so that they keep the look.
+        #: Declared to compilers as written to, so that they do not remove the comparison.
         self._written = number_tensor(0)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

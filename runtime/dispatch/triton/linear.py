@@ -169,7 +169,7 @@ def _rows_times_weight(
 
 @triton.jit
 def _fetch(weight, rows, begin, outer, INNER: tl.constexpr, COUNT: tl.constexpr):
-    """Asks the cache for COUNT columns of these rows from column ``begin`` on, in lines of 128 bytes."""
+    """Prefetch COUNT columns of these rows from column ``begin`` on, in cache lines of 128 bytes."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     columns = tl.minimum(begin + tl.arange(0, COUNT // LINE) * LINE, INNER - 1)
     lines = weight + tl.minimum(rows, outer - 1)[:, None].to(tl.int64) * INNER + columns[None, :]

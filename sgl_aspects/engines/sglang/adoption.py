@@ -23,7 +23,7 @@ from sgl_aspects.weaving import Advice, HookRegistry, HookSource, HookType, Stat
 logger = logging.getLogger("sgl_aspects")
 
 _MODULE = "sglang.srt.plugins.hook_registry"
-# What goes wrong with a hook is told where its author looks for it.
+# A hook's error is reported where its author looks for it.
 _their_logger = logging.getLogger(_MODULE)
 
 # What SGLang's registry holds of a hook: its type, the hook, its source; newer ones may add to that.
@@ -73,7 +73,7 @@ def _take_over(module: Any) -> None:
             ", ".join(lacking),
         )
         return
-    # Set, and not woven: nobody holds these methods, and looking for holders takes its time.
+    # Assigned, not woven: these methods have no other referrers, and searching for them takes time.
     registry.apply_hooks = classmethod(_apply_hooks)
     if hasattr(registry, "is_hook_applied"):  # in SGLang after 0.5.23
         registry.is_hook_applied = classmethod(_is_hook_applied_by(registry.is_hook_applied.__func__))
@@ -91,8 +91,8 @@ def _apply_hooks(registry: Any) -> None:
             faults[target] = error
             continue
         before = adopted.get(target, [])
-        # What failed before is tried anew. A registry that was reset has forgotten its hooks and left them in
-        # place: a REPLACE hook covers them.
+        # What failed before is tried again. A registry that was reset has forgotten its hooks and left them
+        # in place: a REPLACE hook covers them.
         covers = any(advice.hook_type is HookType.REPLACE for advice in advices)
         gone = [pair for pair in before if covers or _holds(entries, pair[0])]
         HookRegistry.disown(advice for _, advice in gone)

@@ -69,7 +69,7 @@ def is_first_server(manager: Any) -> bool:
 
 
 def observers(trackers: Trackers) -> Iterable[Observation]:
-    """What tells the tracker of requests where they are."""
+    """Observers that report to the tracker where requests are."""
     from sgl_aspects.tracing.observers.observation import Observation
 
     observer = _DisaggregationObserver(trackers)

@@ -161,7 +161,7 @@ def _added(residual: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def _asks(*values: Any) -> bool:
-    """Whether any of a call's further arguments asks for something; a tensor always does."""
+    """Whether any of a call's further arguments requests something; a tensor always does."""
     return any(isinstance(value, Tensor) or bool(value) for value in values)
 
 

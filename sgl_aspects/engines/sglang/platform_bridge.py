@@ -1,4 +1,4 @@
-"""A platform class of ours, offered to real SGLang under the method names that its version knows.
+"""A platform class of ours, offered to real SGLang under the method names of its version.
 
     group ``sglang.srt.platforms``: name -> a function that returns the name of a class made here
 
@@ -144,7 +144,7 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
     if capabilities is not None:
         members["capabilities"] = capabilities(**_known_capabilities(platform_class, capabilities))
     members.update(_pools(platform_class, base))
-    # Older names of the same answers; on a newer SGLang nobody asks.
+    # Older names of the same methods, unused by newer SGLang.
     for name in (
         "support_cuda_graph",
         "support_device_graph",
@@ -152,7 +152,7 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
         "supports_fp8",
     ):
         members[name] = _forward(name)
-    # What only SGLang knows of, where the platform's author wrote it for SGLang.
+    # Methods that exist in SGLang only, where the platform's author wrote them for SGLang.
     for name in asked_by(base):
         if name not in members and hasattr(platform_class, name) and not hasattr(SRTPlatform, name):
             members[name] = _forward(name)
@@ -307,7 +307,7 @@ def _has_class(platform_class: type[SRTPlatform], factory: str) -> bool:
 
 
 def _pools(platform_class: type[SRTPlatform], base: type) -> dict[str, Any]:
-    """KV pools and allocator, by the names that this SGLang asks for."""
+    """KV pools and allocator, by the names that this SGLang calls."""
     if hasattr(base, "get_kv_pool_cls"):
         return {"get_kv_pool_cls": _get_kv_pool_cls}
     return {name: _or_in_tree(name) for name in _IN_TREE if hasattr(base, name)}

@@ -104,7 +104,7 @@ def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) 
 
 
 def _launched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
-    """The batch; None for one without requests, which only tells the workers which ones have ended."""
+    """The batch; None for one without requests, which only lists for the workers which ones have ended."""
     batch = args[1] if len(args) > 1 else kwargs["scheduler_output"]
     return batch if batch.num_scheduled_tokens else None
 
@@ -260,7 +260,7 @@ VLLM = Engine(
         "request.presence_penalty": lambda request: _sampling("presence_penalty")(request) or None,
         "request.stop_sequences": lambda request: _sampling("stop")(request) or None,
         "manager.model": "model_config.served_model_name",
-        "manager.in_flight": "request_states",  # of what processes outputs, which knows no model
+        "manager.in_flight": "request_states",  # of the output processor, which has no model
         "tokenized.rid": "request_id",
         "tokenized.count": _tokenized_count,
         "outputs.each": _Outputs.each,

@@ -1,7 +1,7 @@
 """The bridge to OpenTelemetry: our current span is its current span, in both directions.
 
 Other people's spans nest in ours, and clients send our ``traceparent``. Opens outnumber reads, so nothing is
-told to OpenTelemetry when a span opens: its context with our span in it is made when somebody asks.
+passed to OpenTelemetry when a span opens: its context with our span in it is built on first read.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _join() -> None:
     (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
 
     class CurrentSpan(trace.NonRecordingSpan):
-        """Its context is built when somebody asks."""
+        """Its context is built on first read."""
 
         def __init__(self, span: OpenSpan) -> None:
             self._span = span

@@ -92,7 +92,7 @@ def _prometheus_reader(host: str, port: int) -> MetricReader:
         raise ConfigError(port_problem(host, port, error)) from error
 
     class Page(PrometheusMetricReader):
-        """Gives its port back before the end of the run is told: the next run may want it at once."""
+        """Releases its port before the end of the run is reported: the next run may need it at once."""
 
         def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
             super().shutdown(timeout_millis, **kwargs)

@@ -18,7 +18,7 @@ _IDS = ("traceId", "spanId", "parentSpanId")
 
 
 class OtlpJsonFileExporter(SpanExporter):
-    """Appends to ``path``, which a run begins anew unless it is to ``append``; a line is written whole.
+    """Appends to ``path``, which a run truncates first unless it is to ``append``; a line is written whole.
 
     Raises ``OSError`` at once where the file cannot be written.
     """

@@ -25,7 +25,7 @@ from sgl_aspects.tracing.settings import TraceSettings
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 2.0
-# Who waits for the end of a run is told why after so long.
+# After this time, those who wait for the end of a run get the reason.
 _SILENT_SECONDS = 1.0
 
 

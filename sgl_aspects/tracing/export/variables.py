@@ -58,7 +58,7 @@ def normalise(variables: MutableMapping[str, str]) -> None:
         is_applications = name.startswith("OTEL_PYTHON_") and not name.startswith("OTEL_PYTHON_EXPORTER_")
         if is_applications or not variables[name]:
             del variables[name]
-    if _EXEMPLARS in variables:  # the SDK knows it in small letters only
+    if _EXEMPLARS in variables:  # the SDK accepts it in small letters only
         variables[_EXEMPLARS] = variables[_EXEMPLARS].lower()
 
 
@@ -230,7 +230,7 @@ def _check_certificates(signal: str) -> None:
 
 
 def _check_headers(name: str) -> None:
-    """The form ``name=value,name=value``, values percent-encoded. What is wrong is told by its place."""
+    """The form ``name=value,name=value``, values percent-encoded. An error names its position."""
     pairs = (env.text(name) or "").split(",")
     for number, pair in enumerate(pairs, start=1):
         header, is_pair, value = (part.strip() for part in pair.partition("="))

@@ -179,7 +179,7 @@ class StepTracker(native.Tracker):
         self.group, self._keys = group, known
 
     def launched(self, step: Step, result: Any) -> None:
-        """The batch is on its way; its result is processed by and by."""
+        """The batch was launched; its result is processed later."""
         self.running = None
         step.result = result
         in_flight = self.in_flight

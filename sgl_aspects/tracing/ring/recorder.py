@@ -125,7 +125,7 @@ class RingRecorder:
     def _open_file(self) -> RingFile | None:
         with self._lock:
             if self._file is None and not self._closed:
-                # What the run was last told; else what this recorder was made with.
+                # The run's last setting; else what this recorder was made with.
                 told = run_control(self._folder)
                 self._file = RingFile.make(self._folder, told.words if told else self._control)
                 if self._file is None:
@@ -216,7 +216,7 @@ class RingRecorder:
             layout.MARK.pack_into(memory, offset + layout.MARK_OFFSET, number)
         steps.words[block] = 0
 
-    #: A ring is told of a span when it ends.
+    #: A span is written to the ring when it ends.
     enter = staticmethod(enter_span)
 
     def detaching(self) -> None:

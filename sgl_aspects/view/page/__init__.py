@@ -1,4 +1,4 @@
-"""The report page: one HTML file that holds its data, style and program, and asks no network for anything.
+"""The report page: one HTML file that holds its data, style and program, and needs no network.
 
 What spans say is text of strangers. It is in the page as compressed, base64-coded data, which cannot end a
 script or a tag; the program puts it on the screen as text only; and the page's content security policy

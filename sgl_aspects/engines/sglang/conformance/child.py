@@ -88,7 +88,7 @@ def capabilities() -> dict[str, str | None]:
             try:
                 needed()
                 found[name] = None
-            except Exception as error:  # noqa: BLE001  # told as the check's result
+            except Exception as error:  # noqa: BLE001  # reported as the check's result
                 found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -183,7 +183,7 @@ def _answer(question: Callable[[], Any], kind: Any) -> dict[str, Any]:
     expected = " or ".join(each.__name__ for each in kinds)
     try:
         found = question()
-    except Exception as error:  # noqa: BLE001  # told as the check's result
+    except Exception as error:  # noqa: BLE001  # reported as the check's result
         return {"right": False, "expected": expected, "found": f"{type(error).__name__}: {error}"}
     return {"right": isinstance(found, kind), "expected": expected, "found": repr(found)}
 
