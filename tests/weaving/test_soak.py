@@ -258,27 +258,28 @@ def _pass_on(proceed: Any, args: Any, kwargs: Any) -> Any:
     return proceed(args, kwargs)
 
 
-def test_calls_of_many_threads_while_hooks_of_woven_functions_come_and_go() -> None:
+@pytest.mark.parametrize("steps", [500, pytest.param(2000, marks=pytest.mark.slow)])
+def test_calls_of_many_threads_while_hooks_of_woven_functions_come_and_go(steps: int) -> None:
     with module_of(SOURCE) as module, aspects.woven(*(around(target) for target in TARGETS)):
         comings = Comings(TARGETS)
         with calling(*callers(module).values()):
-            for _ in range(2000):
+            for _ in range(steps):
                 comings.step()
             comings.end()
         comings.check()
     assert module.f(3) == module.C().m(3) == [3]
 
 
-def test_a_replacement_of_another_signature_is_never_half_there() -> None:
+@pytest.mark.parametrize("turns", [500, pytest.param(1500, marks=pytest.mark.slow)])
+def test_a_replacement_of_another_signature_is_never_half_there(turns: int) -> None:
     """The call's convention and the function change together: a mixture would raise TypeError."""
     with (
         module_of(SOURCE) as module,
         aspects.woven(around("engine:f")),
         calling(lambda ticket: module.f(ticket, 1)),
     ):
-        for _ in range(1500):
-            with aspects.woven(advice("engine:f", HookType.REPLACE, renamed)):
-                pass
+        for _ in range(turns):
+            aspects.weave(advice("engine:f", HookType.REPLACE, renamed)).remove()
 
 
 def test_every_call_is_counted_once() -> None:
@@ -293,8 +294,7 @@ def test_every_call_is_counted_once() -> None:
         for thread in threads:
             thread.start()
         for _ in range(50):
-            with aspects.woven(Pair("engine:f").advices[0]):
-                pass
+            aspects.weave(Pair("engine:f").advices[0]).remove()
         for thread in threads:
             thread.join()
         assert aspects.report().hooks[0].calls == each * THREADS
