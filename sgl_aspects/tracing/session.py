@@ -305,7 +305,10 @@ def _start(
 
 def _close_quietly(session: TraceSession) -> None:
     if session.summary is None and session._process_id == os.getpid():
-        summary = session.leave()
+        try:
+            summary = session.leave()
+        except KeyboardInterrupt:  # again, by somebody who does not want to wait: the collector needs nobody
+            return
         if summary.problem:
             logger.warning("%s", summary.problem)
         _keep_interrupted()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -285,31 +284,6 @@ def test_a_missing_part_of_an_exporter_is_told_and_nothing_is_run(
     command = ["run", "--endpoint", "http://127.0.0.1:1", "--", sys.executable, "-V"]
     assert main(command) == 2
     assert f"not installed ({missing}" in capsys.readouterr().err
-
-
-INTERRUPTED = """
-import threading, time
-
-def meanwhile():
-    while True:
-        time.sleep(0.02)
-        eval("1 + 1")  # as importing modules does
-
-threading.Thread(target=meanwhile, daemon=True).start()
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_ctrl_c_ends_a_traced_program_as_any_other(tmp_path: Path, is_traced: bool) -> None:
-    run = ["-m", "sgl_aspects", "run", "--file", str(tmp_path / "spans.jsonl"), "--", sys.executable]
-    command = [sys.executable, *(run if is_traced else []), "-c", INTERRUPTED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == -signal.SIGINT
 
 
 def test_requests_alone_unless_more_is_asked_for(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             leaves.close()
             wait_until(server.is_quiet)
             assert answer_to(server, 5, prompt=SECRET * 5000)[0] == 400
+            assert answer_to(server, 7, max_tokens=0)[0] == 400
             killed = ask(server, 6, max_tokens=12000, stream=True)
             answer = killed.getresponse()
             answer.readline()
@@ -115,6 +116,12 @@ def test_a_prompt_that_does_not_fit(run: Run) -> None:
     assert spans["tokenize"].is_error
 
 
+def test_what_the_server_refuses_before_the_engine_hears_of_it(run: Run) -> None:
+    (span,) = run.of(7).values()
+    assert span.attributes["http.response.status_code"] == 400
+    assert not span.is_error  # the caller's mistake
+
+
 def test_a_scheduler_that_is_killed(run: Run) -> None:
     spans = run.of(6)
     assert spans[""].attributes["error.type"] == "SchedulerDiedError"
@@ -124,5 +131,5 @@ def test_a_scheduler_that_is_killed(run: Run) -> None:
 def test_metrics_tell_them_apart_and_no_prompt_is_anywhere(run: Run) -> None:
     durations = run.receiver.points("gen_ai.server.request.duration")
     counts = {point.attributes.get("error.type"): point.count for point in durations}
-    assert counts == {None: 2, "abort": 2, "InvalidRequestError": 1, "SchedulerDiedError": 1}
+    assert counts == {None: 2, "abort": 2, "InvalidRequestError": 1, "400": 1, "SchedulerDiedError": 1}
     assert SECRET not in repr(run.receiver.requests) + repr(run.receiver.metric_requests)

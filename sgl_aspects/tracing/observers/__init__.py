@@ -63,7 +63,8 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
                 step()
         else:
             undo += own
-    by_http = [trackers for trackers in all_trackers if not _is_called(trackers.engine)]
+    # An engine that is called may have a server, too, and may be loaded beside one that serves.
+    by_http = sorted(all_trackers, key=lambda trackers: _is_called(trackers.engine))
     exchanges = ExchangeObserver(by_http, options).observations()
     undo.append(aspects.weave(*_advices(HTTP_ROLES, exchanges)).remove)
     undo += _trace_declared(recorder, all_trackers)

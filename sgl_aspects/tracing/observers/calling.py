@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.exchanges import current_exchange
 from sgl_aspects.tracing.observers.observation import Observation, error_type
 
 
@@ -44,6 +45,9 @@ class CallingObserver:
         if not self._recorder.level:
             return None
         now, calls, request = time_ns(), self._calls, self._received(args, kwargs)
+        exchange = current_exchange.get()
+        if exchange is not None:
+            exchange.is_taken = True  # whatever becomes of it, it is not refused by the server alone
         # Several requests of one call are one trace, even where the call brought none along.
         first = calls.live.get(self._group(request) or "")
         call = calls.begin(request, args[0], now, origin=first.origin if first else None)

@@ -44,8 +44,8 @@ _FIRST_BYTES = 400
 class ExchangeObserver:
     """Notes when exchanges begin and end, for the requests in them; tells of what is refused.
 
-    ``engines``: the trackers of those whose requests come by HTTP. A refused request belongs to the engine
-    that is loaded.
+    ``engines``: the trackers of those whose requests may come by HTTP. A refused request belongs to the
+    first that is loaded.
     """
 
     def __init__(self, engines: Sequence[Trackers], options: TraceOptions) -> None:
@@ -99,7 +99,7 @@ class ExchangeObserver:
 
 def _is_loaded(engine: Engine) -> bool:
     """Whether the engine serves requests in this process."""
-    role = engine.roles.get("serve_request")
+    role = engine.roles.get("serve_request") or engine.roles.get("receive_request")
     modules = [] if role is None else [target.partition(":")[0].split(".*")[0] for target in role.targets]
     return any(module in sys.modules for module in modules)
 

@@ -1,0 +1,65 @@
+"""Ctrl-C under `sgl-aspects run`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import wait_until
+
+INTERRUPTED = """
+import threading, time
+
+def meanwhile():
+    while True:
+        time.sleep(0.02)
+        eval("1 + 1")  # as importing modules does
+
+threading.Thread(target=meanwhile, daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_ctrl_c_ends_a_traced_program_as_any_other(tmp_path: Path, is_traced: bool) -> None:
+    run = ["-m", "sgl_aspects", "run", "--file", str(tmp_path / "spans.jsonl"), "--", sys.executable]
+    command = [sys.executable, *(run if is_traced else []), "-c", INTERRUPTED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+
+
+def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_path: Path) -> None:
+    """The collector is stopped: without the second one it would be waited for in vain."""
+    program = (
+        "import os, sgl_aspects.tracing.session as s; print(s.current().collector_process_id, flush=True)"
+    )
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--file", str(tmp_path / "spans"), "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", f"{program}; import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        collector = int(process.stdout.readline())
+        os.kill(collector, signal.SIGSTOP)
+        try:
+            process.stdin.close()
+            wait_until(lambda: b"poll" in Path(f"/proc/{process.pid}/wchan").read_bytes())
+            process.send_signal(signal.SIGINT)
+            process.wait(5)
+        finally:
+            os.kill(collector, signal.SIGCONT)
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
