@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 import linecache
+import os
 import re
 import subprocess
 import sys
@@ -183,7 +184,10 @@ def test_coverage_sees_the_users_lines(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PDB.format(folder=str(tmp_path), before=""))
     command = [sys.executable, "-W", "error", "-m", "coverage", "run", "--branch", "--include=*/debugged.py"]
-    done = subprocess.run([*command, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    done = subprocess.run(
+        [*command, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "result 5\n", done.stderr
     assert done.stderr == ""
     data = coverage.CoverageData(str(tmp_path / ".coverage"))
