@@ -290,7 +290,7 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
 def inherited(owner: Any, name: str) -> Any:
     """What ``owner`` has under ``name`` from its bases (or, for an instance, its class), or MISSING."""
     if is_module(owner):
-        return MISSING
+        return _among([cls for cls in bases(type(owner)) if not derives(types.ModuleType, cls)], name)
     if not is_class(owner):
         return _among(type(owner).__mro__, name)
     raw = _among(bases(owner)[1:], name)

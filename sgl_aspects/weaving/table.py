@@ -267,6 +267,9 @@ class JoinPointTable:
         Hooks on ``Sub.m`` call what ``Base.m`` is now; a point over another one, what is below it.
         """
         changed = {id(pair.old): pair.new for pair in pairs if pair.only_bound_to is None}
+        followers: list[
+            tuple[JoinPoint, Any]
+        ] = []  # all of them first: parts of a property share an original
         for point in self.points:
             below = changed.get(id(point.original), point.original)
             if below is point.replacement or below is point.standing:
@@ -274,8 +277,10 @@ class JoinPointTable:
             if point.place.inherited:
                 below = inherited(point.place.owner, point.place.name)
             if below is not point.original and below is not MISSING:
-                point.follow(below)
-                point.refresh(self.compiling)
+                followers.append((point, below))
+        for point, below in followers:
+            point.follow(below)
+            point.refresh(self.compiling)
 
     def _detach_members(self, before: type, outcome: Applied) -> list[Advice]:
         """Take the hooks off the members of a class that no longer stands where it stood."""

@@ -262,3 +262,41 @@ def test_parts_of_a_property_that_are_hooked_at_once() -> None:
                 assert made.p == 5
             assert seen == [(5,), ()] * 2
         assert vars(module.C)["p"] is vars(module.D)["p"] is raw
+
+
+def test_parts_of_an_inherited_property_run_the_hooks_of_the_base_class() -> None:
+    source = (
+        "class B:\n    size = 1\n    @property\n    def p(self): return self.size\n    @p.setter\n"
+        "    def p(self, value): self.size = value\nclass C(B): pass\n"
+    )
+    with module_of(source) as module:
+        seen: list[str] = []
+
+        def noting(name: str) -> aspects.Advice:
+            def note(original: Any, *args: Any) -> Any:
+                seen.append(name)
+                return original(*args)
+
+            return around(name, note)
+
+        names = ("engine:C.p", "engine:C.p.fset", "engine:B.p", "engine:B.p.fset")
+        with aspects.woven(*map(noting, names)):
+            made = module.C()
+            made.p = 5
+            assert made.p == 5
+            assert seen == ["engine:C.p.fset", "engine:B.p.fset", "engine:C.p", "engine:B.p"]
+
+
+def test_a_method_of_the_modules_own_class() -> None:
+    """As in a module that puts an instance of its own kind of module in its place."""
+
+    class Kind(types.ModuleType):
+        def f(self, x: int) -> list[Any]:
+            return [self.__name__, x]
+
+    with module_of("def g(): return 1\n") as module:
+        module.__class__ = Kind
+        with aspects.woven(around("engine:f", hooked)):
+            assert module.f(3) == ("hooked", ["engine", 3])
+        assert module.f(3) == ["engine", 3]
+        assert "f" not in vars(module)
