@@ -67,7 +67,7 @@ class ModuleWatcher:
             self._leave_searches = None
         while self in sys.meta_path:
             sys.meta_path.remove(self)
-        for name, hook in self._registered.items():
+        for name, hook in list(self._registered.items()):  # other threads are importing
             compat.unregister_post_import_hook(hook, name)
         self._registered.clear()
         if self._brought_wrapt:
@@ -214,7 +214,7 @@ def when_ready(module: Any, loaded: Loaded) -> None:
         if not isinstance(spec.loader, _NotifyingLoader):
             spec.loader = _NotifyingLoader(spec.loader, loaded)
         return
-    compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules[spec.name]))
+    compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules.get(spec.name)))
 
 
 def _is_lazy(module: Any) -> bool:

@@ -35,7 +35,6 @@ LONGER = {
     "weaving/test_kinds.py": 1077,
     "weaving/test_rebinding.py": 793,
     "weaving/test_registry.py": 530,
-    "weaving/test_soak.py": 447,
     "weaving/test_targets.py": 584,
 }
 

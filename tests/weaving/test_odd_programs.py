@@ -9,14 +9,16 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects import HookRegistry, HookType, State
+from sgl_aspects import HookRegistry, HookType, State, compat
 from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.modules import ModuleWatcher, when_ready
 from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
@@ -300,3 +302,20 @@ def test_a_method_of_the_modules_own_class() -> None:
             assert module.f(3) == ("hooked", ["engine", 3])
         assert module.f(3) == ["engine", 3]
         assert "f" not in vars(module)
+
+
+def test_a_module_that_is_gone_when_its_code_has_run() -> None:
+    module, seen = types.ModuleType("gone"), []
+    module.__spec__ = ModuleSpec("gone", None)
+    when_ready(module, lambda *told: seen.append(told))
+    assert seen == [("gone", None)]
+
+
+def test_imports_end_while_the_last_hook_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = ModuleWatcher(lambda name: True, lambda name, module: None)
+    watcher._registered.update(one=None, two=None)
+    monkeypatch.setattr(
+        compat, "unregister_post_import_hook", lambda *_: watcher._registered.pop("two", None)
+    )
+    watcher.uninstall()
+    assert not watcher._registered

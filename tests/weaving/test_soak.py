@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,75 +204,6 @@ def test_calls_of_many_threads_while_functions_are_woven_and_restored() -> None:
             comings.end()
         comings.check()
         assert (module.f, module.C.m, module.g) == originals
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_eight_threads_weave_ten_thousand_times_each_and_leave_nothing_behind() -> None:
-    """In a process of its own: a weave may look through all modules, and here may be thousands."""
-    program = "import tests.weaving.test_soak as test; test.soak()"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def soak(each: int = 10_000) -> None:
-    """Each thread's call has its own hook until the removal returns, and not after it; nothing has grown."""
-    sys.setswitchinterval(0.00005)
-    finders, sizes = list(sys.meta_path), []
-    with module_of(SOURCE) as module:
-        originals = (module.f, module.C.__dict__["m"])
-        calls = [call for name, call in callers(module).items() if name in ("f", "C.m")]
-        for count in (each // 10, each - each // 10):
-            weavers = [
-                threading.Thread(target=_weave, args=(calls, number, count)) for number in range(THREADS)
-            ]
-            for thread in weavers:
-                thread.start()
-            for thread in weavers:
-                thread.join()
-            gc.collect()
-            sizes.append(len(gc.get_objects()))
-        assert (module.f, module.C.__dict__["m"]) == originals
-        assert _faults == []
-        assert aspects.report().hooks == ()
-        assert sys.meta_path == finders
-        assert sizes[1] - sizes[0] < 500, sizes
-
-
-_faults: list[str] = []
-
-
-def _weave(calls: list[Callable[[int], list[Any]]], number: int, count: int) -> None:
-    choose, seen = random.Random(number), threading.local()
-
-    def note(following: Any, args: Any, kwargs: Any) -> Any:
-        seen.count = getattr(seen, "count", 0) + 1
-        return following(args, kwargs)
-
-    for ticket in range(count):
-        which = choose.randrange(2)
-        pair = Pair(TARGETS[which])
-        with aspects.woven(
-            advice(TARGETS[which], HookType.NATIVE, note), *pair.advices[: choose.randrange(3)]
-        ):
-            seen.count = 0
-            answers = [calls[which](ticket)]
-            ours = seen.count
-        answers.append(calls[which](ticket))
-        if (answers, ours, seen.count, pair.faults) != ([[ticket]] * 2, 1, 1, []):
-            _faults.append(f"{TARGETS[which]}: {answers} by {ours} and {seen.count} hooks; {pair.faults}")
-
-
-def test_two_thousand_weaves_and_removals_leave_nothing_behind() -> None:
-    sizes = []
-    with module_of(SOURCE):
-        for count in (100, 2000):
-            for number in range(count):
-                aspects.weave(*Pair(TARGETS[number % 3]).advices).remove()
-            gc.collect()
-            sizes.append(len(gc.get_objects()))
-    assert sizes[1] - sizes[0] < 100
 
 
 @pytest.mark.parametrize("steps", [500, pytest.param(2000, marks=pytest.mark.slow)])
