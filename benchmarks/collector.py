@@ -34,7 +34,6 @@ from sgl_aspects.tracing.records import RequestBegin, RequestSent
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST, STEP, TOKENIZE
 
-SPANS_OF_REQUEST = 6
 _BATCH = 512
 #: Requests that are under way at once, and steps that each of them is part of.
 _OPEN, _STEPS = 64, 8

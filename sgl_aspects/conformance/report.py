@@ -14,8 +14,6 @@ from sgl_aspects import __version__
 from sgl_aspects.conformance.check import Result
 from sgl_aspects.platforms import SRTPlatform
 
-MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "skip"}
-
 
 @dataclass(frozen=True)
 class ReportHead:

@@ -10,7 +10,6 @@ OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_ID = "gen_ai.request.id"
-CHOICE_COUNT = "gen_ai.request.choice.count"
 #: What a request asks for: ``REQUEST_PREFIX`` and one of ``REQUEST_ATTRIBUTES``.
 REQUEST_PREFIX = "gen_ai.request."
 REQUEST_ATTRIBUTES = (
