@@ -53,8 +53,6 @@ class Watched:
 
         self.off = self.run = inner
         constants = woven.__code__.co_consts
-        if not any(one is original for one in constants):
-            raise RuntimeError(f"{self.name} has hooks that change its call")
         self.observers = [getattr(one, "__self__", None) for one in constants]
         nothing = {"enter": operator.is_, "exit": slice}
         empty = [nothing.get(getattr(one, "__name__", "").rpartition("_")[2], one) for one in constants]
@@ -70,16 +68,20 @@ class Watched:
 
 
 def watched_methods() -> list[Watched]:
-    """The woven methods of SGLang's classes: hooks are in a kind of tuple of the weaver's."""
+    """The methods of SGLang's classes that only observers are on.
+
+    Hooks are in a kind of tuple of the weaver's, and the original where nothing changes its call.
+    """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
-    classes = {one for module in modules for one in list(vars(module).values()) if isinstance(one, type)}
+    values = [one for module in modules if type(module) is types.ModuleType for one in vars(module).values()]
+    classes = {id(one): one for one in values if issubclass(type(one), type)}
     return [
         Watched(owner, name, one)
-        for owner in classes
+        for owner in classes.values()
         for name, one in list(vars(owner).items())
         if type(one) is types.FunctionType
         and type(one.__code__.co_consts) is not tuple
-        and type(one.__dict__.get("__wrapped__")) is types.FunctionType
+        and any(constant is one.__dict__.get("__wrapped__", one) for constant in one.__code__.co_consts)
     ]
 
 

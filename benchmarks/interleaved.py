@@ -71,7 +71,7 @@ def rows(steps: Steps, size: int, variants: Sequence[str]) -> Iterator[str]:
     parts = [steps[part * length : (part + 1) * length] for part in range(_PARTS)]
     wall = median(ns for name, ns, _ in steps if name == "off") / 1e3
     for name, (longer, error) in zip(variants, _longer(steps, variants)):
-        low, added, high = interval([_added(part, name) for part in parts])
+        low, added, high = interval([value for part in parts for value in _added(part, name)])
         count = sum(one == name for one, _, _ in steps)
         yield (
             f"| {size} | {wall:.0f} µs | {name} | {added:+.1f} µs ({low:+.1f} to {high:+.1f}) "
@@ -79,13 +79,14 @@ def rows(steps: Steps, size: int, variants: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _added(steps: Steps, name: str) -> float:
+def _added(steps: Steps, name: str) -> Iterator[float]:
     """Microseconds between the two functions around each woven method, beyond those of "off"."""
     own: dict[str, list[int]] = {"off": [], name: []}
     for (_, _, _), (before, _, _), (one, _, ns) in zip(steps, steps[1:], steps[2:]):
         if one == before and one in own:  # the first one of a block has the result of another's batch
             own[one].append(ns)
-    return (fmean(_without_longest(own[name])) - fmean(_without_longest(own["off"]))) / 1e3
+    if own[name] and own["off"]:
+        yield (fmean(_without_longest(own[name])) - fmean(_without_longest(own["off"]))) / 1e3
 
 
 def _without_longest(values: Sequence[int]) -> Sequence[int]:
@@ -150,7 +151,11 @@ def main() -> None:
                 load = Load(server, device.tokens, device.few_tokens)
                 with load.at_work(size):
                     time.sleep(2)
-                    measured[size] = exchange.measure(size, given.variants, given.seconds)
+                    try:
+                        measured[size] = exchange.measure(size, given.variants, given.seconds)
+                    except TimeoutError:
+                        print((folder / "log").read_text()[-5000:])
+                        raise
                 print("\n".join(rows(measured[size], size, given.variants)), flush=True)
     if given.steps:
         given.steps.write_text(json.dumps(measured))
