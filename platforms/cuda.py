@@ -19,20 +19,28 @@ class CudaEvent(TorchEvent):
 
     __slots__ = ()
 
-    def recorder(self) -> tuple[int, int] | None:
-        function = _event_record()
-        if function and not self._event.cuda_event:
+    def recorder(self) -> tuple[int, int, int] | None:
+        functions = _driver()
+        if functions is None:
+            return None
+        if not self._event.cuda_event:
             self._event.record()  # torch makes it when it is recorded first
-        return (function, self._event.cuda_event) if function else None
+        return (*functions, self._event.cuda_event)
 
 
 @lru_cache(maxsize=1)
-def _event_record() -> int:
-    """The address of ``cuEventRecord``; 0 where there is no such driver."""
+def _driver() -> tuple[int, int] | None:
+    """The addresses of ``cuEventRecord`` and ``cuEventElapsedTime``; None where there is no such driver."""
     try:
-        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuEventRecord, ctypes.c_void_p).value or 0
+        driver = ctypes.CDLL("libcuda.so.1")
+        record, elapsed = driver.cuEventRecord, driver.cuEventElapsedTime
     except (OSError, AttributeError):
-        return 0
+        return None
+    return _address(record), _address(elapsed)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class CudaDeviceMixin(TorchDeviceMixin):

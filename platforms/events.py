@@ -35,10 +35,11 @@ class DeviceEvent(ABC):
         """``record`` of a stream, as few calls away from the device as can be: for one of each step."""
         return self.record
 
-    def recorder(self) -> tuple[int, int] | None:
-        """How C code records it: the address of ``int f(event, stream)`` (0: done), and the event for it.
+    def recorder(self) -> tuple[int, int, int] | None:
+        """How C code records it: the addresses of two functions, and the event for them.
 
-        None: only ``record`` can. The stream for it is the platform's ``stream_handle``.
+        ``int record(event, stream)`` and ``int elapsed(float *milliseconds, begin, end)``; 0: done. None: only
+        the methods here can. A stream for it is the platform's ``stream_handle``.
         """
         return None
 

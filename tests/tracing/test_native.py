@@ -41,10 +41,17 @@ def record(event, stream):
     recorded.append((event, stream))
     return 0
 
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_float), ctypes.c_void_p, ctypes.c_void_p)
+def elapsed(milliseconds, begin, end):
+    if not Event.ready:
+        return 1
+    milliseconds[0] = 2.0
+    return 0
+
 class Event:
     ready, broken = True, False
     def recorder(self):
-        return ctypes.cast(record, ctypes.c_void_p).value, 7
+        return ctypes.cast(record, ctypes.c_void_p).value, ctypes.cast(elapsed, ctypes.c_void_p).value, 7
     def marker(self):
         def mark(stream):
             if Event.broken:

@@ -73,7 +73,7 @@ def _mark(event: Any) -> native.Mark:
     """For C code: the event, or that only Python records it."""
     mark = native.Mark()
     mark.owner = event
-    mark.function, mark.event = event.recorder() or (0, 0)
+    mark.function, mark.elapsed, mark.event = event.recorder() or (0, 0, 0)
     return mark
 
 

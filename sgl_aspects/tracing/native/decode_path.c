@@ -121,7 +121,7 @@ typedef struct {
     PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
     PyObject *mode_source, *reqs_source, *number_source; /* an attribute's name, or a function of the batch */
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size;
-    unsigned long long count, waiting, running, usage;
+    unsigned long long read_ns, waiting, running, usage;
     char decodes, measures, is_plain;
 } StepPath;
 
@@ -137,7 +137,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *owner; /* keeps the event alive */
-    unsigned long long function, event;
+    unsigned long long function, elapsed, event;
 } Mark;
 
 static PyTypeObject *mark_type, *blocks_type, *slots_type, *step_type, *tracker_type;
@@ -322,10 +322,35 @@ tracker_in(PyObject *object)
     return tracker;
 }
 
+/* -- events of a device ----------------------------------------------------------------------------------- */
+
+static PyMemberDef Mark_members[] = {
+    OBJECT(Mark, owner), NUMBER(Mark, function), NUMBER(Mark, elapsed), NUMBER(Mark, event), END};
+static PyMethodDef Mark_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Mark, owner, 1)
+
+typedef int (*recorder)(void *event, void *stream);
+typedef int (*timer)(float *milliseconds, void *begin, void *end);
+
+/* The milliseconds between a step's events, below 0: not known here, or not yet. The events are two functions of
+   the stream, one for the time between them, and the same two as marks where they can be. */
+static float
+elapsed(PyObject *events)
+{
+    if (!PyTuple_Check(events) || PyTuple_GET_SIZE(events) < 5)
+        return -1;
+    Mark *begin = (Mark *)PyTuple_GET_ITEM(events, 3), *end = (Mark *)PyTuple_GET_ITEM(events, 4);
+    float milliseconds = -1;
+    if (!Py_IS_TYPE(begin, mark_type) || !Py_IS_TYPE(end, mark_type) || !begin->elapsed
+        || ((timer)begin->elapsed)(&milliseconds, (void *)begin->event, (void *)end->event) != 0)
+        return -1;
+    return milliseconds < 0 ? 0 : milliseconds;
+}
+
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
 static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
-static PyObject *s_forward_enter, *s_forward_exit, *s_launch_enter;
+static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter;
 
 static PyObject *
 StepPath_schedule_enter(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
@@ -500,6 +525,55 @@ slow:
     return call_method(object, s_process_enter, args, count);
 }
 
+/* The step becomes a record, and its object free; 0 with an exception set. There is a slot for it. */
+static int
+write_step(Slots *slots, Tracker *tracker, Step *step)
+{
+    uint64_t *words = words_of(step);
+    char *slot = slots->address + slots->offset;
+    uint64_t number = slots->number++;
+    slots->offset += SLOT_BYTES;
+    memcpy(slot, words, MARK_OFFSET);
+    __atomic_store_n((uint64_t *)(slot + MARK_OFFSET), number, __ATOMIC_RELEASE);
+    words[STEP_HEAD] = 0;
+    if (step->is_announced) {
+        PyObject *spans = PyDict_New();
+        if (spans == NULL)
+            return 0;
+        step->is_announced = 0;
+        Py_CLEAR(step->opened);
+        replace(&step->spans, spans);
+        Py_DECREF(spans);
+    }
+    return step->steps != tracker->steps || PyList_Append(tracker->spare, (PyObject *)step) == 0;
+}
+
+/* Records the first of the late steps whose times are there; the method in Python where there is none. */
+static PyObject *
+read_late(StepPath *self, Tracker *tracker)
+{
+    Slots *slots = (Slots *)self->slots;
+    Py_ssize_t done = 0;
+    for (; done < PyList_GET_SIZE(tracker->late) && slots->number <= slots->last; done++) {
+        Step *step = (Step *)PyList_GET_ITEM(tracker->late, done);
+        uint64_t *words = is_step((PyObject *)step) ? words_of(step) : NULL;
+        float milliseconds = words == NULL || is_none(step->events) ? -1 : elapsed(step->events);
+        if (milliseconds < 0)
+            break;
+        words[STEP_DEVICE_TIME] = (uint64_t)(milliseconds * 1e6) + 1;
+        if (PyList_Append(tracker->spare_events, step->events) < 0)
+            return NULL;
+        Py_CLEAR(step->events);
+        if (!write_step(slots, tracker, step))
+            return NULL;
+    }
+    if (!done)
+        return PyObject_CallMethodNoArgs((PyObject *)tracker, s_read_late);
+    if (PyList_SetSlice(tracker->late, 0, done, NULL) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -510,15 +584,14 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Tracker *tracker = tracker_in(self->tracker);
     Slots *slots = (Slots *)self->slots;
     if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
-        || is_none(tracker->late) || !PyList_Check(tracker->late) || !((self->count + 1) & STEPS_PER_READING) || is_none(self->slots)
+        || is_none(tracker->late) || !PyList_Check(tracker->late) || now - self->read_ns >= READING_NS || is_none(self->slots)
         || !PyObject_TypeCheck(self->slots, slots_type) || slots->address == NULL || slots->number > slots->last)
         goto slow;
     Step *step = (Step *)args[0];
     uint64_t *words = words_of(step);
     if (words == NULL || !step->is_recorded || !is_none(step->prefill)
-        || (!is_none(step->events) && PyList_GET_SIZE(tracker->late) + 1 >= (Py_ssize_t)MOST_LATE))
+        || is_none(tracker->spare_events) || !PyList_Check(tracker->spare_events))
         goto slow;
-    self->count++;
     words[STEP_NUMBER] = number_of(step->number);
     words[STEP_WAITING] = self->waiting;
     words[STEP_RUNNING] = self->running;
@@ -533,24 +606,9 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (!is_none(step->events)) { /* the device's times of several steps are read together */
         if (PyList_Append(tracker->late, (PyObject *)step) < 0)
             return NULL;
-        Py_RETURN_NONE;
+        return PyList_GET_SIZE(tracker->late) < (Py_ssize_t)MOST_LATE ? Py_NewRef(Py_None) : read_late(self, tracker);
     }
-    char *slot = slots->address + slots->offset;
-    uint64_t number = slots->number++;
-    slots->offset += SLOT_BYTES;
-    memcpy(slot, words, MARK_OFFSET);
-    __atomic_store_n((uint64_t *)(slot + MARK_OFFSET), number, __ATOMIC_RELEASE);
-    words[STEP_HEAD] = 0;
-    if (step->is_announced) {
-        PyObject *spans = PyDict_New();
-        if (spans == NULL)
-            return NULL;
-        step->is_announced = 0;
-        Py_CLEAR(step->opened);
-        replace(&step->spans, spans);
-        Py_DECREF(spans);
-    }
-    if (step->steps == tracker->steps && PyList_Append(tracker->spare, (PyObject *)step) < 0)
+    if (!write_step(slots, tracker, step))
         return NULL;
     Py_RETURN_NONE;
 slow:
@@ -561,7 +619,7 @@ static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
-    SIZE(StepPath, result_at), SIZE(StepPath, size), NUMBER(StepPath, count), NUMBER(StepPath, waiting),
+    SIZE(StepPath, result_at), SIZE(StepPath, size), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures),
     FLAG(StepPath, is_plain), END};
 
@@ -574,15 +632,7 @@ COLLECTED(StepPath, tracker, 10)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
-static PyMemberDef Mark_members[] = {
-    OBJECT(Mark, owner), NUMBER(Mark, function), NUMBER(Mark, event), END};
-static PyMethodDef Mark_methods[] = {{NULL, NULL, 0, NULL}};
-COLLECTED(Mark, owner, 1)
-
-typedef int (*recorder)(void *event, void *stream);
-
-/* Records the begin (0) or the end (1) on the device; 0, with an exception set, where that fails. The events
-   are two functions of the stream, one for the time between them, and the same two as marks where they can be. */
+/* Records the begin (0) or the end (1) on the device; 0, with an exception set, where that fails. */
 static int
 record_event(ForwardPath *self, Py_ssize_t which)
 {
@@ -729,7 +779,7 @@ PyInit__decode_path(void)
                  {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
                  {&s_process_exit, "_process_exit"},
                  {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
-                 {&s_launch_enter, "_launch_enter"}};
+                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
         *names[i].place = PyUnicode_InternFromString(names[i].text);
         if (*names[i].place == NULL)

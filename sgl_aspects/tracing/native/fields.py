@@ -109,7 +109,7 @@ class StepPath:
     processed_at: int
     result_at: int
     size: int
-    count: int
+    read_ns: int
     waiting: int
     running: int
     usage: int
@@ -130,6 +130,7 @@ class Mark:
 
     owner: Any
     function: int
+    elapsed: int
     event: int
 
 

@@ -124,13 +124,13 @@ CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESU
 #: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
 CHILD_SHIFT = 60
 
-# How often what is slow is asked for, as the mask of a count: queues and KV usage, in decode; whether an
-# engine still runs its passes in the same stream.
-STEPS_PER_READING = 7
+#: Queues and KV usage are read at most this often while an engine decodes: it takes 20 µs.
+READING_NS = 50_000_000
+#: The mask of a count of passes: how often the stream that an engine runs them in is looked up.
 PASSES_PER_STREAM = 63
 #: More batches than these are not under way at once: the result of the oldest will never be processed.
 MOST_IN_FLIGHT = OPEN_STEPS - 2
-#: Steps whose device times are read together: to ask once more costs a tenth of asking first.
+#: Steps whose device times are read together: a further one costs a tenth of the first.
 MOST_LATE = 8
 
 
