@@ -38,7 +38,7 @@ class DeviceEvent(ABC):
     def recorder(self) -> tuple[int, int, int] | None:
         """How C code records it: the addresses of two functions, and the event for them.
 
-        ``int record(event, stream)`` and ``int elapsed(float *milliseconds, begin, end)``; 0: done. None: only
+        ``int record(event, stream)``, ``int elapsed(float *milliseconds, begin, end)``; 0: done. None: only
         the methods here can. A stream for it is the platform's ``stream_handle``.
         """
         return None
