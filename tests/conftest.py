@@ -27,8 +27,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process of tests more than there are cores, up to four: many tests wait for other processes."""
-    return min((os.cpu_count() or 1) + 1, 4)
+    """A process of tests for each core, up to four."""
+    return min(os.cpu_count() or 1, 4)
 
 
 #: Files that take longest, which a run of several processes begins with: none is left with one at the end.
@@ -79,7 +79,7 @@ def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.module.__name__.startswith("tests.weaving."):
         yield
         return
-    sizes = collections.Counter(name.partition(".")[0] for name in sys.modules)
+    sizes = collections.Counter(str(name).partition(".")[0] for name in sys.modules)
     large = {name for name in sizes if sizes[name] > 60 and name not in ("tests", "sgl_aspects")}
 
     class Modules:
@@ -89,7 +89,7 @@ def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
 
         def values(self) -> list[types.ModuleType]:
             names = list(sys.modules)
-            return [sys.modules[name] for name in names if name.partition(".")[0] not in large]
+            return [sys.modules[name] for name in names if str(name).partition(".")[0] not in large]
 
     gc.collect()
     gc.freeze()

@@ -355,10 +355,17 @@ def test_programs_of_one_command_share_its_files(tmp_path: Path) -> None:
 
 
 def test_a_second_program_is_traced_though_the_first_has_the_port_for_metrics(tmp_path: Path) -> None:
-    (tmp_path / "records.py").write_text(RECORDS)
-    one, file = f"{sys.executable} records.py 50", tmp_path / "spans.jsonl"
+    # Each waits for the other: on a busy machine the first could have ended before.
+    meets = """
+import pathlib
+pathlib.Path(sys.argv[2]).touch()
+while len([*pathlib.Path().glob("here-*")]) < 2:
+    time.sleep(0.01)
+"""
+    (tmp_path / "records.py").write_text(RECORDS + meets)
+    one, file = f"{sys.executable} records.py 50 here-", tmp_path / "spans.jsonl"
     options = ("--file", str(file), "--prometheus", str(free_port()))
-    done = sgl_aspects_run(tmp_path, "sh", "-c", f"{one} & {one}; wait", options=options)
+    done = sgl_aspects_run(tmp_path, "sh", "-c", f"{one}a & {one}b; wait", options=options)
     assert done.returncode == 0, done.stderr
     assert file.read_text().count('"name":"work"') == 100
     assert done.stderr.count("cannot be used") == 1

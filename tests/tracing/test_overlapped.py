@@ -199,6 +199,32 @@ def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memor
     assert waits not in scheduler.waiting_queue
 
 
+class CountedReq(SimpleNamespace):
+    """A request that counts how often its id is read."""
+
+    reads = 0
+
+    @property
+    def rid(self) -> str:
+        CountedReq.reads += 1
+        return "one"
+
+
+def test_decode_steps_that_are_not_traced_read_no_request(scheduler: Any, recorder: Memory) -> None:
+    """Level 1 is about requests: what it costs a step must not grow with the batch."""
+    recorder.level = 1
+    req = CountedReq(finished_reason=None, output_ids=[], inflight_middle_chunks=0)
+    scheduler.handle_generate_request(req)
+    decoded = batch("DECODE", req)
+    for one in (batch("EXTEND", req), decoded):
+        scheduler.process_batch_result(one, launch(scheduler, one))
+    read = CountedReq.reads
+    for _ in range(10):
+        scheduler.get_next_batch_to_run()
+        scheduler.process_batch_result(decoded, scheduler.run_batch(decoded))
+    assert CountedReq.reads == read
+
+
 def test_health_checks_are_not_seen(scheduler: Any, recorder: Memory) -> None:
     request(scheduler, "HEALTH_CHECK_1")
     assert recorder.begun == []

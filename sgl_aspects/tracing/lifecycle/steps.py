@@ -130,6 +130,7 @@ class StepTracker(native.Tracker):
             if sample < SAMPLE_ALL and not in_sample(step_id, sample):
                 step_id = 0
         if not step_id and not (self._measures and level):
+            self.schedule_start = 0  # it has led to a batch
             return None
         spare = self.spare
         try:

@@ -408,11 +408,15 @@ StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         goto unreadable;
     is_same = reqs == self->reqs && PyList_CheckExact(reqs) && PyList_GET_SIZE(reqs) == self->size;
     Py_DECREF(reqs);
-    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
-    if (!is_same || !spare)
+    if (!is_same)
         goto slow;
-    if (!level || (level == 1 && !self->measures))
+    if (!level || (level == 1 && !self->measures)) {
+        tracker->schedule_start = 0;
         Py_RETURN_NONE;
+    }
+    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
+    if (!spare)
+        goto slow;
     Step *step = (Step *)PyList_GET_ITEM(tracker->spare, spare - 1);
     if (!is_step((PyObject *)step) || step->steps != tracker->steps)
         goto slow;
@@ -428,8 +432,10 @@ StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         uint64_t sample = words[WORD_SAMPLE];
         if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
             id = 0;
-        if (!id && !self->measures)
+        if (!id && !self->measures) {
+            tracker->schedule_start = 0;
             Py_RETURN_NONE;
+        }
     }
     Py_INCREF(step);
     if (PyList_SetSlice(tracker->spare, spare - 1, spare, NULL) < 0) {
