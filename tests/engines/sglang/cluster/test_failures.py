@@ -150,9 +150,10 @@ def receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
                 first.wait_for_ends("no decode server comes", 1)
             with first.transferring("transfer times out"):
                 first.wait_for_ends("transfer times out", 2)
-            with first.transferring("left in transfer"):
-                pass
-            first.wait_for_ends("left in transfer", 2)
+            with first.holding() as wait_for_transfer:
+                with first.servers.asking(BODY, ROOMS["left in transfer"]):
+                    wait_for_transfer()
+                first.wait_for_ends("left in transfer", 2)  # else it could fail before its sender hears of it
             first.let_the_router_die(folder / "router.log")
             with first.transferring("decode scheduler dies"):
                 scheduler_of(first.servers.decode.process.pid).kill()
