@@ -91,6 +91,7 @@ MINUTES ?= 10
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+	$(BIN)/python -c "import tests.weaving.test_growth as test; test.soak()"
 
 # Real SGLang on a plain CPU. Plain `pip install sglang` would bring gigabytes of CUDA: what a CPU needs is
 # listed, the rest is left out.
