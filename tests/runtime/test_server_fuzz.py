@@ -34,7 +34,7 @@ def test_no_request_makes_it_fail_hang_or_leak(tmp_path: Path) -> None:
                 *(sys.executable, "-m", "schemathesis.cli", "run"),
                 *("--checks", ",".join(CHECKS)),
                 *("--exclude-path", "/start_profile"),
-                *("--max-examples", "20", "--request-timeout", "90", "--seed", "1", "--no-color"),
+                *("--max-examples", "8", "--request-timeout", "90", "--seed", "1", "--no-color"),
                 *("--continue-on-failure", "--suppress-health-check", "all", "--generation-database", "none"),
                 f"http://127.0.0.1:{server.port}/openapi.json",
             ],
