@@ -120,7 +120,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
     PyObject *mode_source, *reqs_source, *number_source; /* an attribute's name, or a function of the batch */
-    Py_ssize_t ran_at, processing_at, processed_at, result_at, size;
+    Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
     char decodes, measures, is_plain;
 } StepPath;
@@ -591,6 +591,7 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Slots *slots = (Slots *)self->slots;
     if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
         || is_none(tracker->late) || !PyList_Check(tracker->late) || now - self->read_ns >= READING_NS || is_none(self->slots)
+        || is_none(self->requests) || !PyDict_Check(self->requests) || PyDict_GET_SIZE(self->requests) != self->known
         || !PyObject_TypeCheck(self->slots, slots_type) || slots->address == NULL || slots->number > slots->last)
         goto slow;
     Step *step = (Step *)args[0];
@@ -625,7 +626,7 @@ static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
-    SIZE(StepPath, result_at), SIZE(StepPath, size), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
+    SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures),
     FLAG(StepPath, is_plain), END};
 

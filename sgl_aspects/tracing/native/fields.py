@@ -109,6 +109,7 @@ class StepPath:
     processed_at: int
     result_at: int
     size: int
+    known: int
     read_ns: int
     waiting: int
     running: int

@@ -91,8 +91,8 @@ class StepObserver(native.StepPath):
         self.decodes = False
         self.size = 0
         self._served: list[tuple[Any, ScheduledRequest]] = []
-        # Of the scheduler, as it was at ``read_ns``; as they are stored.
-        self.read_ns = self.waiting = self.running = self.usage = 0
+        # Of the scheduler, as it was at ``read_ns`` with ``known`` requests; as they are stored.
+        self.read_ns = self.known = self.waiting = self.running = self.usage = 0
 
     def observations(self) -> list[Observation]:
         release = Observation("release_request", self._release_enter)
@@ -280,8 +280,9 @@ class StepObserver(native.StepPath):
             if finished:
                 self._end_requests(finished)
             self._released_ns.clear()
-        if now - self.read_ns >= layout.READING_NS or step.prefill is not None:
-            self.read_ns = now
+        known = len(self.requests)
+        if known != self.known or step.prefill is not None or now - self.read_ns >= layout.READING_NS:
+            self.read_ns, self.known = now, known
             waiting, running = self._queues(scheduler)
             self.waiting, self.running = figure(waiting), figure(running)
             self.usage = usage_figure(self._kv_usage(scheduler))

@@ -124,7 +124,7 @@ CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESU
 #: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
 CHILD_SHIFT = 60
 
-#: Queues and KV usage are read at most this often while an engine decodes: it takes 20 µs.
+#: Queues and KV usage are read at most this often while no request begins or ends: it takes 20 µs.
 READING_NS = 50_000_000
 #: The mask of a count of passes: how often the stream that an engine runs them in is looked up.
 PASSES_PER_STREAM = 63
