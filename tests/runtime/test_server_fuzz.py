@@ -27,7 +27,7 @@ CHECKS = (
 @pytest.mark.timeout(600)
 def test_no_request_makes_it_fail_hang_or_leak(tmp_path: Path) -> None:
     """But for a profile, under which the steps of all that follows take many times as long."""
-    make_llama(tmp_path / "tiny", max_position_embeddings=256)
+    make_llama(tmp_path / "tiny", max_position_embeddings=128)
     with serving(tmp_path / "tiny", tmp_path / "log", "--max-total-tokens", "4096") as server:
         report = subprocess.run(
             [

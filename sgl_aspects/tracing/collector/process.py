@@ -240,7 +240,6 @@ def _let_the_engine_go_first() -> None:
         os.nice(5)
         if sys.platform == "linux":
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it interrupts nobody as it wakes up
-    _lower_session(10)
 
 
 def _lower_session(by: int) -> None:
@@ -300,6 +299,7 @@ def main(arguments: Sequence[str]) -> int:
         collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        _lower_session(10)  # not sooner: a short run on busy processors would end before the collector has begun
         collector.follow()
         _lower_session(0)  # there is nothing to yield to now: the process that ended the run waits
         summary = collector.finish()
