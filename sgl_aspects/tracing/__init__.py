@@ -1,4 +1,4 @@
-"""The built-in aspects that trace an engine, and what records and exports their spans.
+"""The built-in aspects that trace an engine, and the code that records and exports their spans.
 
 from sgl_aspects.tracing import attach
 
@@ -20,7 +20,7 @@ __all__ = ["TraceSession", "TraceSummary", "attach"]
 
 
 def __getattr__(name: str) -> Any:
-    # Every process of every engine imports this package to check whether it traces: only those that do pay.
+    # Imported by every process of every engine to check whether tracing is on: load the rest on demand only.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sgl_aspects.tracing import session

@@ -1,9 +1,10 @@
-"""Prompts and answers in spans: only where somebody asks for them, cut short, and after a redaction.
+"""Prompts and answers in spans: opt-in, truncated, and redacted.
 
-``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks, as in OpenTelemetry's own instrumentations. The
-attributes are JSON in the form of the GenAI conventions. ``SGL_ASPECTS_TRACE_REDACT=module:function`` names a
-function from text to text that sees each text, whole, before it leaves the process. Where it fails, or gives
-anything but a text, nothing of that request is recorded.
+``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` turns it on, as in OpenTelemetry's own
+instrumentations. The attributes are JSON in the form of the GenAI conventions.
+``SGL_ASPECTS_TRACE_REDACT=module:function`` names a function from text to text that is applied to each whole
+text before it leaves the process. If it raises, or does not return a text, no content of that request is
+recorded.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ REDACT = "SGL_ASPECTS_TRACE_REDACT"
 LENGTH = "SGL_ASPECTS_TRACE_CONTENT_LENGTH"
 INPUT, OUTPUT = schema.INPUT_MESSAGES, schema.OUTPUT_MESSAGES
 _YES = ("true", "span_only", "span_and_event")
-_NO = ("false", "no_content", "event_only")  # we write no events
-# Characters kept of an answer that comes in pieces, for the redaction to see.
+_NO = ("false", "no_content", "event_only")  # events are not written
+# Cap on characters kept of a streamed answer for the redaction.
 LONGEST = 1 << 20
 
 Redaction = Callable[[str], str]
 
 
 class ContentCapture:
-    """Makes the attributes. ``length``: characters kept of a prompt and of an answer."""
+    """Builds the attributes. ``length``: characters kept of a prompt and of an answer."""
 
     def __init__(self, length: int, redaction: str | None = None) -> None:
         self._length = length
@@ -41,7 +42,7 @@ class ContentCapture:
 
     @classmethod
     def from_environment(cls) -> ContentCapture | None:
-        """None unless the environment asks for content. Raises ``ConfigError`` for a wrong value."""
+        """Return None unless the environment turns content on. Raises ``ConfigError`` for a wrong value."""
         wanted = env.choice(CAPTURE, (*_YES, *_NO), "false") in _YES
         length = env.integer(LENGTH, 4096, minimum=1, maximum=LONGEST)
         redaction = env.text(REDACT)
@@ -50,14 +51,16 @@ class ContentCapture:
         return cls(length, redaction) if wanted else None
 
     def input(self, messages: Iterable[tuple[str, str]] | None) -> str | None:
-        """The prompt: pairs of a role and a text. Of a long one the last messages; None: not to be shown."""
+        """Return the prompt as pairs of a role and a text, the last messages of a long one; None: do not
+        record it.
+        """
         if messages is None:
             return None
         shown = self._redacted([*messages])
         return None if shown is None else _json([_message(role, text) for role, text in shown])
 
     def output(self, text: str | None, finish_reason: str | None) -> str | None:
-        """The answer as an attribute; None for an empty one, and where the redaction withholds it."""
+        """Return the answer as an attribute; None if it is empty or withheld by the redaction."""
         if not text:
             return None
         shown = self._redacted([("assistant", text[:LONGEST])])
@@ -78,7 +81,7 @@ class ContentCapture:
                 shown.append((role, clean[:left]))
                 left -= len(clean)
         except Exception as error:  # noqa: BLE001 (a user's function; what it was given must not be shown)
-            _tell_once(self._redaction or "", type(error).__name__)
+            _warn_once(self._redaction or "", type(error).__name__)
             return None
         return shown[::-1]
 
@@ -93,7 +96,7 @@ def _json(messages: list[dict[str, object]]) -> str:
 
 @functools.cache
 def _load(redaction: str) -> Redaction:
-    """In the process that needs it, when it does: the engine may still be about to extend ``sys.path``."""
+    """Imports the redaction on first use: the engine may extend ``sys.path`` before then."""
     module, _, name = redaction.partition(":")
     found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if not callable(found):
@@ -102,8 +105,8 @@ def _load(redaction: str) -> Redaction:
 
 
 @functools.cache
-def _tell_once(redaction: str, error: str) -> None:
-    """Without the error's text, which may hold a part of a prompt."""
+def _warn_once(redaction: str, error: str) -> None:
+    """Warns without the error's text, which may hold a part of a prompt."""
     logger.error(
-        "prompts and answers are not recorded where the redaction %s=%s fails: %s", REDACT, redaction, error
+        "prompts and answers are not recorded when the redaction %s=%s fails: %s", REDACT, redaction, error
     )

@@ -1,8 +1,8 @@
-"""Live control: what a run records is changed from outside, by writing the control blocks of its rings.
+"""Live control: changes from outside what a run records, through the control blocks of its rings.
 
-A control block is three numbers in the header of a ring (docs/recorder.md). A traced process looks at them
-with each request and each step: no signal, no socket, no thread. The same numbers in the run's folder are
-what processes that start later begin with.
+A control block is three numbers in the header of a ring (docs/recorder.md). A traced process reads them with
+each request and each step: no signal, no socket, no thread. Processes that start later read the same numbers
+from the run's folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _OFFSET = layout.WORD_LEVEL * 8
 
 @dataclass(frozen=True)
 class Control:
-    """``level`` is in force, 0 is off; ``wanted`` is the level after off; ``sample`` a share, 0 to 1."""
+    """``level`` is in force, 0 is off; ``wanted`` is the level restored after off; ``sample`` a share, 0 to
+    1.
+    """
 
     level: int
     wanted: int
@@ -40,7 +42,7 @@ class Control:
     def changed(
         self, *, level: int | None = None, sample: float | None = None, on: bool | None = None
     ) -> Control:
-        """Self with what is not None changed; a level that is set is in force unless it is to be off."""
+        """Return a copy with the arguments that are not None; a level that is set is in force unless off."""
         wanted = self.wanted if level is None or level == 0 else level
         is_on = on if on is not None else (bool(self.level) if level is None else level > 0)
         return Control(
@@ -49,7 +51,7 @@ class Control:
 
     @property
     def words(self) -> tuple[int, int, int]:
-        """As in a ring's header."""
+        """The numbers of a ring's header."""
         return self.level, self.wanted, round(self.sample * layout.SAMPLE_ALL)
 
     def pack(self) -> bytes:
@@ -62,10 +64,10 @@ class Control:
 
 
 def runs() -> list[Path]:
-    """The folders of this user's runs on this machine, oldest first."""
+    """Return the folders of this user's runs on this machine, oldest first."""
     found = []
     parents = ["/dev/shm", env.text("XDG_RUNTIME_DIR")]
-    with contextlib.suppress(FileNotFoundError):  # no folder of temporary files: none of ours there
+    with contextlib.suppress(FileNotFoundError):  # no folder of temporary files, so no runs there
         parents.append(tempfile.gettempdir())
     for parent in parents:
         for path in Path(parent).glob(FOLDER_PREFIX + "*") if parent else ():
@@ -79,10 +81,10 @@ def runs() -> list[Path]:
 
 
 def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[RingReader]:
-    """The rings of one run, to look at; of the only run there is where ``folder`` is None.
+    """Open the rings of one run for reading; with ``folder`` None those of the only run.
 
-    ``process_id`` leaves that process's ring alone. Raises ``ConfigError`` where it is not clear which run is
-    meant, or nothing is there. Close each.
+    ``process_id`` selects that process's ring alone. Raises ``ConfigError`` if the run is ambiguous or there
+    is none. The caller closes each ring.
     """
     folders = runs() if folder is None else [Path(folder)]
     pattern = f"{'*' if process_id is None else process_id}-*{layout.SUFFIX}"
@@ -95,7 +97,8 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
             f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
             "or name the folder of a run with --run"
         )
-    if len({path.parent for path in found}) > 1:  # what a crash has left is not meant where a run goes on
+    # a crashed run's leftovers do not count while another run is alive
+    if len({path.parent for path in found}) > 1:
         living = {path.parent for path in found if _is_written(path)}
         found = [path for path in found if path.parent in living] or found
     processes: dict[Path, list[str]] = {}
@@ -120,7 +123,7 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
 
 
 def _is_written(path: Path) -> bool:
-    """Whether the ring's process lives."""
+    """Return whether the ring's process is alive."""
     try:
         ring = RingReader(path, read_only=True)
     except (DamagedError, OSError):
@@ -130,26 +133,26 @@ def _is_written(path: Path) -> bool:
 
 
 def read_control(ring: Path) -> Control:
-    """The control block of a ring."""
+    """Read the control block of a ring."""
     with ring.open("rb") as file:
         file.seek(_OFFSET)
         return Control.unpack(file.read(_BLOCK.size))
 
 
 def write_control(ring: Path, control: Control) -> None:
-    """From its next request or step on, the ring's process records by ``control``."""
+    """Write ``control``: the ring's process applies it from its next request or step on."""
     with ring.open("r+b", buffering=0) as file:
         file.seek(_OFFSET)
         file.write(control.pack())
 
 
 def write_run_control(folder: Path, control: Control) -> None:
-    """What processes of the run that start from now on begin with."""
+    """Write the setting for processes of the run that start from now on."""
     write_private(folder / _FILE, control.pack())
 
 
 def run_control(folder: str) -> Control | None:
-    """What ``write_run_control`` wrote; None where nothing was changed, or this user may not read it."""
+    """Read what ``write_run_control`` wrote; None if nothing was changed or it is not readable."""
     try:
         return Control.unpack(Path(folder, _FILE).read_bytes())
     except (OSError, struct.error):

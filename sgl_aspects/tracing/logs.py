@@ -1,7 +1,7 @@
-"""Log records carry the ids of the span that is open where they are made.
+"""Adds the ids of the current span to log records.
 
 The attributes are those of OpenTelemetry's own instrumentation (``otelTraceID``, ``otelSpanID``,
-``otelTraceSampled``; "0" where no span is open), so that its formats work: ``%(otelTraceID)s``.
+``otelTraceSampled``; "0" if no span is open), so that its formats work: ``%(otelTraceID)s``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sgl_aspects.tracing.context import innermost
 
 
 def correlate_logs() -> Callable[[], None]:
-    """From now on, in this process. What it returns undoes it, also below a factory that came later."""
+    """Start, in this process. The function returned undoes it, also below a factory set later."""
     inner = logging.getLogRecordFactory()
     is_on = True
 
@@ -39,7 +39,7 @@ def correlate_logs() -> Callable[[], None]:
 
 
 def _ids() -> tuple[int, int, bool]:
-    """Of OpenTelemetry's current span, which may be a user's inside ours; else of ours."""
+    """Return the ids of OpenTelemetry's current span, which may be nested in the tracer's."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is not None:
         context = trace.get_current_span().get_span_context()

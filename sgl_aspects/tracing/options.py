@@ -1,4 +1,4 @@
-"""What the observers of a process are to do, beyond what the recorder says with each request and step."""
+"""Options of a process's observers, beyond the recorder's live settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from sgl_aspects.tracing.content import ContentCapture
 
 
 class TraceOptions(NamedTuple):
-    """``asks_parent``: the caller of a request decides whether its trace is wanted, not the sampling alone.
+    """``parent_based``: the caller of a request decides whether its trace is sampled, not the sampling alone.
 
-    ``measures``: steps that are not traced leave figures for the metrics. ``content``: None where prompts and
-    answers are not to be recorded. ``takes_context``: a request's headers may name the trace of its caller.
-    ``attached``: the engine was running before, and may have requests under way.
+    ``measures``: steps that are not traced leave figures for the metrics. ``content``: None unless prompts
+    and answers are recorded. ``takes_context``: a request's headers may name its caller's trace.
+    ``attached``: the engine was running before, and may have open requests.
     """
 
-    asks_parent: bool = True
+    parent_based: bool = True
     measures: bool = False
     content: ContentCapture | None = None
     takes_context: bool = True
@@ -26,4 +26,4 @@ DEFAULTS = TraceOptions()
 
 
 def no_headers(_: object) -> None:
-    """What reads the headers of a request where its caller's context is not taken."""
+    """Return None: the reader of a request's headers when its caller's context is ignored."""

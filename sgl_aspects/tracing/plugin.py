@@ -1,4 +1,4 @@
-"""The plugin through which every process of an engine comes to tracing: ``activate`` runs at its start."""
+"""The plugin that attaches tracing in every process of an engine: ``activate`` runs at its start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sgl_aspects import env
 
 
 def activate() -> None:
-    """Attaches tracing where the environment asks for it, and costs one look at the environment elsewhere."""
+    """Attach tracing if the environment enables it; otherwise the cost is one environment lookup."""
     if env.text("SGL_ASPECTS_TRACE") is None:
         return
     from sgl_aspects.tracing.session import attach_from_environment

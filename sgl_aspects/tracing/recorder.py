@@ -1,4 +1,4 @@
-"""The one interface through which aspects record; :mod:`.ring.recorder` and :mod:`.sdk` stand behind it."""
+"""The interface through which aspects record; implemented by :mod:`.ring.recorder` and :mod:`.sdk`."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Recorder(Protocol):
 
     @property
     def level(self) -> int:
-        """How much is to be recorded now, 0 is nothing. Asked with each request and each step."""
+        """The recording level, 0 is off. Read with each request and each step."""
 
     @property
     def sample(self) -> int:
-        """Sampled share of steps, and of requests that no caller decided about, times 2**32."""
+        """The sampled share of steps, and of requests without a caller's decision, times 2**32."""
 
     def new_id(self) -> int:
-        """A span id or key that nobody else in the run has."""
+        """Return a span id or key that is unique in the run."""
 
     def spans(self, type: SpanType) -> SpanWriter:
-        """What records the spans of this type; to be asked for once."""
+        """Return the writer for spans of this type; called once per type."""
 
     def write(self, event: Event) -> None:
-        """Records what is told of a request."""
+        """Write a record about a request."""
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
-        """Records that a span has begun: of roots and long spans, so that unfinished ones can be shown."""
+        """Record that a span has begun: of roots and long spans, so that unfinished ones can be shown."""
 
     def enter(
         self,
@@ -65,36 +65,36 @@ class Recorder(Protocol):
         start_ns: int,
         trace: TraceContext | None = None,
     ) -> Opened:
-        """A span that this process will record is current, until ``context.leave`` of what this gives.
+        """Make a span that this process will record current, until ``context.leave`` with the result.
 
         ``trace``: that of the root, for what belongs to a request.
         """
 
     def open(self) -> bool:
-        """Makes this process a writer of the run, if it is not; False where the run has ended."""
+        """Make this process a writer of the run, if it is not; False if the run has ended."""
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Any:
-        """OpenTelemetry's object for a span that is open; None where a span is recorded when it ends."""
+        """Return OpenTelemetry's object for an open span; None if spans are recorded at their end."""
 
     @property
     def steps(self) -> OpenSteps:
-        """Where steps are open; its words hold the level and the sampling, too. May change at any time."""
+        """The memory of open steps; its words hold the level and the sampling too. May change at any time."""
 
     def text(self, text: str) -> int:
-        """The number of a text, for a step's words; 0 where there is no room for it."""
+        """Return the number of a text for a step's words; 0 if there is no room for it."""
 
     def write_group(self, key: int, links: Sequence[int]) -> bool:
-        """Records which requests a step links to (their keys); False where there was no room."""
+        """Record which requests a step links to (their keys); False if there was no room."""
 
     def end_step(self, steps: OpenSteps, block: int) -> None:
-        """Records the step in a block of ``steps``, which is no longer open."""
+        """Record the step in a block of ``steps``, which is then free."""
 
     def close(self) -> None:
-        """Ends this process's part of the run; what is recorded later is lost."""
+        """End this process's part of the run; later records are lost."""
 
 
 def span_writer(type: SpanType, take: Callable[[SpanEnd], None]) -> SpanWriter:
-    """A writer that hands each span on as one record."""
+    """Return a writer that writes each span as one record."""
 
     def write(*fields: Any, **named: Any) -> None:
         take(SpanEnd(type, *fields, **named))
@@ -103,15 +103,15 @@ def span_writer(type: SpanType, take: Callable[[SpanEnd], None]) -> SpanWriter:
 
 
 def in_sample(root_id: int, sample: int) -> bool:
-    """Whether a root is among the ``sample`` in 2**32 that are wanted."""
-    # Ids follow one another: their product with an odd number is spread evenly.
+    """Return whether a root is among the ``sample`` in 2**32 that are recorded."""
+    # Ids are consecutive: their product with an odd number is spread evenly.
     return (root_id * 0x9E37_79B9 & 0xFFFF_FFFF) < sample
 
 
 def id_source() -> Callable[[], int]:
-    """Ids for one process, never 0: from a random number on, one after the other.
+    """Generate ids for one process, never 0: consecutive, from a random number on.
 
-    They stay below 2**60: the bits above distinguish the spans of a step (:mod:`.ring.format`). That two of a
-    hundred processes with a billion ids each meet is less likely than one in 50,000.
+    They stay below 2**60: the bits above distinguish the spans of a step (:mod:`.ring.format`). The
+    probability that two of a hundred processes with a billion ids each collide is below one in 50,000.
     """
     return itertools.count(1 + (int.from_bytes(os.urandom(8), "big") >> 5)).__next__

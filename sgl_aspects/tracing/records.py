@@ -1,9 +1,9 @@
 """What a traced process writes and the collector reads: the kinds of record.
 
-Ids are 64-bit numbers, unique in the run. A *root* is a span with a trace of its own (a request, a
-scheduler step). In the process that received it, a request's root id is the span id of its span; any
-other process gives the request a key of its own and says so once (``RequestSeen``), so that
-the engine's messages need not carry ours. Times are nanoseconds since the epoch.
+Ids are 64-bit numbers, unique in the run. A *root* is a span with a trace of its own (a request, a scheduler
+step). In the process that received it, a request's root id is the span id of its span; any other process
+gives the request a key of its own and records it once (``RequestSeen``), so that the engine's messages need
+not carry ids. Times are nanoseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | 
 
 @dataclass(frozen=True, eq=False)
 class SpanType:
-    """What spans of one kind have in common: a name, and the types of their attributes, in order.
+    """A kind of span: its name, and the types of its attributes, in order.
 
     A value of another type than its attribute's costs time, and an integer becomes a float where that is the
     type. Any value may be None. ``object`` stands for a type that is known when the value is.
@@ -31,7 +31,7 @@ class SpanType:
 
 
 class RequestBegin(NamedTuple):
-    """A request was received: the beginning of its root span and the trace that it belongs to."""
+    """A request was received: the start of its root span and its trace."""
 
     span_id: int
     request_id: str
@@ -54,8 +54,8 @@ class RequestSent(NamedTuple):
 class RequestSeen(NamedTuple):
     """Another process got the request with this id; from here on its records call it ``key``.
 
-    Requests with the same id, one after the other, are told apart by time: it is the one that was under way
-    then. Where none was (its caller went away first), it is one that ended just before and that nobody saw.
+    Requests that reuse an id are told apart by time: it is the one open then. Otherwise the latest unclaimed
+    request with this id (its caller went away first).
     """
 
     key: int
@@ -74,11 +74,11 @@ class SpanBegin(NamedTuple):
 
 
 class SpanEnd(NamedTuple):
-    """A whole span. ``parent_id`` 0: it is a root. ``error``: what ``error.type`` says, "" where all is well.
+    """A whole span. ``parent_id`` 0: it is a root. ``error``: the ``error.type``, "" for none.
 
-    ``values`` stand in the order of ``type.attributes``; None leaves an attribute out, and so does a list
-    that ends before it. ``links`` are root ids or keys. ``span_id`` 0: no span but
-    figures for the metrics, of a step that is not traced.
+    ``values`` are in the order of ``type.attributes``; None leaves an attribute out, and so does a list that
+    ends before it. ``links`` are root ids or keys. ``span_id`` 0: not a span but metrics of a step that is
+    not traced.
     """
 
     type: SpanType
@@ -93,7 +93,9 @@ class SpanEnd(NamedTuple):
 
 
 class RequestElsewhere(NamedTuple):
-    """In the place of ``RequestSeen``, for a request that another host received: its span came along."""
+    """Replaces ``RequestSeen`` for a request that another host received and whose span context was sent
+    along.
+    """
 
     key: int
     trace_id: int
@@ -102,11 +104,11 @@ class RequestElsewhere(NamedTuple):
 
 
 class ProcessDescribed(NamedTuple):
-    """What the writing process is: attributes of its resource, such as its rank and its server's model."""
+    """Attributes of the writing process's resource, such as its rank and its server's model."""
 
     attributes: dict[str, AttributeValue]
 
 
-#: The rarer records; spans have a way of their own (:mod:`.recorder`).
+#: The rarer records; spans are written separately (:mod:`.recorder`).
 Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | RequestElsewhere | ProcessDescribed"
 Record: TypeAlias = "Event | SpanBegin | SpanEnd"

@@ -29,7 +29,7 @@ LOCK = "collector.lock"
 # Locked, shared, by every process of the run that may still record.
 _HELD = "held"
 _SETTINGS = "collector.json"
-# Of the environment: OpenTelemetry's variables and ours, proxies, and where certificates are.
+# Prefixes of the environment: OpenTelemetry's variables and the tracer's, proxies, certificates.
 _KEPT = (
     "OTEL_",
     "SGL_ASPECTS_",
@@ -49,9 +49,9 @@ _LEAST_FILES = 64
 
 
 def make_run_folder() -> str:
-    """A new folder that only this user may enter: in memory where the system has such a place, with room.
+    """Make a folder that only this user may enter: in memory if available, with room.
 
-    Raises ``ConfigError`` where there is no place for it.
+    Raises ``ConfigError`` if there is no place for it.
     """
     for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR")):
         if parent and os.path.isabs(parent) and os.access(parent, os.W_OK | os.X_OK):
@@ -68,7 +68,7 @@ def make_run_folder() -> str:
 
 
 def _has_room(folder: str) -> bool:
-    """Whether the rings of some processes go in; a file system that counts no files gives 0 for all."""
+    """Return whether the rings of some processes fit; a file system without quotas reports 0 for all."""
     system = os.statvfs(folder)
     has_files = not system.f_files or system.f_favail >= _LEAST_FILES
     return has_files and system.f_bavail * system.f_frsize >= _LEAST_BYTES
@@ -79,9 +79,9 @@ def remove_run_folder(folder: str) -> None:
 
 
 def hold_run(folder: str) -> int | None:
-    """A descriptor that keeps the run from ending for as long as it is open, here or in a forked child.
+    """Return a descriptor that keeps the run from ending while it is open, here or in a forked child.
 
-    None where the run has ended, or is about to.
+    None if the run has ended, or is about to.
     """
     descriptor = _locked(folder, fcntl.LOCK_SH)
     if descriptor is not None and Path(folder, CLOSING).exists():
@@ -91,7 +91,7 @@ def hold_run(folder: str) -> int | None:
 
 
 def seal_run(folder: str) -> int | None:
-    """A descriptor while which is open no process can hold the run; None where one does."""
+    """Return a descriptor that keeps processes from holding the run while it is open; None if one does."""
     return _locked(folder, fcntl.LOCK_EX)
 
 
@@ -109,7 +109,7 @@ def _locked(folder: str, kind: int) -> int | None:
 
 
 class CollectorState(NamedTuple):
-    """The collector of a run: its latest process, whether that lives, and whether one before was killed."""
+    """The state of a run's collector: its latest process, whether it is alive, whether one was killed."""
 
     process_id: int
     is_alive: bool
@@ -122,7 +122,7 @@ class CollectorState(NamedTuple):
 
 
 def collector_state(folder: str | Path) -> CollectorState | None:
-    """None where the run has not had a collector."""
+    """Read the state; None if the run has not had a collector."""
     try:
         descriptor = os.open(Path(folder, LOCK), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -140,32 +140,32 @@ def collector_state(folder: str | Path) -> CollectorState | None:
 
 
 def how_to_start(folder: str | Path) -> str:
-    """What to write to start a collector again by hand."""
+    """Return the command that starts a collector again."""
     return f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
 
 
 def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None:
-    """Saves the variables that a collector of this run reads, for one that is started again by hand."""
+    """Save the variables that a collector of this run reads, for one that is restarted by hand."""
     kept = {name: value for name, value in environment.items() if name.upper().startswith(_KEPT)}
     write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
 
 
 def use_collector_settings(folder: str, environment: MutableMapping[str, str]) -> None:
-    """Puts what was saved into ``environment``, where it does not say otherwise itself."""
+    """Load the saved variables into ``environment``, without replacing its own."""
     with contextlib.suppress(FileNotFoundError):
         for name, value in json.loads(Path(folder, _SETTINGS).read_bytes()).items():
             environment.setdefault(name, value)
 
 
 def forget_collector_settings(folder: str) -> None:
-    """Headers among them may be secrets: they go with the run, also where its folder is kept."""
+    """Delete the variables: headers among them may be secrets, and the folder may be kept."""
     Path(folder, _SETTINGS).unlink(missing_ok=True)
 
 
 class CollectorProcess:
     """The collector of one run, started by the run's first process.
 
-    It outlives that process for as long as others of the run live, and its report comes through a pipe.
+    It outlives that process as long as others of the run live; its report comes through a pipe.
     """
 
     def __init__(self, folder: str, settings: TraceSettings, environment: Mapping[str, str]) -> None:
@@ -191,7 +191,7 @@ class CollectorProcess:
                 raise ConfigError(f"the trace collector cannot be started: {error}") from error
             raise
         finally:
-            os.close(report_writer)  # without it the pipe ends with the collector
+            os.close(report_writer)  # otherwise the pipe would not end with the collector
         digits = b""
         while not digits.endswith(b"\n"):
             if not (digit := os.read(self._report, 1)):
@@ -202,7 +202,7 @@ class CollectorProcess:
 
     @property
     def process_id(self) -> int:
-        """Of the one that runs now: one that was killed is started again, once."""
+        """Return the id of the running collector: one that is killed is restarted once."""
         state = collector_state(self._folder)
         return state.process_id if state is not None and state.was_restarted else self._process_id
 
@@ -214,29 +214,29 @@ class CollectorProcess:
         return state is None or not state.is_alive
 
     def ask_to_end(self) -> None:
-        """The run ends now, even if some of its processes live on."""
+        """End the run now, even if some of its processes live on."""
         with contextlib.suppress(OSError):
             Path(self._folder, CLOSING).touch(mode=0o600)
 
     def wait(self, seconds: float) -> str | None:
-        """Its report once it has ended; None where it needs longer or ended without one."""
+        """Wait for its report; None if it takes longer or ended without one."""
         if self._report < 0 or not self._is_ending(seconds):
             return None
         descriptor, self._report = self._report, -1
         try:
             with open(descriptor, encoding="utf-8") as report:
                 return report.read() or None
-        except OSError:  # a daemon closes all descriptors
+        except OSError:  # a daemonized process closes all descriptors
             return None
 
     def abandon(self) -> None:
-        """Leaves it to end by itself; this process no longer waits for it."""
+        """Leave the collector to end by itself; this process no longer waits for it."""
         if self._report >= 0:
             os.close(self._report)
             self._report = -1
 
     def _is_ending(self, seconds: float) -> bool:
-        """Its report is the last that it does; without one the pipe ends with the process."""
+        """Read the report, its last act; if there is none, the pipe ends with the process."""
         poll = select.poll()
         poll.register(self._report, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
@@ -246,7 +246,7 @@ def _collector_environment(settings: TraceSettings, environment: Mapping[str, st
     values = {**environment, **settings.overrides()}
     normalise(values)
     values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
-    # The collector is not traced itself, and finds this package even where it is not installed.
+    # The collector is not traced itself, and must find this package even if it is not installed.
     values["SGL_ASPECTS_TRACE"] = "off"
     root = str(Path(sgl_aspects.__file__).parent.parent)
     values["PYTHONPATH"] = os.pathsep.join(filter(None, [values.get("PYTHONPATH"), root]))

@@ -1,6 +1,6 @@
-"""Which requests are wanted, and who is asked: ``OTEL_TRACES_SAMPLER`` and ``OTEL_PROPAGATORS``.
+"""Head sampling and propagation: ``OTEL_TRACES_SAMPLER`` and ``OTEL_PROPAGATORS``.
 
-A value that OpenTelemetry does not know is ignored with a warning, as its specification asks.
+A value that OpenTelemetry does not define is ignored with a warning, as its specification requires.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from sgl_aspects import env
 
 logger = logging.getLogger(__name__)
 
-#: Of 2**32: the share of an unsampled and of a sampled decision.
+#: Of 2**32: the share for never and for always.
 ALL = 1 << 32
 
 
 class Sampler(NamedTuple):
-    """``ratio`` of the new traces are wanted; ``asks_parent``: the caller of a request decides about its."""
+    """``ratio`` of the new traces are sampled; ``parent_based``: a caller decides about its own."""
 
     ratio: float = 1.0
-    asks_parent: bool = True
+    parent_based: bool = True
 
     @property
     def share(self) -> int:
-        """The ratio as a number of 2**32."""
+        """Return the ratio as a number of 2**32."""
         return round(self.ratio * ALL)
 
     def variables(self) -> dict[str, str]:
-        """What makes :func:`sampler_from_environment` give it."""
-        name = "parentbased_traceidratio" if self.asks_parent else "traceidratio"
+        """Return the variables from which :func:`sampler_from_environment` makes it."""
+        name = "parentbased_traceidratio" if self.parent_based else "traceidratio"
         return {"OTEL_TRACES_SAMPLER": name, "OTEL_TRACES_SAMPLER_ARG": repr(self.ratio)}
 
 
@@ -37,16 +37,16 @@ PARENT_DECIDES = Sampler()
 
 
 def sampler_from_environment() -> Sampler:
-    """``OTEL_TRACES_SAMPLER`` and ``OTEL_TRACES_SAMPLER_ARG``; unset: callers decide, new traces are kept."""
+    """Read ``OTEL_TRACES_SAMPLER`` and ``OTEL_TRACES_SAMPLER_ARG``; unset: parent-based, always on."""
     name = (env.text("OTEL_TRACES_SAMPLER") or "parentbased_always_on").lower()
-    asks_parent = name.startswith("parentbased_")
+    parent_based = name.startswith("parentbased_")
     kind = name.removeprefix("parentbased_")
     if kind == "always_on":
-        return Sampler(1.0, asks_parent)
+        return Sampler(1.0, parent_based)
     if kind == "always_off":
-        return Sampler(0.0, asks_parent)
+        return Sampler(0.0, parent_based)
     if kind == "traceidratio":
-        return Sampler(_ratio(), asks_parent)
+        return Sampler(_ratio(), parent_based)
     _warn(
         "OTEL_TRACES_SAMPLER=%r is ignored: choose always_on, always_off or traceidratio, "
         "or one of these after parentbased_",
@@ -56,19 +56,19 @@ def sampler_from_environment() -> Sampler:
 
 
 def takes_callers_context() -> bool:
-    """``OTEL_PROPAGATORS``: whether a request's ``traceparent`` is read; ``none`` says that it is not.
+    """Read ``OTEL_PROPAGATORS``: whether a request's ``traceparent`` is read; ``none`` turns it off.
 
-    Of the propagators only ``tracecontext`` says anything about a request's trace that we read.
+    Of the propagators only ``tracecontext`` carries a trace id that is used here.
     """
     named = [name.lower() for name in env.names("OTEL_PROPAGATORS") or ("tracecontext", "baggage")]
     others = [name for name in named if name not in ("tracecontext", "baggage", "none")]
     if others:
-        _warn("OTEL_PROPAGATORS=%r is not read here: of callers, tracecontext is", ",".join(others))
+        _warn("OTEL_PROPAGATORS=%r is not supported: of callers only tracecontext is read", ",".join(others))
     return "tracecontext" in named
 
 
 def _warn(text: str, value: str) -> None:
-    """In the first process of a run; the others have the same environment."""
+    """Check the variables in the first process of a run; the others have the same environment."""
     if env.text("SGL_ASPECTS_TRACE_RUN") is None:
         logger.warning(text, value)
 

@@ -1,4 +1,4 @@
-"""Every span, attribute and metric name, once. docs/tracing.md and docs/metrics.md say what they mean."""
+"""Every span, attribute and metric name, once. docs/tracing.md and docs/metrics.md describe them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_ID = "gen_ai.request.id"
-#: What a request asks for: ``REQUEST_PREFIX`` and one of ``REQUEST_ATTRIBUTES``.
+#: Sampling parameters: ``REQUEST_PREFIX`` and one of ``REQUEST_ATTRIBUTES``.
 REQUEST_PREFIX = "gen_ai.request."
 REQUEST_ATTRIBUTES = (
     "max_tokens",
@@ -43,7 +43,7 @@ OUTPUT_MESSAGES = "gen_ai.output.messages"
 STATUS_CODE = "http.response.status_code"
 ERROR_TYPE = "error.type"
 UNFINISHED_FLAG = "sgl_aspects.unfinished"
-#: Of what had begun before the engine was attached to, and of what was open when it was detached from.
+#: For what began before attach, and what was open at detach.
 ATTACHED_FLAG = "sgl_aspects.attached"
 DETACHED_FLAG = "sgl_aspects.detached"
 
@@ -64,7 +64,7 @@ KV_USAGE = "sgl_aspects.kv.usage"
 DEVICE_NAME = "sgl_aspects.device.name"
 DEVICE_TIME = "sgl_aspects.forward.device_time"
 GRAPH = "sgl_aspects.forward.graph"
-#: Where prefill and decode are on two servers: what both know of a request, and what is sent between them.
+#: For prefill and decode on two servers: the request's shared number, and what is transferred.
 BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
 #: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.
@@ -84,7 +84,7 @@ TOKEN_TYPE = "gen_ai.token.type"
 
 # -- metrics -------------------------------------------------------------------------------------------
 
-#: Some are called like the attribute that they show: the queue, the KV cache, the batch.
+#: Some share the name of an attribute: the queue, the KV cache, the batch.
 REQUEST_DURATION = "gen_ai.server.request.duration"
 SERVER_TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
 TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"
@@ -118,14 +118,14 @@ REQUEST = SpanType(
 )
 TOKENIZE = SpanType("tokenize", {INPUT_TOKENS: int})
 DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME: float})
-#: A finish reason in the queue: the request ended there. Its own span says whether that is an error.
+#: A finish reason in the queue: the request ended there. Its own span tells whether that is an error.
 QUEUE = SpanType("queue", {FINISH_REASON: str})
 PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
 DECODE = SpanType("decode", {OUTPUT_TOKENS: int, FINISH_REASON: str})
-#: Where a prompt is worked on by one server and the answer decoded by another.
+#: For a prompt prefilled by one server and decoded by another.
 BOOTSTRAP = SpanType("bootstrap", {FINISH_REASON: str})
 KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str, KV_TRANSFER_BYTES: int})
-#: What a request can be in, one at a time, between and after the chunks of its prompt.
+#: The phases of a request, one at a time, between and after the chunks of its prompt.
 PHASES = {type.name: type for type in (QUEUE, BOOTSTRAP, KV_TRANSFER, DECODE)}
 
 # -- spans of a step -----------------------------------------------------------------------------------

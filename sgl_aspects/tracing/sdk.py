@@ -1,9 +1,9 @@
 """``SGL_ASPECTS_RECORDER=sdk``: the same spans through the ``TracerProvider`` of the application.
 
-For who has processors, samplers and exporters of their own in the engine's processes, and accepts what the
-SDK costs there. Each process reports for itself: nothing joins them afterwards, so in a process that does not
-know a request's trace, the spans of that request begin traces of their own and carry its id. The metrics go
-to the application's ``MeterProvider``, likewise process by process.
+For applications with processors, samplers and exporters of their own in the engine's processes, at the cost
+of the SDK. Each process reports for itself: spans are not joined, so in a process without a request's trace,
+the spans of that request begin traces of their own and carry its id. The metrics go to the application's
+``MeterProvider``, likewise process by process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.open_steps import OpenSteps
 from sgl_aspects.tracing.ring.steps import spans_of
 
-# Cap on spans whose parent has not come yet, and on requests that never ended.
+# Cap on spans whose parent has not come, and on requests that never ended.
 _KEPT = 4096
 
 
@@ -89,7 +89,7 @@ class SdkRecorder:
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         with self._lock:
-            if not parent_id or parent_id in self._known:  # Else its end will do.
+            if not parent_id or parent_id in self._known:  # Otherwise its end is used.
                 self._begin(SpanBegin(type, span_id, root_id, parent_id, start_ns))
 
     def spans(self, type: SpanType) -> SpanWriter:
@@ -109,7 +109,7 @@ class SdkRecorder:
         return enter(root_id, span_id, trace, span)
 
     def close(self) -> None:
-        """What is open stays so; flushing is the application's, whose provider it is."""
+        """Leave open spans open; flushing is up to the application, whose provider it is."""
         with self._lock:
             self.level = self.steps.words[layout.WORD_LEVEL] = 0
 
@@ -127,10 +127,11 @@ class SdkRecorder:
             state = trace.TraceState.from_header([event.trace_state]) if event.trace_state else None
             caller = SpanContext(event.trace_id, event.parent_id, event.remote, flags, state)
             parent = trace.set_span_in_context(NonRecordingSpan(caller), parent)
-        asked = dict(event.attributes)
-        # At once for the provider's sampler; and again, because it gives the span only what it hands back.
-        span = self._tracer.start_span(event.name, parent, SpanKind.SERVER, asked, start_time=event.start_ns)
-        span.set_attributes(asked)
+        values = dict(event.attributes)
+        # At creation for the provider's sampler; and again, because the span gets only what the sampler
+        # returns.
+        span = self._tracer.start_span(event.name, parent, SpanKind.SERVER, values, start_time=event.start_ns)
+        span.set_attributes(values)
         self._keep(event.span_id, span)
         self._open[event.span_id] = self._requests[event.request_id] = span
         _bound(self._begun)
@@ -140,7 +141,7 @@ class SdkRecorder:
         with self._lock:
             self._measure(span)
             if not span.span_id:
-                return  # no more than figures
+                return  # metrics only
             if span.parent_id and span.parent_id not in self._known:
                 _bound(self._waiting)
                 self._waiting.setdefault(span.parent_id, []).append(span)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _LEVEL, _RUN, _METRICS = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN", "SGL_ASPECTS_TRACE_METRICS"
 # Set for every process below `sgl-aspects run`.
 _BELOW_RUN = "SGL_ASPECTS_RUN"
-# What a collector needs beyond its flush: to start, to read the rest, to end.
+# Seconds that a collector needs beyond its flush: to start, to read the rest, to end.
 _COLLECTOR_SECONDS = 10.0
 
 _current: TraceSession | None = None
@@ -46,8 +46,8 @@ _current: TraceSession | None = None
 class TraceSession:
     """Tracing of this process and of the processes it starts from now on, until ``close()``.
 
-    A context manager; after the block ``summary`` says what became of the spans. Processes that were
-    started before are not traced. ``recorder`` is what the aspects of this process record with.
+    A context manager; after the block ``summary`` says what became of the spans. Processes started before are
+    not traced. ``recorder``: of this process's aspects.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TraceSession:
     ) -> None:
         self.settings = settings
         self.summary: TraceSummary | None = None
-        self._joins = when_full is not None  # a process that ran before, and will run on
+        self._joins = when_full is not None  # a process that ran before, and goes on afterwards
         self._process_id = os.getpid()
         self._collector: CollectorProcess | None = None
         self._hold: int | None = None
@@ -70,7 +70,7 @@ class TraceSession:
             from sgl_aspects.tracing.sdk import SdkRecorder
 
             self.recorder = SdkRecorder(settings.level)
-            self._set_environment({_LEVEL: str(settings.level)})  # the processes to come do the same
+            self._set_environment({_LEVEL: str(settings.level)})  # processes started later inherit it
             self._attach(_options(settings, measures=True))
             return
         if settings.level == 0:
@@ -82,12 +82,12 @@ class TraceSession:
         has_metrics = settings.has_metrics
         if settings.run_folder is not None and not self._joins:
             self._hold = hold_run(settings.run_folder)
-            # The program that began the run has ended, this one lives on: it begins one of its own. It can
-            # where `sgl-aspects run` put what that needs into the environment.
+            # The program that began the run has ended but this one goes on: it begins a run of its own, if
+            # `sgl-aspects run` put the settings for that into the environment.
             if self._hold is None and env.flag(_BELOW_RUN):
                 self.settings = settings = replace(settings, run_folder=None).checked()
         if settings.run_folder is not None:
-            # A child of a traced process: it records from its first span on, others do the rest.
+            # A child of a traced process: it records from its first span on; the parent does the rest.
             self.run_folder = settings.run_folder
             self.recorder = RingRecorder(self.run_folder, settings.level, sample)
             self.recorder.when_full = when_full
@@ -113,14 +113,14 @@ class TraceSession:
 
     @property
     def collector_process_id(self) -> int | None:
-        """None in a process that did not start the collector."""
+        """The collector's process id; None in a process that did not start it."""
         return self._collector.process_id if self._collector else None
 
     def _attach(self, options: TraceOptions) -> None:
         self._undo = [*weave_observers(self.recorder, options), correlate_logs()]
 
     def detach(self) -> None:
-        """Takes the hooks off this process's functions: they are the original objects again."""
+        """Remove the hooks from this process's functions: they are the original objects again."""
         global _current
         if self._joins and isinstance(self.recorder, RingRecorder):
             self.recorder.detaching()
@@ -131,11 +131,11 @@ class TraceSession:
             _current = None
 
     def close(self, timeout: float | None = None) -> TraceSummary:
-        """Detaches, ends the run, and waits for its spans to be delivered or given up.
+        """Detach, end the run, and wait until its spans are delivered or given up.
 
-        ``timeout`` in seconds; the default is the flush limit of the settings and what a collector needs
-        to start and end. A second call gives the same summary. A child of a traced process
-        has no collector to wait for: the summary is empty.
+        ``timeout`` in seconds; the default is the flush limit of the settings plus the collector's start and
+        end. A second call returns the same summary. A child of a traced process has no collector to wait for:
+        its summary is empty.
         """
         self.detach()
         if self.summary is not None:
@@ -167,7 +167,7 @@ class TraceSession:
         return self.summary
 
     def leave(self) -> TraceSummary:
-        """Closes the session as this process ends; processes that it started in the background record on."""
+        """Close the session as this process ends; processes started in the background go on recording."""
         self._release()
         if self._collector is not None:
             sealed = seal_run(self.run_folder)
@@ -181,12 +181,12 @@ class TraceSession:
 
     def _release(self) -> None:
         if self._hold is not None:
-            with contextlib.suppress(OSError):  # a daemon closes all descriptors
+            with contextlib.suppress(OSError):  # a daemonized process closes all descriptors
                 os.close(self._hold)
             self._hold = None
 
     def close_at_exit(self) -> None:
-        """Lets the end of this process close the session, after its child processes have ended."""
+        """Close the session at the end of this process, after its child processes have ended."""
         Finalize(self, _close_quietly, args=(self,), exitpriority=-100)
 
     def __enter__(self) -> TraceSession:
@@ -208,7 +208,7 @@ class TraceSession:
 
 
 def _without_taken_port(settings: TraceSettings) -> TraceSettings:
-    """Another program of the same command may serve its metrics there: this one's traces go on."""
+    """The port may belong to another program of the same command: this one is traced without metrics."""
     try:
         require_port(settings)
     except ConfigError as error:
@@ -219,8 +219,8 @@ def _without_taken_port(settings: TraceSettings) -> TraceSettings:
 
 
 def _options(settings: TraceSettings, measures: bool, attached: bool = False) -> TraceOptions:
-    asks_parent, takes_context = settings.sampler.asks_parent, settings.takes_context
-    return TraceOptions(asks_parent, measures, settings.content, takes_context, attached)
+    parent_based, takes_context = settings.sampler.parent_based, settings.takes_context
+    return TraceOptions(parent_based, measures, settings.content, takes_context, attached)
 
 
 def attach(
@@ -234,10 +234,10 @@ def attach(
     """Traces the engines of this process and of the processes it starts.
 
     ``level``: 1 request, 2 + scheduler, 3 + forward. ``exporters``: of ``"otlp"``, ``"console"``,
-    ``"otlp-json-file"`` (which writes ``file``); left out, a given ``endpoint`` or ``file`` chooses, and else
-    the environment (:mod:`sgl_aspects.tracing.settings` lists the variables). ``endpoint``: the OTLP base
-    URL. ``prometheus``: the port of a metrics page for it, on loopback. Raises ``ConfigError`` for a choice
-    that cannot work, before anything is changed.
+    ``"otlp-json-file"`` (which writes ``file``); by default the one for a given ``endpoint`` or ``file``,
+    else the environment's (:mod:`sgl_aspects.tracing.settings` lists the variables). ``endpoint``: the OTLP
+    base URL. ``prometheus``: the port of a metrics page for it, on loopback. Raises ``ConfigError`` for a
+    choice that cannot work, before anything is changed.
     """
     if _current is not None:
         raise ConfigError("tracing is already attached in this process: close that session first")
@@ -259,12 +259,12 @@ def attach(
 
 
 def current() -> TraceSession | None:
-    """The session of this process, however it was attached."""
+    """Return the session of this process, however it was attached."""
     return _current
 
 
 def attach_from_environment() -> TraceSession | None:
-    """What the environment asks for; None where it asks for nothing. Called at each process's start."""
+    """Attach as the environment configures; None if tracing is off. Called at each process's start."""
     if _current is not None:
         return None
     settings = TraceSettings.from_environment()
@@ -280,10 +280,10 @@ def attach_from_environment() -> TraceSession | None:
 
 
 def join_run(when_full: Callable[[str], None]) -> TraceSession:
-    """Traces this process, which runs already, for the run that the environment names.
+    """Trace this process, which is already running, for the run named in the environment.
 
-    ``when_full`` is called with the run folder for each record that is lost because nobody reads the ring.
-    Raises ``ConfigError`` where this process cannot write into the run folder.
+    ``when_full`` is called with the run folder for each record dropped because the ring is not read. Raises
+    ``ConfigError`` if this process cannot write into the run folder.
     """
     settings = TraceSettings.from_environment()
     if settings.run_folder is None:
@@ -307,7 +307,7 @@ def _close_quietly(session: TraceSession) -> None:
     if session.summary is None and session._process_id == os.getpid():
         try:
             summary = session.leave()
-        except KeyboardInterrupt:  # again, by somebody who does not want to wait: the collector needs nobody
+        except KeyboardInterrupt:  # Ctrl-C again: do not wait for the collector, which finishes alone.
             return
         if summary.problem:
             logger.warning("%s", summary.problem)
@@ -315,10 +315,10 @@ def _close_quietly(session: TraceSession) -> None:
 
 
 def _keep_interrupted() -> None:
-    """A process that Ctrl-C ends dies of SIGINT, also after the wait for its collector.
+    """End a process stopped by Ctrl-C with SIGINT, also after the wait for its collector.
 
-    CPython remembers an unhandled KeyboardInterrupt in a flag that code run from a text clears: what other
-    threads import while this one waits does.
+    CPython stores an unhandled KeyboardInterrupt in a flag that code compiled from text clears: imports of
+    other threads do so during the wait.
     """
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
         with contextlib.suppress(KeyboardInterrupt):
@@ -326,7 +326,7 @@ def _keep_interrupted() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child keeps hooks and recorder; the collector belongs to its parent."""
+    """Keep hooks and recorder in a forked child; the collector belongs to its parent."""
     if _current is not None:
         _current._collector = None
 

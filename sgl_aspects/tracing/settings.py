@@ -1,4 +1,4 @@
-"""What tracing is asked to do, read from the environment and checked in one place.
+"""Settings of tracing, read from the environment and checked in one place.
 
 ======================================  ==============================================================
 ``SGL_ASPECTS_TRACE``                   level: 0 or off, 1 request, 2 + scheduler, 3 or on + forward, 4
@@ -7,13 +7,13 @@
 ``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
 ``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
-``SGL_ASPECTS_TRACE_KEEP_FAILED``       requests that failed are kept whatever the sampling says (on)
+``SGL_ASPECTS_TRACE_KEEP_FAILED``       failed requests are kept regardless of the sampling (on)
 ``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took this many seconds or more (unset: none)
 ``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which
-                                        ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for
+                                        ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` turns on
 ``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    characters kept of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
-``SGL_ASPECTS_TRACE_SUMMARY``           the collector says at the end of a run what became of its spans (off:
+``SGL_ASPECTS_TRACE_SUMMARY``           the collector reports at the end what became of the spans (off:
                                         only where something was lost)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
 ``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto, and what
@@ -69,14 +69,14 @@ LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "
 BEGUN = "SGL_ASPECTS_TRACE_BEGUN"
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
-#: What each exporter imports, and what that imports in turn: a part may be missing alone.
+#: The modules that each exporter imports, in order: a dependency may be missing on its own.
 _PACKAGES = {
     "http/protobuf": ("opentelemetry.exporter.otlp.proto.http", *_OTLP, "requests"),
     "grpc": ("opentelemetry.exporter.otlp.proto.grpc", *_OTLP, "google.rpc", "grpc"),
     "otlp-json-file": _OTLP,
     "prometheus": ("opentelemetry.exporter.prometheus", "prometheus_client"),
 }
-#: The distribution that brings each along.
+#: The distribution that provides each.
 _DISTRIBUTIONS = {
     "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
     "grpc": "opentelemetry-exporter-otlp-proto-grpc",
@@ -87,7 +87,7 @@ _DISTRIBUTIONS = {
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """One run's settings; ``endpoint`` and ``service_name`` are None where OpenTelemetry's defaults hold."""
+    """One run's settings; ``endpoint`` and ``service_name`` None: OpenTelemetry's defaults."""
 
     level: int = 0
     disabled: bool = False
@@ -106,7 +106,7 @@ class TraceSettings:
     endpoint: str | None = None
     metrics_endpoint: str | None = None
     file: str | None = None
-    #: Files that `sgl-aspects run` has begun, for every program that it runs.
+    #: Files that `sgl-aspects run` has begun, for every program that it starts.
     begun: tuple[str, ...] = ()
     perfetto_file: str = "trace.json"
     service_name: str | None = None
@@ -119,7 +119,7 @@ class TraceSettings:
 
     @classmethod
     def from_environment(cls) -> TraceSettings:
-        """Reads every variable of the table above; a value that is not allowed is a ``ConfigError``."""
+        """Read every variable of the table above; a value that is not allowed is a ``ConfigError``."""
         level = LEVELS[env.choice("SGL_ASPECTS_TRACE", tuple(LEVELS), "off")]
         recorder = env.choice("SGL_ASPECTS_RECORDER", RECORDERS, "ring")
         disabled = recorder == "off" or env.choice("OTEL_SDK_DISABLED", ("true", "false"), "false") == "true"
@@ -155,7 +155,7 @@ class TraceSettings:
             run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
             has_metrics=env.flag("SGL_ASPECTS_TRACE_METRICS"),
         )
-        # Children only record: what exports, and whether it can, was checked in the first process.
+        # Children only record: the exporters were checked in the first process.
         return settings.checked() if settings.level and not settings.run_folder else settings
 
     def with_choices(
@@ -168,7 +168,7 @@ class TraceSettings:
         service_name: str | None,
         prometheus: int | None = None,
     ) -> TraceSettings:
-        """These settings for a run of its own; None leaves what the environment chose."""
+        """Return these settings for a run of its own; None keeps the environment's value."""
         if not 0 <= level <= 4:
             raise ConfigError(f"trace level {level}: choose 0 (off), 1 request, 2 scheduler, 3 forward, or 4")
         if isinstance(exporters, str):
@@ -197,9 +197,9 @@ class TraceSettings:
         ).checked()
 
     def checked(self) -> TraceSettings:
-        """Self, without ``none``; raises ``ConfigError`` for a choice that cannot work."""
+        """Return self without ``none``; raises ``ConfigError`` for a choice that cannot work."""
         if self.disabled or self.recorder == "sdk":
-            return self  # nothing is exported, or by the application's provider
+            return self  # nothing is exported here, or only by the application's provider
         exporters = tuple(name for name in self.exporters if name != "none")
         for name in exporters:
             if name not in EXPORTERS and installed_exporter("traces", name) is None:
@@ -235,16 +235,16 @@ class TraceSettings:
         return replace(self, exporters=exporters, metric_exporters=metric_exporters)
 
     def written(self) -> tuple[str, ...]:
-        """The files that the exporters of spans write."""
+        """Return the files that the exporters of spans write."""
         files = {"otlp-json-file": self.file or "", "perfetto": self.perfetto_file}
         return tuple(path for name, path in files.items() if name in self.exporters)
 
     def prints(self) -> bool:
-        """Whether an exporter may write to standard output: the console's, and those that are not ours."""
+        """Return whether an exporter may write to standard output: the console's, and third-party ones."""
         return not {*self.exporters, *self.metric_exporters} <= _SILENT
 
     def overrides(self) -> dict[str, str]:
-        """The variables that make ``from_environment`` in the collector give these settings."""
+        """Return the variables from which ``from_environment`` in the collector makes these settings."""
         values = {
             "SGL_ASPECTS_TRACE_FLUSH_SECONDS": str(self.flush_seconds),
             "SGL_ASPECTS_TRACE_KEEP": "1" if self.keep_run_folder else "0",
@@ -263,27 +263,27 @@ class TraceSettings:
 
 
 def _chosen_by(endpoint: str | None, file: str | None) -> tuple[str, ...]:
-    """The exporters where none are named: what a given endpoint or file is for; else OTLP."""
+    """Return the default exporters: those for a given endpoint or file; else OTLP."""
     if not file:
         return ("otlp",)
     return ("otlp", "otlp-json-file") if endpoint else ("otlp-json-file",)
 
 
 def _metric_exporters(trace_exporters: Sequence[str]) -> tuple[str, ...]:
-    """What ``OTEL_METRICS_EXPORTER`` names; unset, metrics go to OTLP where the traces go there."""
+    """Return the exporters in ``OTEL_METRICS_EXPORTER``; unset, metrics go to OTLP if the traces do."""
     return _named_exporters("OTEL_METRICS_EXPORTER") or (("otlp",) if "otlp" in trace_exporters else ())
 
 
 def _named_exporters(variable: str) -> tuple[str, ...]:
-    """Each once, ours whatever the case; () where the variable is unset or, which is the same, empty."""
+    """Return each name once, built-in ones in any case; () if the variable is unset or empty."""
     ours = {*EXPORTERS, *METRIC_EXPORTERS, "none"}
     named = env.names(variable) or ()
     return tuple(dict.fromkeys(name.lower() if name.lower() in ours else name for name in named))
 
 
 def installed_exporter(signal: str, name: str) -> EntryPoint | None:
-    """What a package has registered for OpenTelemetry under this name; ``signal``: traces or metrics."""
-    import importlib.metadata  # rarely needed: our own names are looked up first
+    """Return the entry point registered for OpenTelemetry under this name; ``signal``: traces or metrics."""
+    import importlib.metadata  # rarely needed: built-in names are looked up first
 
     group = f"opentelemetry_{signal}_exporter"
     return next(iter(importlib.metadata.entry_points(group=group, name=name)), None)
@@ -301,5 +301,5 @@ def _require(package: str, what: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # a package on the way, or what that imports
+    except ImportError:  # a parent package, or one that it imports
         return False

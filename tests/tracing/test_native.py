@@ -204,7 +204,7 @@ def test_the_header_has_the_layout_of_a_step() -> None:
 def test_an_unknown_value_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(build.VARIABLE, "perhaps")
     build.load()
-    assert "SGL_ASPECTS_NATIVE=perhaps is ignored: it takes auto, cached or off" in caplog.text
+    assert "SGL_ASPECTS_NATIVE=perhaps is ignored: choose auto, cached or off" in caplog.text
 
 
 @pytest.mark.parametrize("reader", ["collector.process", "collector.dump", "ring.reader"])

@@ -148,7 +148,7 @@ def test_a_redirect_is_no_delivery(capfd: pytest.CaptureFixture[str]) -> None:
         summary = run_of_three(backend.endpoint)
     assert (summary.exported["otlp"], summary.not_delivered["otlp"]) == (0, 3)
     said = capfd.readouterr().err
-    assert "308, make http://elsewhere:4318/v1/traces?*** the endpoint" in said
+    assert "308, set http://elsewhere:4318/v1/traces?*** as the endpoint" in said
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

@@ -89,7 +89,7 @@ def test_who_decides_about_a_request() -> None:
         for flag in (0, 1):
             headers = {"traceparent": f"{parent}{flag}"}
             assert context.of_request(headers, half).sampled is bool(flag)
-            assert context.of_request(headers, half, asks_parent=False).sampled is by_id
+            assert context.of_request(headers, half, parent_based=False).sampled is by_id
     shares = [context.of_request(None, half).sampled for _ in range(2000)]
     assert 800 < sum(shares) < 1200
 
@@ -125,8 +125,8 @@ def received(options: TraceOptions) -> RequestBegin:
 
 
 def test_the_aspect_asks_the_sampler() -> None:
-    for asks_parent in (True, False):
-        assert received(TraceOptions(asks_parent)).sampled is asks_parent
+    for parent_based in (True, False):
+        assert received(TraceOptions(parent_based)).sampled is parent_based
 
 
 def test_a_caller_s_context_is_taken_unless_propagators_say_otherwise() -> None:

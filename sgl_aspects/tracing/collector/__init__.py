@@ -1,1 +1,1 @@
-"""What a run recorded becomes traces: read from the rings, joined, and handed to the exporters."""
+"""Turns the records of a run into traces: reads the rings, joins records, hands spans to the exporters."""

@@ -7,8 +7,8 @@ import sys
 from sgl_aspects.tracing.collector.process import main
 
 code = main(sys.argv[1:])
-with contextlib.suppress(OSError):  # the reader of the console's spans may be gone
+with contextlib.suppress(OSError):  # the reader of the console exporter's output may be gone
     sys.stdout.flush()
     sys.stderr.flush()
-# An exporter may still hang in a call that nothing can interrupt; its time is over.
+# An exporter may still hang in a call that cannot be interrupted; the time limit has passed.
 os._exit(code)

@@ -1,4 +1,4 @@
-"""The last seconds of a live or dead process, from what its ring still holds."""
+"""Reads the last seconds of a live or dead process from the records still in its ring."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sgl_aspects.tracing.context import root_of_trace_id
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen
 from sgl_aspects.tracing.ring.reader import RingReader
 
-# In seconds: whatever a ring can hold is younger.
+# In seconds, longer than any ring's contents.
 _LONGEST = 1e12
-# The most requests that are named for a step.
+# Cap on requests named for a step.
 _REQUESTS = 4
 FORMATS = ("text", "otlp-json", "perfetto")
 
 
 def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
-    """The spans of the last ``seconds`` before the newest record, joined, by start; open ones too.
+    """Return the joined spans of the last ``seconds`` before the newest record, by start, open ones included.
 
-    The rings are left as they are: a collector that follows them is not disturbed.
+    The rings' read positions are unchanged, so a running collector is not disturbed.
     """
     found: list[ReadableSpan] = []
     joiner = Joiner(Resource.create(), lambda span: found.append(span.readable()), joins_partial=True)
-    # The process that received the requests started first: read first, it leaves nothing waiting.
+    # The process that received the requests started first: read it first, so that later records find them.
     rings = sorted(rings, key=lambda ring: ring.started_ns)
     for ring in rings:
         ring.skip_to_newest()
@@ -41,7 +41,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     joiner.match_waiting()
     for ring in rings:
         if ring.is_alive():
-            ring.last_ns = time.time_ns()  # what is open is open until now
+            ring.last_ns = time.time_ns()  # open spans end at the time of the dump
         joiner.writer_gone(ring)
     joiner.finish()
     since = newest - int(min(seconds, _LONGEST) * 1e9)
@@ -51,7 +51,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
 
 
 def request_ids(rings: Iterable[RingReader]) -> dict[int, str]:
-    """The requests that the rings tell of, by the ids that their spans and links have."""
+    """Return the requests in the rings, keyed by the span ids that spans and links refer to."""
     found: dict[int, str] = {}
     for ring in rings:
         for record in ring.history():
@@ -63,7 +63,7 @@ def request_ids(rings: Iterable[RingReader]) -> dict[int, str]:
 
 
 def write(spans: Sequence[ReadableSpan], form: str, names: Mapping[int, str] | None = None) -> str:
-    """The spans in one of ``FORMATS``. ``names``: of :func:`request_ids`, for the text."""
+    """Format the spans in one of ``FORMATS``. ``names``: from :func:`request_ids`, for the text format."""
     if form == "otlp-json":
         from sgl_aspects.tracing.export.otlp_file import to_json
 
@@ -88,18 +88,18 @@ def _lines(spans: Sequence[ReadableSpan], names: Mapping[int, str]) -> Iterator[
         attributes = " ".join(f"{key.rpartition('.')[2]}={value!s}" for key, value in values)
         request = _request_of(span, names)
         mark = " ERROR" if span.status.status_code is StatusCode.ERROR else ""
-        said = f"{span.name}{mark}  {request}{attributes}"
-        # A line is a line, and a terminal is told nothing.
-        said = "".join(each if each.isprintable() else repr(each)[1:-1] for each in said)
-        yield f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{said}\n"
+        line = f"{span.name}{mark}  {request}{attributes}"
+        # One line per span, without control characters for the terminal.
+        line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+        yield f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{line}\n"
 
 
 def _request_of(span: ReadableSpan, names: Mapping[int, str]) -> str:
-    """The requests that a span below a request's, or one that is linked to some, belongs to."""
+    """Names the requests that a span below a request belongs to, or that it links to."""
     context = span.get_span_context()
     if context is None or schema.REQUEST_ID in (span.attributes or {}):
         return ""
-    # Where the request itself was not read, its trace is named by its key.
+    # If the request itself was not read, its trace is named by its key.
     ids = [root_of_trace_id(context.trace_id), span.parent.span_id if span.parent else 0]
     for link in span.links:
         ids += [root_of_trace_id(link.context.trace_id), link.context.span_id]

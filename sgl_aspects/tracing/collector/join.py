@@ -1,7 +1,7 @@
 """Joins the records of all processes into spans that can be exported, one trace per request.
 
-What arrives early waits: a scheduler's record may be read before the record that says which trace its
-request belongs to. What arrives is never trusted to come in order across processes, only within one.
+Records that arrive early wait: a scheduler's record may be read before the one that names its request's
+trace. Order is relied on within a process only, never across processes.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from sgl_aspects.tracing.schema import ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_F
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
-# A caller may go away before the scheduler, in the middle of a long step, hears of its request. Such a record
-# of the scheduler waits a second, in which a later request with the same id would have been read.
+# A caller may go away during a long step, before the scheduler sees its request. Such a record of the
+# scheduler waits a second, in which a later request with the same id would have been read.
 _SEEN_LATE_SECONDS = 1.0
 _ENDED_BEFORE_SECONDS = 30.0
-# Ends of requests that wait until everything written so far is read.
+# Cap on request ends held until everything written so far is read.
 _HELD_ENDS = 10_000
 # Cap on open spans: one whose end record was dropped would leak.
 _OPEN = 100_000
 
 _INFERENCE = schema.TIME_IN_INFERENCE
-# The caller's process sees it only where the answer comes in pieces. Elsewhere it is when decode began.
+# The caller's process measures it only for streamed answers. Otherwise it is the start of decode.
 _FIRST_TOKEN = schema.TIME_TO_FIRST_TOKEN
 _NO_TYPE = SpanType("")
 
-# Of Joiner._emit_span.
+# Arguments of Joiner._emit_span.
 _Arguments: TypeAlias = "tuple[Writer, SpanEnd, Root, int, bool, SpanKind, str, dict[str, AttributeValue]]"
 
 
 class Joiner:
-    """Takes records as they are read, gives ``emit`` spans as they become whole.
+    """Takes records as they are read and calls ``emit`` with each complete span.
 
-    ``recorded``: spans given to ``emit``; ``unfinished``: those of them whose process ended first;
-    ``unjoined``: records that belong to no request that was read; ``not_sampled``: spans of requests whose
-    caller did not want them, or the sampling and then the ``tail`` choice. ``joins_partial``: in the end
-    spans whose request was not read are emitted, too, each request in a trace of its own. ``on_request`` gets
-    every request that ends, wanted or not, with the time of its first token in the scheduler (0: none).
+    ``recorded``: spans passed to ``emit``; ``unfinished``: those whose process ended first; ``unjoined``:
+    records whose request was not read; ``not_sampled``: spans of requests left out by their caller, or by the
+    sampling and then the ``tail`` choice. ``joins_partial``: at the end, spans whose request was not read are
+    emitted too, each request in a trace of its own. ``on_request`` is called for every request that ends,
+    sampled or not, with the time of its first token in the scheduler (0: none).
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Joiner:
         self._emit = emit
         self._tail = tail
         self._on_request = on_request
-        # Spans of requests that are left out unless their end is bad; the arguments of ``_emit_span``.
+        # Spans of requests left out unless they fail or are slow; the arguments of ``_emit_span``.
         self._undecided: HeldSpans[_Arguments] = HeldSpans()
         self._joins_partial = joins_partial
         self._roots = Roots()
         self._open: dict[int, tuple[Writer, SpanBegin | RequestBegin]] = {}
-        # By the request id that was seen; by the id of the root that a span belongs or links to.
+        # By request id; by the id of the root that a span belongs or links to.
         self._unmatched: WaitingRecords[str, RequestSeen] = WaitingRecords()
         self._rootless: WaitingRecords[int, SpanEnd] = WaitingRecords()
         self._held: list[tuple[Writer, SpanEnd]] = []
@@ -96,9 +96,9 @@ class Joiner:
         self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
 
     def add(self, writer: Writer, record: Record) -> None:
-        """One record, in the order in which its writer wrote it."""
+        """Take one record, in the order in which its writer wrote it."""
         if record.__class__ is SpanEnd:
-            if record.span_id and not self._take_span(writer, record):  # without an id: for the metrics
+            if record.span_id and not self._take_span(writer, record):  # no id: for the metrics only
                 self._wait_for_root(time.monotonic(), writer, record)
         elif isinstance(record, RequestSeen):
             if not self._see_request(writer, record):
@@ -107,9 +107,9 @@ class Joiner:
             self._take(writer, record)
 
     def replay(self, records: Iterable[tuple[Writer, Record]]) -> None:
-        """Records that an earlier collector took: which requests are open is learnt, nothing is emitted.
+        """Restore the open requests from the records that an earlier collector took; emits nothing.
 
-        Of a request that is still undecided, what it held is held again.
+        The spans held for undecided requests are held again.
         """
         self._is_replaying = True
         for writer, record in records:
@@ -119,17 +119,17 @@ class Joiner:
         self._is_replaying = False
 
     def detaching(self, since_ns: int) -> None:
-        """Hooks are taken off a process: requests that end later may have some of their spans only."""
+        """Note that hooks are being removed from a process: requests that end later may lack some spans."""
         self._detaching_ns = min(self._detaching_ns, since_ns)
 
     def match_waiting(self, *, is_behind: bool = False) -> None:
-        """After each reading of all files: try again what waits for records of another process.
+        """Retry the records that wait for another process; called after each pass over all files.
 
-        ``is_behind``: some file has more to read, so that nothing is given up yet.
+        ``is_behind``: some file has more to read, so nothing is given up yet.
         """
         if not is_behind and (self._unmatched.count or self._rootless.count):
             self._end_waiting(time.monotonic())
-        # A request's end waits for one more reading, so that its children's times are known.
+        # A request's end waits for one more pass, so that the times of its children are known.
         if not is_behind or len(self._held) > _HELD_ENDS:
             ends, self._held_before, self._held = self._held_before, self._held, []
             for writer, record in ends:
@@ -139,7 +139,7 @@ class Joiner:
         self._roots.trim()
 
     def writer_gone(self, writer: Writer) -> None:
-        """Everything of this writer is read and nothing more comes: its open spans end as unfinished."""
+        """End the writer's open spans as unfinished: all of its records are read and no more will come."""
         for record in writer.open_steps():
             self.add(writer, record)
         for key, (owner, begin) in list(self._open.items()):
@@ -147,7 +147,7 @@ class Joiner:
                 self._lose(key)
 
     def finish(self) -> None:
-        """The run has ended: nothing waits any longer, requests without an end get one."""
+        """End the run: nothing waits any longer, and requests without an end get one."""
         for _ in range(2):
             self.match_waiting()
         for _, writer, seen in sorted(self._unmatched.take_older(math.inf), key=_since):
@@ -160,7 +160,7 @@ class Joiner:
         self._open.clear()
 
     def _lose(self, key: int) -> None:
-        """The end of an open span will not come: its process is gone, or had no room to tell."""
+        """Close an open span whose end will not come: its process is gone, or dropped the record."""
         writer, begin = self._open.pop(key)
         if isinstance(begin, SpanBegin):
             root = self._roots.get(begin.root_id)
@@ -181,7 +181,7 @@ class Joiner:
                 self._see_request(owner, oldest, is_late=True)
 
     def _wait_for_root(self, since: float, writer: Writer, record: SpanEnd) -> None:
-        # Of the links the latest: when that one has come, the earlier ones have, as a rule.
+        # Wait for the latest of the links: as a rule the others have come by then.
         named = (record.root_id, *reversed(record.links))
         missing = next(each for each in named if each not in self._roots)
         self._rootless.add(missing, since, writer, record)
@@ -190,13 +190,13 @@ class Joiner:
                 self._give_up(owner, oldest)
 
     def _name(self, span_id: int) -> None:
-        """There is a root of this name: the spans that waited for it are used."""
+        """Use the spans that waited for the root of this id."""
         for since, writer, record in self._rootless.take(span_id):
             if not self._take_span(writer, record):
                 self._wait_for_root(since, writer, record)
 
     def _end_waiting(self, now: float) -> None:
-        """Everything that was written is read: who has waited for too long waits in vain."""
+        """Give up records that have waited too long; called when everything written is read."""
         for since, writer, seen in self._unmatched.take_older(now - _SEEN_LATE_SECONDS):
             if not self._see_request(writer, seen, is_late=True) and since + _WAITING_SECONDS >= now:
                 self._wait_for_request(since, writer, seen)
@@ -208,7 +208,7 @@ class Joiner:
             self.unjoined += 1
 
     def _take(self, writer: Writer, record: Record) -> None:
-        """What waits for nothing."""
+        """Take a record that never has to wait."""
         if isinstance(record, SpanBegin):
             self._open[record.span_id] = (writer, record)
             if record.parent_id == 0:
@@ -242,14 +242,15 @@ class Joiner:
         return True
 
     def _take_span(self, writer: Writer, record: SpanEnd, is_last_chance: bool = False) -> bool:
-        """Uses the span; False where it has to wait for another record."""
+        """Use the span; False if it has to wait for another record."""
         _, span_id, root_id, parent_id, _, end_ns, _, _, links = record
         roots = self._roots
         if (begun := self._open.get(span_id)) is not None and begun[0] is writer:
-            del self._open[span_id]  # ended, even if it has to wait for others
+            del self._open[span_id]  # ended, even if it has to wait for other records
         root = roots.get(root_id)
         if root is None:
-            # A worker's, of a step that another process writes, maybe on another host: both derive its trace.
+            # A worker's span of a step that another process writes, maybe on another host: both derive its
+            # trace.
             is_elsewhere = root_id >> 63
             if parent_id and not is_elsewhere and not (is_last_chance and self._joins_partial):
                 return False
@@ -262,7 +263,7 @@ class Joiner:
         if parent_id:
             if root.begin is not None:
                 root.add_child(record)
-            # In another process the request goes by a key: a span below the key is below the request.
+            # Other processes refer to the request by a key: a span below the key is below the request.
             if parent_id == root_id:
                 parent_id, is_remote = root.span_id, root.is_remote
             else:
@@ -293,9 +294,9 @@ class Joiner:
             attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9
         if root.group is not None and first_ns:
             root.group.decode_ns = min(root.group.decode_ns or first_ns, first_ns)
-        # One of several answers to a request is not a request of its own.
+        # One of several answers to a request is not a server span of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
-        # Of one that was seen in part, because we came or went meanwhile, no figure is right.
+        # A request seen only in part, before attach or after detach, has no valid figures.
         if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_let_go):
             attributes[DETACHED_FLAG] = True
         in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes
@@ -308,7 +309,7 @@ class Joiner:
         self._roots.finish(root)
 
     def _decide(self, root: Root, end: SpanEnd) -> None:
-        """A request that sampling left out has ended: its spans are emitted, or go."""
+        """Emit or drop the held spans of a request that sampling left out, now that it has ended."""
         held = self._undecided.end(end.span_id)
         if self._is_replaying:
             return  # decided before
@@ -346,7 +347,7 @@ class Joiner:
         self.recorded += 1
         if root.room is not None:
             attributes[BOOTSTRAP_ROOM] = root.room
-        # The requests that a step served: those of them that are exported.
+        # The exported ones among the requests that a step served.
         named = map(self._roots.get, record.links) if record.links else ()
         links = [each for each in named if each is not None and each.is_sampled]
         self._emit(

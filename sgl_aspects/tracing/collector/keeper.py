@@ -2,7 +2,7 @@
 
     python keeper.py REPORT_FD MARK COMMAND [ARGUMENT ...]
 
-It is nobody's child, and so is the collector: an engine may kill whatever descends from it when it ends. It
+Neither it nor the collector is a descendant of the engine, which may kill its descendants when it ends. It
 imports nothing of this package, waits, and ends with the collector. The collector's process id is the first
 line of what comes through ``REPORT_FD``. ``MARK`` is a file in the run folder, made at a restart.
 """
@@ -17,7 +17,8 @@ _RESTARTS = 1
 
 
 def main(report: int, mark: str, command: list[str]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the collector can be asked to end
+    # until the collector can be stopped by a signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if os.fork():
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
@@ -47,7 +48,7 @@ def _tell(text: str) -> None:
     try:
         os.write(2, f"sgl-aspects collector: {text}\n".encode())
     except OSError:
-        return  # nobody reads it
+        return  # the reader is gone
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python -m sgl_aspects.tracing.collector RUN_FOLDER [REPORT_FD]
 
-Started by the first process of a run, in a session of its own. One that was killed is started again once (by
-:mod:`.keeper`), and later by hand: it has the settings of the first one, which the run folder keeps, goes on
-after the last record that was taken, and exports no span twice. It ends when every process
-of the run is gone (or the run is closed), after one bounded flush, writes a summary as JSON to
-``REPORT_FD`` (or standard output), and removes the run folder.
+Started by the first process of a run, in a session of its own. One that is killed is restarted once (by
+:mod:`.keeper`), and later by hand: it reads the first one's settings from the run folder, goes on after the
+last record taken, and exports no span twice. It ends when every process of the run is gone (or the run is
+closed), after one bounded flush, writes a summary as JSON to ``REPORT_FD`` (or standard output), and removes
+the run folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
 from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.collector.tail import TailChoice
-from sgl_aspects.tracing.export.failures import quiet_exporters, tell
+from sgl_aspects.tracing.export.failures import quiet_exporters, report_line
 from sgl_aspects.tracing.export.metric_readers import make_reader
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.span_exporters import NoExporter, Pipeline, close_all, make_pipeline
@@ -49,11 +49,11 @@ from sgl_aspects.tracing.settings import TraceSettings
 _Made = TypeVar("_Made")
 
 POLL_SECONDS = 0.2
-# After SIGTERM the engine, which often gets it at the same time, has so long to end its spans.
+# Seconds that the engine, which often gets the same SIGTERM, has to end its spans.
 _TERM_SECONDS = 5.0
-# After a close, processes that are just ending have so long to write their last records.
+# Seconds that ending processes have to write their last records after a close.
 _CLOSING_SECONDS = 0.5
-# The last figures of the metrics have so long, even where the spans needed all the time there was.
+# Seconds for the last metrics, even if the spans took all of their time.
 _METRICS_SECONDS = 0.5
 
 
@@ -82,7 +82,7 @@ class Collector:
         if faults and len(faults) == len(self._pipelines) + len(made):
             raise faults[0]
         for fault in faults:
-            tell(f"{fault}; the other exporters go on")
+            report_line(f"{fault}; the other exporters go on")
         self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
         self._joiner = Joiner(
             resource,
@@ -97,18 +97,18 @@ class Collector:
             self._metrics.watch(self._reader, self._pipelines)
 
     def end_soon(self) -> None:
-        """From a signal handler: the run may go on for a few seconds at most."""
+        """Note a termination signal: the run may go on for a few seconds at most."""
         self._end_by = time.monotonic() + _TERM_SECONDS
 
     def follow(self) -> None:
-        """Returns when the run has ended."""
+        """Run until the run has ended."""
         while not self._has_ended():
             self._read()
             if not self._reader.has_more:
                 time.sleep(POLL_SECONDS)
 
     def finish(self) -> TraceSummary:
-        """Returns when everything is exported or given up."""
+        """Export the rest; returns when everything is exported or given up."""
         # A process that was alive a moment ago may have written since.
         self._read()
         while self._reader.has_more:
@@ -139,7 +139,7 @@ class Collector:
         return summary
 
     def _offer(self) -> None:
-        """Hands on what was joined."""
+        """Passes the joined spans on."""
         for pipeline in self._pipelines:
             pipeline.offer(self._spans)
         self._spans.clear()
@@ -149,7 +149,8 @@ class Collector:
             return True
         is_over = not (self._reader.living() or self._reader.has_more)
         if is_over and os.path.isdir(self._folder):
-            # From here on a process that starts begins a run of its own: it could not be waited for.
+            # A process that starts from here on begins a run of its own, since this collector no longer
+            # waits.
             self._sealed = seal_run(self._folder)
             is_over = self._sealed is not None
         if self._end_by is None and self._reader.is_closing:
@@ -171,7 +172,7 @@ class Collector:
         self._offer()
 
     def _history(self) -> Iterator[tuple[RingReader, Record]]:
-        """What an earlier collector took: what it says of the present is learnt."""
+        """Restores the state that the earlier collector's records imply."""
         for writer in self._reader.find():
             for record in writer.history():
                 self._measure(writer, record, is_replayed=True)
@@ -183,7 +184,7 @@ class Collector:
 
 
 def _unless_faulty(make: Callable[[], _Made], faults: list[ConfigError]) -> _Made | None:
-    """What ``make`` makes; None where it raises, and the fault is noted: it costs the others nothing."""
+    """Return the result of ``make``; None if it raises, which is added to ``faults``."""
     try:
         return make()
     except ConfigError as error:
@@ -199,16 +200,16 @@ def _refused(error: Exception) -> ConfigError:
 
 
 def _tail_choice(settings: TraceSettings) -> TailChoice | None:
-    """None where nothing is to be exported at all."""
+    """Return None if nothing is to be exported."""
     if settings.sampler.ratio == 0:
         return None
-    return TailChoice(settings.keep_failed, settings.keep_slower_than, settings.sampler.asks_parent)
+    return TailChoice(settings.keep_failed, settings.keep_slower_than, settings.sampler.parent_based)
 
 
 def take_run(folder: str) -> bool:
-    """Makes this process the run's collector, until it ends; says whether the run had one before.
+    """Make this process the run's collector until it ends; True if the run had one before.
 
-    Raises ``ConfigError`` where it has one now.
+    :raises ConfigError: the run has a live collector, or there is no such run.
     """
     path = os.path.join(folder, LOCK)
     is_restarted = os.path.exists(path)
@@ -223,7 +224,7 @@ def take_run(folder: str) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock it, in three tries: a process that reads the collector's state holds the lock for a moment."""
+    """Lock the file, in three tries: a process that reads the collector's state holds the lock briefly."""
     for is_last in (False, False, True):
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,17 +236,20 @@ def _lock(descriptor: int) -> None:
 
 
 def _let_the_engine_go_first() -> None:
-    """For this thread and those that it starts: so before the exporters, which do most of the work."""
+    """Lower the priority of this thread and of those it starts; called before the exporters, which do most of
+    the work, start.
+    """
     with contextlib.suppress(OSError):
         os.nice(5)
         if sys.platform == "linux":
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it interrupts nobody as it wakes up
+            # no preemption of other processes on wake-up
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _lower_session(by: int) -> None:
-    """Where Linux shares the processors out by session, a process's own priority counts within it only.
+    """Set the autogroup's priority: Linux with autogroups ranks a process only within its session.
 
-    For a collector that is alone in its session; 0: as before.
+    Does nothing unless the collector is alone in its session; 0 restores the default.
     """
     if sys.platform == "linux" and not os.path.exists(f"/proc/{os.getsid(0)}"):
         with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as session:
@@ -253,20 +257,20 @@ def _lower_session(by: int) -> None:
 
 
 def _allow_many_open_files() -> None:
-    """A run may have thousands of processes, each with a ring."""
+    """Raise the limit on open files: a run may have thousands of processes, each with a ring."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _collect_garbage_seldom() -> None:
-    """Spans are many objects and none is in a cycle: looking for cycles takes a sixth of the time."""
+    """Turn off cycle collection: there are many spans, none in a cycle, and it takes a sixth of the time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
 def _start(folder: str, settings: TraceSettings, is_restarted: bool) -> Collector:
-    """Raises ``ConfigError`` for whatever an exporter or the SDK finds wrong with its settings."""
+    """Build the exporters; raises ``ConfigError`` for settings that an exporter or the SDK rejects."""
     try:
         return Collector(folder, settings, is_restarted=is_restarted)
     except ConfigError:
@@ -284,13 +288,13 @@ def main(arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
     use_collector_settings(folder, os.environ)
     normalise(os.environ)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # of every attempt; the errors say it, too
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # logged at every attempt; the errors report it too
     quiet_exporters()
     try:
         settings = TraceSettings.from_environment().checked()
         is_restarted = take_run(folder)
     except ConfigError as error:
-        tell(str(error))
+        report_line(str(error))
         return 1
     try:
         _let_the_engine_go_first()
@@ -299,9 +303,9 @@ def main(arguments: Sequence[str]) -> int:
         collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        _lower_session(10)  # not sooner: a short run on busy processors would end before the collector has begun
+        _lower_session(10)  # not sooner: on busy processors a short run would end before the collector starts
         collector.follow()
-        _lower_session(0)  # there is nothing to yield to now: the process that ended the run waits
+        _lower_session(0)  # normal priority again: the process that ended the run waits
         summary = collector.finish()
     except ConfigError as error:
         summary = TraceSummary(problem=f"the collector could not start: {error}")
@@ -310,7 +314,7 @@ def main(arguments: Sequence[str]) -> int:
         if not settings.keep_run_folder:
             remove_run_folder(folder)
     if settings.tells_summary or summary.has_losses:
-        tell(str(summary))
+        report_line(str(summary))
     report = int(arguments[1]) if len(arguments) == 2 else sys.stdout.fileno()
     with contextlib.suppress(BrokenPipeError):
         os.write(report, summary.to_json().encode())

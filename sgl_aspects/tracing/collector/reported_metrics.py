@@ -1,4 +1,4 @@
-"""The metrics in the collector: the pipeline that exports them, and what the collector itself loses."""
+"""The collector's metrics: the pipeline that exports them, and the collector's own losses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REPORTED = "metrics.json"
 class CollectorMetrics:
     """The metrics of one run.
 
-    A collector that is started again begins its counters at 0, with a new start time, as any restarted
-    process does. Drops alone are counted by the writers, for the whole run: what the collector before
-    has reported of them is kept in the run folder and subtracted, so that a backend adds them up once.
+    A restarted collector begins its counters at 0, with a new start time, as any restarted process does. Only
+    drops are counted by the writers for the whole run: the amount already reported is kept in the run folder
+    and subtracted, so that a backend counts them once.
     """
 
     def __init__(self, folder: str, readers: Sequence[MetricReader], resource: Resource) -> None:
@@ -42,13 +42,13 @@ class CollectorMetrics:
         return self._pipeline.engine
 
     def watch(self, reader: RunReader, pipelines: Sequence[Pipeline]) -> None:
-        """Counts what is dropped, delivered and not delivered, from now on."""
+        """Count dropped, delivered and undelivered spans from now on."""
 
         def dropped() -> Mapping[str, int]:
             total = reader.dropped
             if total != self._last:
                 self._last = total
-                with contextlib.suppress(OSError):  # the folder goes when the run ends
+                with contextlib.suppress(OSError):  # the folder is removed when the run ends
                     write_private(self._reported, json.dumps({"dropped": total}).encode())
             return {"": max(0, total - self._before)}
 
@@ -68,5 +68,5 @@ class CollectorMetrics:
         )
 
     def close(self, seconds: float) -> bool:
-        """Sends the last figures, within ``seconds``; False where that was too short."""
+        """Send the last figures within ``seconds``; False if that was too short."""
         return self._pipeline.close(seconds)

@@ -1,4 +1,4 @@
-"""The requests and steps that records belong to: found by span id, by a process's key, by request id."""
+"""The requests and steps that records refer to: by span id, by a process's key, by request id."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Root(RootContext):
     latencies: dict[str, float] = field(default_factory=dict)
     last_child_ns: int = 0
     decode_ns: int = 0
-    #: 0 while it is under way.
+    #: 0 while open.
     end_ns: int = 0
     has_ended: bool = False
-    #: Where it is on two servers: what both know of it, and each of its spans says.
+    #: The bootstrap room of a request on two servers, an attribute of each of its spans.
     room: AttributeValue = None
 
     def __post_init__(self) -> None:
@@ -47,27 +47,27 @@ class Root(RootContext):
             self.room = begun.attributes.get(schema.BOOTSTRAP_ROOM)
 
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
-        """Whether the request had begun by then, and had not ended more than ``grace`` seconds before."""
+        """Return whether the request was open then, or had ended at most ``grace`` seconds before."""
         if self.begin is None or self.begin.start_ns > time_ns:
             return False
-        # An end before the beginning (the clock was set back meanwhile) says nothing.
+        # An end before the start (the clock was set back) is ignored.
         return self.end_ns < self.begin.start_ns or time_ns <= self.end_ns + grace * 1e9
 
     def add_child(self, record: SpanEnd) -> None:
-        """What the request's own span will say of a span below it."""
+        """Record a child span's contribution to the request span's attributes."""
         name, end_ns = record.type.name, record.end_ns
         if end_ns > self.last_child_ns:
             self.last_child_ns = end_ns
         latency = _LATENCIES.get(name)
         if latency is not None:
-            if name == "decode" and not self.decode_ns:  # one that was retracted has several
+            if name == "decode" and not self.decode_ns:  # a preempted request has several
                 self.decode_ns = record.start_ns
             seconds = max(0, end_ns - record.start_ns) / 1e9
             self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
 
 
 class Roots:
-    """All that later records may name; of those that have ended the latest few thousand."""
+    """The roots that later records may refer to; of those that have ended, the latest few thousand."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Root] = {}
@@ -79,7 +79,7 @@ class Roots:
         return span_id in self._by_id
 
     def name(self, span_id: int, root: Root) -> None:
-        """Records may name it so from now on."""
+        """Let records refer to the root by ``span_id``."""
         root.ids.append(span_id)
         self._by_id[span_id] = root
 
@@ -98,31 +98,31 @@ class Roots:
         return root
 
     def add_step(self, span_id: int) -> Root:
-        """A root that no request brought along has a trace of its own, whose id follows from the span's."""
+        """Add a root without a caller's context; its trace id is derived from its span id."""
         root = Root(trace_id_of_root(span_id), span_id)
         self.name(span_id, root)
         return root
 
     def add_elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> None:
-        """Of another host. As far as this one is concerned it has ended: nothing is below it here."""
+        """Add a request of another host. It counts as ended: no span here has it as its child."""
         root = Root(trace_id, span_id, is_remote=True, is_sampled=sampled)
         self.name(key, root)
         self.finish(root)
 
     def _group_of(self, begin: RequestBegin) -> Root | None:
-        """The request that this is one of several answers to: what is said of each is said there.
+        """Return the request that this is one of several answers to, whose figures include this one's.
 
-        Else what has its parent's id is somebody who asked, as a request inside another one's hook.
+        A request made inside another one's hook also has a local parent, but an operation of its own.
         """
         group = self._by_id.get(begin.parent_id)
         is_answer = group is not None and group.begin is not None and not begin.remote
         return group if is_answer and schema.OPERATION not in begin.attributes else None
 
     def find(self, writer: str, seen: RequestSeen, grace: float | None = None) -> Root | None:
-        """Of the requests with this id the one that was under way; with ``grace`` (in seconds) else one that
-        ended just before and that nobody saw.
+        """Return the request with this id that was open at ``seen.time_ns``; None if there is none.
 
-        Two engines of one process may each have one under way: each scheduler hears of its own at once.
+        Otherwise, with ``grace`` (in seconds), the latest unclaimed request with this id that ended just
+        before. Two engines of one process may each have one open: each scheduler claims its own.
         """
         requests = self._requests.get(seen.request_id, ())
         unseen = [root for root in requests if root.is_sent and writer not in root.seen_by]
@@ -135,7 +135,7 @@ class Roots:
         return found[0]
 
     def finish(self, root: Root) -> None:
-        """Kept for a while: later records of other processes may still name it."""
+        """Keep the root for a while: later records of other processes may still refer to it."""
         if not root.has_ended:
             root.has_ended = True
             self._ended.append(root)

@@ -1,4 +1,4 @@
-"""The rings of a run, followed as processes come and go."""
+"""Follows the rings of a run as processes come and go."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sgl_aspects.tracing.run_folder import CLOSING
 _TICKS_NS = 100_000_000
 # Cap on open rings of ended processes: each takes up memory and a file descriptor.
 _STAYING = 64
-# Files that others in this process may have open.
+# Files that other code in this process may have open.
 _OTHERS = 64
 
 
 class RunReader:
-    """Follows every ring of a run folder. ``writers``: those that are not read to their end yet, by name."""
+    """Follows every ring of a run folder. ``writers``: those not read to their end yet, by name."""
 
     def __init__(self, folder: str, *, keeps_all: bool = False) -> None:
         self._folder = Path(folder)
@@ -31,10 +31,10 @@ class RunReader:
         self._gone: deque[RingReader] = deque()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = 1 << 20 if limit == resource.RLIM_INFINITY else max(2, limit - _OTHERS)
-        self._damaged = self._dropped = 0  # of those that are neither in `writers` nor in `_gone`
+        self._damaged = self._dropped = 0  # of those in neither `writers` nor `_gone`
         self.writers: dict[str, RingReader] = {}
         self.has_more = self._is_full = False
-        #: Whether the run was told to end.
+        #: Whether the run was closed.
         self.is_closing = False
         self._changed = self._looked = 0
 
@@ -50,25 +50,27 @@ class RunReader:
         return [*list(self._gone), *list(self.writers.values())]
 
     def poll(self) -> Iterator[tuple[RingReader, Record]]:
-        """What was written since the last time. ``has_more`` afterwards: some ring has a lot left to read."""
+        """Read what was written since the last call. ``has_more`` afterwards: some ring has a lot left to
+        read.
+        """
         self.find()
         self.has_more = False
         for writer in list(self.writers.values()):
             before = writer.taken
             records, more = writer.poll(writer.is_alive())
             self.has_more = self.has_more or more
-            if writer.taken != before:  # also by parts of records that are not whole yet
+            if writer.taken != before:  # including parts of incomplete records
                 writer.commit()
             for record in records:
                 yield writer, record
 
     def living(self) -> list[RingReader]:
-        """The writers whose processes are still there."""
+        """The writers whose processes are alive."""
         self.find()
         return [writer for writer in self.writers.values() if writer.is_alive()]
 
     def take_ended(self) -> list[RingReader]:
-        """Those whose processes are gone and that are read to their end, each once."""
+        """Return the writers whose processes are gone and that are read to their end, each once."""
         ended = [writer for writer in self.writers.values() if writer.is_exhausted]
         for writer in ended:
             self._let_go(writer)
@@ -76,7 +78,7 @@ class RunReader:
         return ended
 
     def _let_go(self, writer: RingReader) -> None:
-        """The latest of them stay, for others to look at."""
+        """Close the older rings of ended processes; the latest stay open for dumps."""
         del self.writers[writer.name]
         self._gone.append(writer)
         if len(self._gone) > min(_STAYING, self._most // 2):
@@ -92,9 +94,9 @@ class RunReader:
             writer.close()
 
     def find(self) -> list[RingReader]:
-        """Looks what is new in the folder, and opens its new rings."""
+        """Scan the folder for new rings and open them."""
         found: list[RingReader] = []
-        # A folder's time is as exact as the kernel's ticks: what has changed just now is looked at again.
+        # A folder's mtime is as coarse as the kernel's ticks: scan again after a change just now.
         try:
             changed, now = self._folder.stat().st_mtime_ns, time.time_ns()
         except FileNotFoundError:
@@ -107,7 +109,7 @@ class RunReader:
             if path in self._known:
                 continue
             if len(self._open()) >= self._most:
-                self._is_full, self._changed = True, 0  # the others when some of these have ended
+                self._is_full, self._changed = True, 0  # the rest once some of these have ended
                 break
             self._known.add(path)
             try:

@@ -1,4 +1,4 @@
-"""From a record to a span that can be exported."""
+"""Builds exportable spans from records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sgl_aspects.tracing.ring.reader import RingReader as Writer
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 
 _HOST_NAME = "host.name"
-#: What all processes of a run have in common.
+#: Attributes that all processes of a run have in common.
 _OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
 _NO_LIMITS = SpanLimits()
 _NO_RANK: dict[str, Any] = {}
@@ -31,7 +31,9 @@ _new = tuple.__new__
 
 
 class _ProcessResource(Resource):
-    """Exporters group spans by it: the SDK's own would be made a JSON text for each span."""
+    """The instrumentation scope that exporters group spans by; the SDK's class makes a JSON text for each
+    span.
+    """
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -42,9 +44,9 @@ class _ProcessResource(Resource):
 
 
 class RunResource(Resource):
-    """The resource of a run: learns what its processes say of themselves while exporters hold it already.
+    """The resource of a run: extended by process descriptions while exporters already hold it.
 
-    What the run's starter named stays, its service's name above all.
+    Values set by the run's starter stay, above all the service name.
     """
 
     def __init__(self, attributes: Mapping[str, Any], schema_url: str, named: Container[str]) -> None:
@@ -52,20 +54,20 @@ class RunResource(Resource):
         self._named = named
 
     def learn(self, attributes: Mapping[str, Any]) -> None:
-        """What one process says: that which is true of all of the run's."""
+        """Add attributes that one process reports and that hold for all processes of the run."""
         found = {name: attributes[name] for name in _OF_ALL if name in attributes}
         self._attributes = BoundedAttributes(attributes=self.with_own(found))
 
     def with_own(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Its attributes and those of a process."""
+        """Return its attributes merged with those of a process."""
         own = {name: value for name, value in attributes.items() if name not in self._named}
         return {**self.attributes, **own}
 
 
 def engine_resource() -> RunResource:
-    """What the SDK says of this run, in valid UTF-8, and without what it says of this process.
+    """Return the SDK's resource for this run, in valid UTF-8, without attributes of the collector's process.
 
-    ``OTEL_EXPERIMENTAL_RESOURCE_DETECTORS`` may describe the process that asks: it is the collector, and the
+    ``OTEL_EXPERIMENTAL_RESOURCE_DETECTORS`` may describe the current process: that is the collector, but the
     spans are those of an engine.
     """
     found = Resource.create()
@@ -82,14 +84,14 @@ def engine_resource() -> RunResource:
 
 
 def _is_callers_mistake(status_code: Any) -> bool:
-    """By the HTTP conventions such a status is not an error of the server's span."""
+    """Return whether the status is not an error of the server's span, by the HTTP conventions."""
     return isinstance(status_code, int) and 400 <= status_code < 500
 
 
 class SpanBuilder:
-    """Spans of one run: the resource of each says which process it is from.
+    """Builds the spans of one run: the resource of each names its process.
 
-    Beyond the ``limits`` attributes and links are let go, the earliest first, and counted in the span.
+    Attributes and links beyond the ``limits`` are dropped, the earliest first, and counted in the span.
     """
 
     def __init__(self, resource: Resource, limits: SpanLimits = _NO_LIMITS) -> None:
@@ -111,9 +113,9 @@ class SpanBuilder:
         attributes: dict[str, Any],
         links: Sequence[RootContext],
     ) -> CollectedSpan:
-        """The span of ``record``; what else it is made of, the joiner has found out.
+        """Build the span of ``record`` with what the joiner has found out about it.
 
-        ``attributes``: those that the record does not have. It is changed.
+        ``attributes``: those that the record does not have; modified.
         """
         type, span_id, _, _, start_ns, end_ns, values, error, _ = record
         status, names = UNSET, type.attributes
@@ -147,12 +149,12 @@ class SpanBuilder:
         return _new(CollectedSpan, fields)
 
     def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
-        """What a process says of itself is on all of its spans from here on."""
+        """Add the process's own attributes to all of its spans from here on."""
         self._described[writer.name] = attributes
         if isinstance(self._resource, RunResource):
             self._resource.learn(attributes)
         self._resources.clear()
-        # Where an engine has several ranks, each of their spans says which: backends compare spans by that.
+        # Each span of an engine with several ranks names its rank: backends compare spans by it.
         known = self._described.values()
         if len({each.get(RANK) for each in known} - {None}) > 1 or any(NODE_RANK in each for each in known):
             self._ranks = {

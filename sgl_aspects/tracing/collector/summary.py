@@ -1,4 +1,4 @@
-"""What became of a run's spans: written by the collector, read by the process that started it."""
+"""The counts of a run's spans: written by the collector, read by the process that started it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 class TraceSummary:
     """Counts of one run. For every exporter: ``exported + not_delivered == spans_recorded``.
 
-    ``unfinished``: spans whose process ended first, exported with an error status. ``not_sampled``: spans
-    of requests whose caller's ``traceparent`` asked for none. ``dropped``: records that a process had no
-    room for. ``unjoined``: spans whose request was never read. ``damaged``: lines that could not be read.
-    ``restarted``: the collector was killed meanwhile, and these are the counts of the one that went on.
-    ``problem``: why the counts are missing, "" where they are complete.
+    ``unfinished``: spans whose process ended first, exported with an error status. ``not_sampled``: spans of
+    requests whose caller's ``traceparent`` is unsampled. ``dropped``: records lost because a ring was full.
+    ``unjoined``: spans whose request was never read. ``damaged``: lines that could not be read.
+    ``restarted``: the collector was killed, and these are the counts of its successor. ``problem``: why the
+    counts are missing, "" if they are complete.
     """
 
     spans_recorded: int = 0
@@ -30,7 +30,7 @@ class TraceSummary:
 
     @property
     def has_losses(self) -> bool:
-        """Whether something is missing at an exporter, or is not known to be there."""
+        """Return whether spans are missing at an exporter, or may be."""
         lost = self.dropped + self.unjoined + self.damaged + sum(self.not_delivered.values())
         return bool(self.problem or lost)
 
@@ -42,7 +42,7 @@ class TraceSummary:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         if self.problem:
             return self.problem
         parts = [f"{self.spans_recorded} spans recorded"]

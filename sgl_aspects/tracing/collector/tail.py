@@ -1,4 +1,4 @@
-"""The tail choice: a request that sampling left out is exported nonetheless where it failed or was slow.
+"""Tail sampling: a request that head sampling left out is exported nonetheless if it failed or was slow.
 
 Its spans are held until it ends. Beyond a number of such requests the oldest is given up.
 """
@@ -17,15 +17,15 @@ _HELD_SPANS = 20_000
 
 
 class TailChoice(NamedTuple):
-    """``slower_than`` in seconds; None: however slow. A caller's own decision stands (``asks_parent``)."""
+    """``slower_than`` in seconds; None: no limit. A caller's own decision stands (``parent_based``)."""
 
     failed: bool = True
     slower_than: float | None = None
-    asks_parent: bool = True
+    parent_based: bool = True
 
     def concerns(self, begin: RequestBegin) -> bool:
-        """Whether the request may yet be kept: it was left out, and not by its caller."""
-        if begin.sampled or (self.asks_parent and begin.parent_id):
+        """Return whether the request may still be kept: sampling left it out, not its caller."""
+        if begin.sampled or (self.parent_based and begin.parent_id):
             return False
         return self.failed or self.slower_than is not None
 
@@ -36,7 +36,7 @@ class TailChoice(NamedTuple):
 
 
 class HeldSpans(Generic[_T]):
-    """What waits for the end of its request, by the request's span id."""
+    """Spans held until their request ends, by the request's span id."""
 
     def __init__(self) -> None:
         self._held: collections.OrderedDict[int, list[_T]] = collections.OrderedDict()
@@ -52,7 +52,7 @@ class HeldSpans(Generic[_T]):
         self._held[request] = []
 
     def hold(self, request: int, span: _T) -> int:
-        """Holds the span; says how many others were given up for it."""
+        """Hold the span; return how many spans were given up to make room."""
         self._held[request].append(span)
         self._count += 1
         given_up = 0
@@ -61,7 +61,7 @@ class HeldSpans(Generic[_T]):
         return given_up
 
     def end(self, request: int) -> list[_T]:
-        """All that was held for the request."""
+        """Remove and return all spans held for the request."""
         held = self._held.pop(request, [])
         self._count -= len(held)
         return held

@@ -1,4 +1,4 @@
-"""Records that wait for another process's record, by what they wait for."""
+"""Records that wait for another process's record, by the id that they wait for."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _Record = TypeVar("_Record", SpanEnd, RequestSeen)
 
 
 class WaitingRecords(Generic[_Need, _Record]):
-    """What waits for one thing stays in the order in which it came: since when, who wrote it, the record."""
+    """The entries for one id, in order of arrival: since when, writer, record."""
 
     def __init__(self) -> None:
         self._by_need: dict[_Need, list[tuple[float, Writer, _Record]]] = {}
         self.count = 0
 
     def add(self, need: _Need, since: float, writer: Writer, record: _Record) -> None:
-        """``since``: of ``time.monotonic``."""
+        """Add an entry. ``since``: of ``time.monotonic``."""
         self._by_need.setdefault(need, []).append((since, writer, record))
         self.count += 1
 
     def take(self, need: _Need) -> list[tuple[float, Writer, _Record]]:
-        """All that waited for it: it is there."""
+        """Remove and return the entries for an id that has arrived."""
         found = self._by_need.pop(need, None) or []
         self.count -= len(found)
         return found
 
     def take_older(self, since: float) -> Iterator[tuple[float, Writer, _Record]]:
-        """What has waited at least since then."""
+        """Remove and return the entries that have waited since before that time."""
         late = []
         for need, waiting in self._by_need.items():
             if waiting[0][0] > since:
@@ -41,5 +41,5 @@ class WaitingRecords(Generic[_Need, _Record]):
             yield from self.take(need)
 
     def take_first(self) -> list[tuple[float, Writer, _Record]]:
-        """What waits for the thing that was waited for first."""
+        """Remove and return the entries of the id that was waited for first."""
         return self.take(next(iter(self._by_need))) if self._by_need else []

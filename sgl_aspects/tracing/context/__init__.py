@@ -1,4 +1,4 @@
-"""Context: W3C's headers, the span of ours that is current, and the bridge to OpenTelemetry."""
+"""Context: W3C headers, the tracer's current span, and the bridge to OpenTelemetry."""
 
 from sgl_aspects.tracing.context.bridge import bridge_opentelemetry, from_current_span, of_request
 from sgl_aspects.tracing.context.current import (

@@ -1,7 +1,7 @@
-"""The bridge to OpenTelemetry: our current span is its current span, in both directions.
+"""The bridge to OpenTelemetry: the tracer's current span is OpenTelemetry's current span, and vice versa.
 
-Other people's spans nest in ours, and clients send our ``traceparent``. Opens outnumber reads, so nothing is
-passed to OpenTelemetry when a span opens: its context with our span in it is built on first read.
+Spans of other instrumentations nest in the tracer's, and clients send its ``traceparent``. Opens outnumber
+reads, so the OpenTelemetry context is built lazily.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _is_bridged = False
 
 
 def from_current_span() -> TraceContext | None:
-    """The context of the OpenTelemetry span open in this thread; None where nobody uses OpenTelemetry."""
+    """The context of the OpenTelemetry span open in this thread; None if OpenTelemetry is not in use."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return None
@@ -43,24 +43,24 @@ def from_current_span() -> TraceContext | None:
 def of_request(
     headers: Mapping[str, str] | None,
     sample: int = 1 << 32,
-    asks_parent: bool = True,
+    parent_based: bool = True,
     shared: tuple[int, bool] | None = None,
 ) -> TraceContext:
-    """The headers' context before the current span's, and a new trace where there is neither.
+    """Return the trace context of the headers, else of the current span, else a new trace.
 
-    ``shared``: the arguments of ``of_shared`` where the request is another server's, too.
+    ``shared``: the arguments of ``of_shared`` for a request that several servers get.
 
-    Who called has decided whether the trace is wanted; only for a new one is ``sample`` asked, unless it is
-    not to be ``asks_parent``.
+    The caller decides whether the trace is sampled; ``sample`` applies to new traces only, or to all if not
+    ``parent_based``.
     """
     found = from_headers(headers) or from_current_span()
     if found is None:
         return new(sample) if shared is None else of_shared(*shared, sample)
-    return found if asks_parent else found._replace(sampled=is_wanted(found.trace_id, sample))
+    return found if parent_based else found._replace(sampled=is_wanted(found.trace_id, sample))
 
 
 def bridge_opentelemetry() -> None:
-    """From here on OpenTelemetry's current span is ours where one is open; no-op while it is not loaded."""
+    """Make the tracer's open spans OpenTelemetry's current span; no-op while OpenTelemetry is not loaded."""
     global _is_bridged
     if _is_bridged or not hasattr(sys.modules.get("opentelemetry.trace"), "set_span_in_context"):
         return  # or half loaded
@@ -83,7 +83,7 @@ def _join() -> None:
     (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
 
     class CurrentSpan(trace.NonRecordingSpan):
-        """Its context is built on first read."""
+        """A non-recording span whose context is built on first read."""
 
         def __init__(self, span: OpenSpan) -> None:
             self._span = span
@@ -95,12 +95,12 @@ def _join() -> None:
             return trace.SpanContext(span.trace_id, span.span_id, False, flags, state)
 
     class Attached(context.Context):
-        """What others made current inside a span of ours, ``inside``: that one is not on top of it."""
+        """A context attached by other code while the span ``inside`` was open, so that span is below it."""
 
         inside: Fields
 
     class RuntimeContext(base):  # type: ignore[misc, valid-type]
-        """The process's own, ``inner``, and on top of what is current there the spans of ours since then."""
+        """The process's context, ``inner``, with the tracer's spans opened since then on top of it."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner

@@ -1,7 +1,7 @@
-"""The span of ours that is current where code runs.
+"""The tracer's current span.
 
-A span that is entered is current in its context until it is left. What a scheduler's step has
-open costs nothing to be current: it is asked for (:func:`add_source`).
+A span that is entered is current in its context until it is left. The open span of a scheduler's step is
+computed on demand (:func:`add_source`), so that entering it costs nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sgl_aspects.tracing.records import SpanType
 
 
 class OpenSpan(NamedTuple):
-    """A span of ours that is open where code runs.
+    """The innermost open span of the tracer.
 
-    ``trace``: its root's; None: it follows from the id. ``span``: OpenTelemetry's own object for it, if there
-    is one. ``outer``: the fields of the one that was open around it.
+    ``trace``: its root's; None: derived from the id. ``span``: OpenTelemetry's own object for it, if there is
+    one. ``outer``: the fields of the enclosing open span.
     """
 
     root_id: int
@@ -35,19 +35,19 @@ class OpenSpan(NamedTuple):
 
 #: The fields of an ``OpenSpan``: a plain tuple takes a fifth of the time to make.
 Fields: TypeAlias = "tuple[int, int, TraceContext | None, Any, Any]"
-#: What opening a span gives, for closing it.
+#: The token that opening a span returns, for closing it.
 Opened: TypeAlias = "Token[Fields | None]"
 
 _fields: ContextVar[Fields | None] = ContextVar("sgl_aspects_open_span", default=None)
 _get, _set, _restore = _fields.get, _fields.set, _fields.reset
 _sources: list[Callable[[], Fields | None]] = []
 _modules = sys.modules
-#: Whether the bridge to OpenTelemetry stands.
+#: Whether the bridge to OpenTelemetry is installed.
 is_bridged = False
 
 
 def enter(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
-    """Makes a span of ours the current one, until ``leave`` of what this gives."""
+    """Make a span of the tracer the current one until ``leave`` is called with the result."""
     if not is_bridged and "opentelemetry.trace" in _modules:
         _bridge()
     return _set((root_id, span_id, trace, span, current_fields()))
@@ -61,7 +61,7 @@ def enter_span(
     start_ns: int,
     trace: TraceContext | None = None,
 ) -> Opened:
-    """A recorder's ``enter`` that does no more than :func:`enter`, without the time of a call to it."""
+    """The body of :func:`enter` as a recorder's ``enter``, without the time of a second call."""
     if not is_bridged and "opentelemetry.trace" in _modules:
         _bridge()
     return _set((root_id, span_id, trace, None, current_fields()))
@@ -74,10 +74,10 @@ def _bridge() -> None:
 
 
 def leave(opened: Opened) -> None:
-    """What was current before is current again.
+    """Restore the previous current span.
 
-    A coroutine may be closed where it never ran, by the garbage collector or another task: nothing of it is
-    open there, so that nothing is changed.
+    A coroutine may be closed where it never ran, by the garbage collector or another task: its span is not
+    open there, so nothing changes.
     """
     try:
         _restore(opened)
@@ -86,13 +86,13 @@ def leave(opened: Opened) -> None:
 
 
 def innermost() -> OpenSpan | None:
-    """The span of ours that is open here."""
+    """Return the innermost span of the tracer that is open here."""
     fields = current_fields()
     return None if fields is None else OpenSpan(*fields)
 
 
 def current_fields() -> Fields | None:
-    """Its fields: of what was opened here, or of what a source says, whichever is inside the other."""
+    """Return the fields of the innermost open span, whether entered here or reported by a source."""
     fields = _get()
     for source in _sources:
         found = source()
@@ -102,9 +102,9 @@ def current_fields() -> Fields | None:
 
 
 def add_source(source: Callable[[], Fields | None]) -> Callable[[], None]:
-    """``source`` says which span is open in the thread that asks, always the same object for the same span.
+    """Add a function that returns the span open in the calling thread, always the same object for a span.
 
-    What this returns takes it away.
+    Returns a function that removes it.
     """
     _sources.append(source)
     return lambda: _sources.remove(source)

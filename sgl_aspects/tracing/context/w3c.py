@@ -1,7 +1,6 @@
-"""W3C trace context: the trace that a request belongs to, by the headers of its caller or a new one.
+"""W3C trace context: the trace that a request belongs to, from its caller's headers or a new one.
 
-Read without OpenTelemetry, which the engine's processes do not have to load: it is one header with fixed
-fields.
+Parsed without OpenTelemetry, which the engine's processes need not load: it is one header with fixed fields.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class TraceContext(NamedTuple):
 
 
 def from_headers(headers: Mapping[str, str] | None) -> TraceContext | None:
-    """The W3C context in ``headers``, whatever the case of their names; None where it is absent or invalid.
+    """Return the W3C context in ``headers``, whatever the case of their names; None if absent or invalid.
 
-    An invalid ``traceparent`` is ignored together with its ``tracestate``, as the standard asks.
+    An invalid ``traceparent`` is ignored together with its ``tracestate``, as the standard requires.
     """
     if not headers:
         return None
@@ -49,23 +48,23 @@ def from_headers(headers: Mapping[str, str] | None) -> TraceContext | None:
 
 
 def new(sample: int = 1 << 32) -> TraceContext:
-    """A trace of its own, with 128 random bits for its id. ``sample``: the sampled share × 2**32.
+    """Return a new trace with 128 random bits for its id. ``sample``: the sampled share × 2**32.
 
-    Decided by the id, as OpenTelemetry's ratio sampler does it, so that every service decides the same.
+    Sampling depends on the id, as in OpenTelemetry's ratio sampler, so that every service decides the same.
     """
     trace_id = int.from_bytes(os.urandom(16), "big") or 1
     return TraceContext(trace_id, sampled=is_wanted(trace_id, sample))
 
 
 def is_wanted(trace_id: int, sample: int) -> bool:
-    """Whether the trace is one of the ``sample`` in 2**32."""
+    """Return whether the trace is among the ``sample`` in 2**32."""
     return (trace_id >> 32 & 0xFFFF_FFFF) < sample
 
 
 def of_shared(key: int, is_first: bool, sample: int = 1 << 32) -> TraceContext:
-    """The trace of a request that several servers get without a context, from a number that all of them know.
+    """Derive the trace of a request that several servers get without a context from a number they share.
 
-    Below the request's span on the first of them, whose id (``span_id_of_shared``) all can tell.
+    Its parent is the request's span on the first of them, whose id (``span_id_of_shared``) all can derive.
     """
     digest = hashlib.blake2b(b"trace %d" % key, digest_size=16).digest()
     trace_id = int.from_bytes(digest, "big") or 1
@@ -74,7 +73,9 @@ def of_shared(key: int, is_first: bool, sample: int = 1 << 32) -> TraceContext:
 
 
 def span_id_of_shared(key: int) -> int:
-    """Ids of a process's own never have their highest bit set."""
+    """Derive the span id of the request on its first server; the highest bit, unused in a process's own ids,
+    is set.
+    """
     digest = hashlib.blake2b(b"span %d" % key, digest_size=8).digest()
     return int.from_bytes(digest, "big") | 1 << 63
 
@@ -84,11 +85,11 @@ _GATHER = pow(_SPREAD, -1, 1 << 128)
 
 
 def trace_id_of_root(span_id: int) -> int:
-    """The trace of a root that no request brought along: every process can tell it from the span's id."""
+    """Derive the trace id of a root without a caller's context from its span id."""
     return (span_id * _SPREAD) % (1 << 128) or 1
 
 
 def root_of_trace_id(trace_id: int) -> int:
-    """The root whose trace :func:`trace_id_of_root` named so; 0 where the id came from elsewhere."""
+    """Return the root whose trace :func:`trace_id_of_root` derived; 0 if the id came from elsewhere."""
     root = (trace_id * _GATHER) % (1 << 128)
     return root if root < 1 << 64 else 0

@@ -1,8 +1,8 @@
-"""Spans as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: one timeline of all processes.
+"""Spans as a Chrome trace for ui.perfetto.dev and chrome://tracing: one timeline of all processes.
 
-A process of the engine is a process there, and each request is a track in every process that it came
-through, joined by arrows (flows). The scheduler's steps have a track, two where they overlap. Device time is
-a track of its own; batch, queue and KV cache are counters.
+A process of the engine is a process there; each request has a track in every process that it passed through,
+joined by arrows (flows). The scheduler's steps have a track, two if they overlap. Device time has a track of
+its own; batch, queue and KV cache are counters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sgl_aspects.tracing.export.shared_file import SharedFile
 
 _STEP = schema.STEP.name
 _OF_REQUESTS = ("tokenize", "queue", "prefill", "decode", "detokenize")
-# What a process that records such spans is.
+# The process's role, by the spans that it records.
 _PROCESSES = {
     "tokenize": "requests",
     "detokenize": "requests",
@@ -43,31 +43,31 @@ _COUNTERS = {
 }
 # Tracks of a process: steps and other work from 1 on, devices from 100 on, requests from 1000 on.
 _WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
-# Cap on requests that keep their tracks, since they may still send spans.
+# Cap on requests that keep their tracks, since more spans may follow.
 _MOST_TRACKS = 1 << 16
-# After the last event.
+# Closes the array after the last event.
 _END = b"\n]\n"
 _FLOW_IDS = (1 << 63) - 1
-# Beyond any process's own number.
+# Above any process's own number.
 _OTHER_HOST = 1 << 22
 
 
 class ChromeTraceExporter(SpanExporter):
-    """Adds to the array that ``path`` holds, which is whole after each export.
+    """Adds to the JSON array in ``path``, which is complete after each export.
 
-    ``append``: goes on with what is there; other collectors may do so at the same time.
-    Raises ``OSError`` at once where the file cannot be written.
+    ``append``: go on with the file's contents; other collectors may do so at the same time. Raises
+    ``OSError`` at once if the file cannot be written.
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         self._file = SharedFile(path, append=append)
         if not self._file.is_regular:
-            raise OSError(errno.ESPIPE, "it is not a regular file, whose end can be replaced")
+            raise OSError(errno.ESPIPE, "it is not a regular file, so its end cannot be replaced")
         self._timeline = Timeline()
         self._add([])
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if self._file.is_closed:  # the time for the last flush was over
+        if self._file.is_closed:  # the time for the last flush has passed
             return SpanExportResult.FAILURE
         self._add([json.dumps(event, separators=(",", ":")) for event in self._timeline.events_of(spans)])
         return SpanExportResult.SUCCESS
@@ -93,26 +93,27 @@ class ChromeTraceExporter(SpanExporter):
 
 
 class Timeline:
-    """Turns spans into events, as they come: by their end, as a collector has them, or by their start.
+    """Turns spans into events in any order: by end, as a collector has them, or by start.
 
-    Every span is a complete event ("X", microseconds); names of its process and track come first.
-    ``names_hosts``: of several hosts. A viewer has no groups of processes: those of a host follow one
-    another, with its name before theirs.
+    Every span is a complete event ("X", microseconds), preceded by the names of its process and track.
+    ``names_hosts``: the spans are of several hosts. A viewer cannot group processes: those of a host follow
+    one another, with its name before theirs.
     """
 
     def __init__(self, *, names_hosts: bool = False) -> None:
         self._names_hosts = names_hosts
         self._named: set[tuple[int, int]] = set()
-        self._numbers: dict[tuple[str, int], int] = {}  # of processes, by host and process id
+        self._numbers: dict[tuple[str, int], int] = {}  # processes by host and process id
         self._labels: dict[int, tuple[int, str]] = {}
-        self._hosts: dict[str, int] = {}  # in the order in which they come
-        self._requests: dict[tuple[int, int], int] = {}  # track of (trace, request's span)
+        self._hosts: dict[str, int] = {}  # in order of arrival
+        self._requests: dict[tuple[int, int], int] = {}  # track by (trace, request's span)
         self._lanes: dict[int, list[_Lane]] = {}  # by process
-        self._devices: dict[tuple[int, str], tuple[int, int]] = {}  # track and end of the last, by device
+        # track and end of the last span, by device
+        self._devices: dict[tuple[int, str], tuple[int, int]] = {}
         self._next_track = _REQUEST_TRACKS
 
     def events_of(self, spans: Iterable[ReadableSpan]) -> Iterator[dict[str, Any]]:
-        """The events of these spans; what they need of earlier ones is remembered."""
+        """Return the events of these spans; keeps the names and tracks that later spans need."""
         for span in spans:
             context = span.get_span_context()
             if context is None or span.start_time is None or span.end_time is None:
@@ -125,7 +126,7 @@ class Timeline:
                 yield from self._work_events(span, context, attributes, process_id)
 
     def _number_of(self, span: ReadableSpan) -> int:
-        """Its process's own number, unless a process of another host has it."""
+        """Return the process's number, or another one if a process of another host has the same."""
         process_id = int(str(span.resource.attributes.get("process.pid", 0)))
         host = str(span.resource.attributes.get("host.name", ""))
         key = host, process_id
@@ -139,7 +140,7 @@ class Timeline:
     def _request_events(
         self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
     ) -> Iterator[dict[str, Any]]:
-        # A request's span has the request's id; spans below name it as their parent.
+        # A request's span has the request's id; spans below refer to it as their parent.
         is_root = schema.REQUEST_ID in attributes or span.parent is None
         span_id = context.span_id if is_root or span.parent is None else span.parent.span_id
         key = context.trace_id, span_id
@@ -153,7 +154,7 @@ class Timeline:
             process_id, track, f"request {span_id:016x}", _PROCESSES.get(span.name, "requests")
         )
         event = _complete(span, context, attributes, process_id, track, "request")
-        # The first span of a flow sends the arrow, the others hand it on in the order of time.
+        # The first span of a flow starts the arrow, the others continue it in order of time.
         yield (
             event
             | {"bind_id": hex(span_id & _FLOW_IDS), "flow_out": True}
@@ -177,7 +178,9 @@ class Timeline:
             yield from self._device_events(span, attributes, process_id, seconds)
 
     def _lane(self, span: ReadableSpan, context: SpanContext, process_id: int) -> tuple[int, int]:
-        """A track on which the span's trace does not overlap another: steps may, and functions of threads."""
+        """Choose a track on which the span's trace does not overlap another: steps and threads' functions
+        may.
+        """
         lanes = self._lanes.setdefault(process_id, [])
         start, end = span.start_time or 0, span.end_time or 0
         found = next((lane for lane in lanes if lane.trace_id == context.trace_id), None)
@@ -197,7 +200,7 @@ class Timeline:
     def _device_events(
         self, span: ReadableSpan, attributes: dict[str, Any], process_id: int, seconds: float
     ) -> Iterator[dict[str, Any]]:
-        """When the device began is not known: not before the pass was launched, nor before its last work."""
+        """Estimate when the device began: not before the pass was launched or its last work ended."""
         name = str(attributes.get(schema.DEVICE_NAME, "device"))
         track, last_end = self._devices.get((process_id, name), (_DEVICE_TRACKS + len(self._devices), 0))
         start = max(span.start_time or 0, last_end)
@@ -233,7 +236,7 @@ class Timeline:
 
 
 class _Lane:
-    """A track for traces that follow one another."""
+    """Return a track for traces that do not overlap."""
 
     def __init__(self) -> None:
         self.trace_id = 0
@@ -261,7 +264,7 @@ def _complete(
         "cat": category,
         "ph": "X",
         "ts": start,
-        "dur": end - start,  # of the rounded times: what is inside another stays inside
+        "dur": end - start,  # from the rounded times, so that nested events stay nested
         "pid": process_id,
         "tid": track,
         "args": args,
@@ -273,7 +276,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _in_json(value: Any) -> Any:
-    """The value, or text where JSON has no number for it: a viewer refuses the whole file."""
+    """Return the value, or its text if JSON has no number for it: a viewer rejects the whole file."""
     if isinstance(value, (list, tuple)):
         return [_in_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What a collector says of its exporters: on the engine's standard error, in few lines, and no secret."""
+"""Messages of a collector about its exporters: on the engine's standard error, short, without secrets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import sys
 from sgl_aspects.tracing.export.variables import secrets, without_secrets
 
 _LONGEST_LINE = 300
-# Of one exporter; the text of a failure may be another each time.
+# Cap on the messages of one exporter, whose texts may vary.
 _MOST_KINDS = 5
 
 
-def tell(text: str) -> None:
-    """One line; where it cannot be written, as on a full disk, the spans are still to be delivered."""
+def report_line(text: str) -> None:
+    """Write one line; a failure to write, as on a full disk, must not stop the delivery of spans."""
     with contextlib.suppress(OSError):
         print(f"sgl-aspects collector: {text}", file=sys.stderr, flush=True)
 
 
 class FirstFailure(logging.Handler):
-    """Says each kind of failure once, in one line; OpenTelemetry would log each attempt."""
+    """Reports each kind of failure once, in one line; OpenTelemetry would log each attempt."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: dict[str, set[str]] = {}
+        self._reported: dict[str, set[str]] = {}
         self._secrets = secrets()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -33,14 +33,14 @@ class FirstFailure(logging.Handler):
         if record.exc_info and record.exc_info[1] is not None:
             text += f" {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
         text = without_secrets(" ".join(text.split()), self._secrets)[:_LONGEST_LINE]
-        kind, said = re.sub(r"[\d.]+", "#", text), self._said.setdefault(record.name, set())
-        if kind not in said and len(said) < _MOST_KINDS:
-            said.add(kind)
-            tell(f"{text} (said once)")
+        kind, reported = re.sub(r"[\d.]+", "#", text), self._reported.setdefault(record.name, set())
+        if kind not in reported and len(reported) < _MOST_KINDS:
+            reported.add(kind)
+            report_line(f"{text} (reported once)")
 
 
 def quiet_exporters() -> None:
-    """Puts :class:`FirstFailure` in the place of the exporters' own logging."""
+    """Replace the exporters' own logging by :class:`FirstFailure`."""
     handler = FirstFailure()
     for name in ("opentelemetry", "sgl_aspects", "urllib3"):
         logger = logging.getLogger(name)

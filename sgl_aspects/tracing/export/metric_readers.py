@@ -1,4 +1,4 @@
-"""Where metrics go: OTLP and the console by OpenTelemetry's own readers, and a page for Prometheus."""
+"""Metric readers: OpenTelemetry's own for OTLP and the console, and a page for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class MetricsPipeline:
-    """The engine's metrics and their readers; ``OTEL_METRIC_EXPORT_INTERVAL`` says how often they export."""
+    """The engine's metrics and their readers, which export every ``OTEL_METRIC_EXPORT_INTERVAL``."""
 
     def __init__(self, readers: Sequence[MetricReader], resource: Resource) -> None:
         self._readers = readers
@@ -37,7 +37,7 @@ class MetricsPipeline:
         self.engine = EngineMetrics(self._provider.get_meter("sgl_aspects", __version__))
 
     def close(self, seconds: float) -> bool:
-        """Sends the last figures, by all readers at once; False where one needs more than ``seconds``."""
+        """Send the last figures by all readers at once; False if one needs more than ``seconds``."""
         deadline = time.monotonic() + seconds
         most = max(1.0, seconds * 1000)
         threads = [
@@ -52,7 +52,7 @@ class MetricsPipeline:
 
 
 def make_reader(name: str, settings: TraceSettings) -> MetricReader:
-    """OpenTelemetry's reader of that name; what is not in ``settings`` it takes from the environment."""
+    """Make OpenTelemetry's reader of that name; what is not in ``settings`` it reads from the environment."""
     if name == "prometheus":
         return _prometheus_reader(settings.prometheus_host, settings.prometheus_port)
     exporter: MetricExporter
@@ -82,7 +82,7 @@ def _prometheus_reader(host: str, port: int) -> MetricReader:
         start_http_server,
     )
 
-    # They describe this process, and would be taken for the engine's.
+    # These metrics describe this process, and would be taken for the engine's.
     for own in (GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR):
         with contextlib.suppress(KeyError):
             REGISTRY.unregister(own)
@@ -92,11 +92,11 @@ def _prometheus_reader(host: str, port: int) -> MetricReader:
         raise ConfigError(port_problem(host, port, error)) from error
 
     class Page(PrometheusMetricReader):
-        """Releases its port before the end of the run is reported: the next run may need it at once."""
+        """Release the port before the end of the run is reported: the next run may need it at once."""
 
         def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
             super().shutdown(timeout_millis, **kwargs)
-            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread up
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread
             server.shutdown()
             server.server_close()
 

@@ -1,7 +1,7 @@
 """Metrics of an engine, made from the records of its processes by the OpenTelemetry metrics SDK.
 
-Nothing here runs in the engine: the collector feeds what it reads. A request gives its figures when it ends,
-sampled or not; a step gives what the scheduler looked like at its end. docs/tracing.md has the table.
+Nothing here runs in the engine: the collector passes on what it reads. A request is counted when it ends,
+sampled or not; a step reports the scheduler's state at its end. docs/tracing.md has the table.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ TIME_TO_FIRST_TOKEN = (
 )
 TIME_PER_OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKEN_USAGE = tuple(4**power for power in range(14))
-# Ours: a step lasts from a fraction of a millisecond to a long prompt's seconds.
+# For steps: from a fraction of a millisecond to the seconds of a long prompt.
 STEP_DURATION = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-#: The span type whose records say what a scheduler looks like.
+#: The span type whose records report the scheduler's state.
 STEP = schema.STEP.name
 _MODE = schema.MODE
 _TOKENS = schema.BATCH_TOKENS
 _GAUGES = (
-    (schema.QUEUE_RUNNING, "{request}", "Requests that the scheduler works on."),
-    (schema.QUEUE_WAITING, "{request}", "Requests that wait to be scheduled."),
+    (schema.QUEUE_RUNNING, "{request}", "Requests that the scheduler is running."),
+    (schema.QUEUE_WAITING, "{request}", "Requests waiting to be scheduled."),
     (schema.KV_USAGE, "1", "Share of the key-value cache that is in use."),
     (schema.BATCH_SIZE, "{request}", "Requests in the latest batch; 0 when idle."),
 )
@@ -44,7 +44,7 @@ _OF_REQUEST = (
 
 
 class EngineMetrics:
-    """The instruments. Fed by one thread; exporters read in theirs."""
+    """The instruments. Updated by one thread; exporters read them in theirs."""
 
     def __init__(self, meter: Meter) -> None:
         histogram = meter.create_histogram
@@ -75,7 +75,7 @@ class EngineMetrics:
         )
         self._tokens = meter.create_counter(schema.TOKENS, "{token}", "Tokens of ended requests.")
         self._hits = meter.create_counter(
-            schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens that the prefix cache had."
+            schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."
         )
         self._step = histogram(
             schema.STEP_DURATION,
@@ -83,19 +83,19 @@ class EngineMetrics:
             "Time that a scheduler's step adds: two may be open at once.",
             explicit_bucket_boundaries_advisory=STEP_DURATION,
         )
-        # Summed up here and read when it is exported: the SDK's own sum takes longer than the rest of a step.
+        # Summed here and read at export: the SDK's own sum takes longer than the rest of a step.
         self._step_tokens: dict[tuple[tuple[str, str], ...], float] = {}
         meter.create_observable_counter(
             schema.STEP_TOKENS, [self._read_step_tokens], "{token}", "Tokens fed to the model."
         )
         self._added = AddedTime()
-        # By writer: its process, and what its latest step said.
+        # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
         for name, unit, description in _GAUGES:
             meter.create_observable_gauge(name, [self._reading_of(name)], unit, description)
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
-        """``first_token_ns``: when the scheduler had it (0: never), for answers that come in one piece."""
+        """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""
         values = {
             **begin.attributes,
             **{name: value for name, value in zip(end.type.attributes, end.values) if value is not None},
@@ -122,7 +122,7 @@ class EngineMetrics:
             self._per_token.record(max(0.0, duration - first) / (output - 1), common)
 
     def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
-        """A step, or (without a mode) an idle scheduler. A replayed one was counted before."""
+        """Count a step, or (without a mode) an idle scheduler. Steps of a replay were counted before."""
         values = dict(zip(step.type.attributes, step.values))
         self._states[writer] = process_id, values
         added_ns = self._added.of(writer, step.start_ns, step.end_ns)
@@ -142,12 +142,12 @@ class EngineMetrics:
         return [Observation(tokens, dict(key)) for key, tokens in list(self._step_tokens.items())]
 
     def writer_gone(self, writer: str) -> None:
-        """Its process has ended: its gauges end, too."""
+        """Remove the gauges of a process that has ended."""
         self._states.pop(writer, None)
         self._added.forget(writer)
 
     def count(self, name: str, unit: str, description: str, read: Callable[[], Mapping[str, int]]) -> None:
-        """A counter that somebody else keeps: ``read`` gives its values by exporter; "" is for all."""
+        """Add a counter kept elsewhere: ``read`` returns its values by exporter; "" is for all."""
 
         def observe(options: CallbackOptions) -> Iterable[Observation]:
             return [
@@ -171,7 +171,7 @@ class EngineMetrics:
 
 
 def _number(values: Mapping[str, Any], name: str) -> float | None:
-    """A number that a counter takes; None for what is absent, or is damage in a ring."""
+    """Return a number that a counter accepts; None for an absent or damaged one."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1 << 63:
         return None

@@ -1,7 +1,7 @@
-"""OpenTelemetry's OTLP exporters, and what they do not look at in a backend's answer.
+"""OpenTelemetry's OTLP exporters, with the checks of a backend's answer that they lack.
 
-A backend may take a message and reject a part of it, or send the exporter elsewhere: the exporters call both
-a success. Here the one is counted and the other a failure.
+A backend may accept a message but reject a part of it, or redirect the exporter: the exporters call both a
+success. Here rejected parts are counted and a redirect is a failure.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An answer is a few bytes; of more, or what comes slower, nothing is read.
+# An answer is a few bytes; more than this, or a slow one, is not read.
 _LONGEST_ANSWER = 4096
 _ANSWER_SECONDS = 2.0
 _PROVIDER = "OTEL_PYTHON_EXPORTER_OTLP_{}CREDENTIAL_PROVIDER"
 
 
 class Rejections:
-    """What a backend did not take of the messages that it accepted. ``signal``: TRACES or METRICS."""
+    """Counts the parts that a backend rejected of messages it accepted. ``signal``: TRACES or METRICS."""
 
     def __init__(self, signal: str) -> None:
         self._is_of_spans = signal == "TRACES"
         self._count = 0
 
     def take(self) -> int:
-        """How many since the last time."""
+        """Return the count since the last call."""
         count, self._count = self._count, 0
         return count
 
@@ -71,7 +71,7 @@ class Rejections:
 
 
 def span_exporter(protocol: str, rejections: Rejections) -> SpanExporter:
-    """An exporter of collected spans. Endpoint, headers and the rest it reads from the environment."""
+    """An exporter of collected spans. Endpoint, headers and the rest come from the environment."""
     exporter: SpanExporter
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
@@ -88,7 +88,7 @@ def span_exporter(protocol: str, rejections: Rejections) -> SpanExporter:
 
 
 class _Encoded:
-    """As much of a message as the exporter over HTTP asks for."""
+    """The part of a message's interface that the exporter over HTTP uses."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -121,7 +121,7 @@ def metric_exporter(protocol: str, rejections: Rejections) -> MetricExporter:
 
 
 def _session(signal: str, rejections: Rejections) -> requests.Session | None:
-    """A session that reads answers as :class:`Rejections` wants them; None where the user names one."""
+    """Return a session that passes answers to :class:`Rejections`; None if the user configured one."""
     if env.text(_PROVIDER.format("HTTP_")) or env.text(_PROVIDER.format(f"HTTP_{signal}_")):
         return None
     import requests
@@ -130,7 +130,7 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
         if 300 <= response.status_code < 400:
             response.close()
             target = response.headers.get("Location", "nowhere")
-            raise requests.RequestException(f"{response.status_code}, make {target} the endpoint")
+            raise requests.RequestException(f"{response.status_code}, set {target} as the endpoint")
         answer = _read(response)
         if response.status_code == 200 and "json" not in response.headers.get("Content-Type", ""):
             rejections.read(answer)
@@ -139,52 +139,53 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
         def merge_environment_settings(
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
-            # REQUESTS_CA_BUNDLE would go before the certificate that is named for this.
+            # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
             verify = self.verify if isinstance(self.verify, str) else verify
             return super().merge_environment_settings(url, proxies, stream, verify, cert)
 
     session = Session()
-    session.stream = True  # the answer is read here
+    session.stream = True  # the answer is read below
     session.hooks["response"].append(look)
     return session
 
 
 def _read(response: requests.Response) -> bytes:
-    """The whole answer, or nothing: the connection is closed where there is more, or it comes too slowly."""
+    """Return the whole answer, or nothing: the connection is closed if it is too long or too slow."""
     import requests
 
     answer, deadline = bytearray(), time.monotonic() + _ANSWER_SECONDS
     try:
-        for byte in response.iter_content(1):  # more at once would wait for all of it
+        for byte in response.iter_content(1):  # a larger read would wait for all of it
             answer += byte
             if len(answer) > _LONGEST_ANSWER or time.monotonic() > deadline:
                 response.close()
                 answer.clear()
                 break
-    except requests.RequestException:  # it breaks off; its status has come, and counts
+    except requests.RequestException:  # the connection broke; the status that has come counts
         answer.clear()
-    response._content = bytes(answer)  # what the exporter may look at
+    response._content = bytes(answer)  # for the exporter to read
     return bytes(answer)
 
 
 def _grpc_arguments(signal: str) -> dict[str, Any]:
-    """What the exporter would read otherwise than its variables are meant."""
+    """Work around variables that the exporter reads otherwise than specified."""
     import grpc  # type: ignore[import-untyped]
 
-    gzip = compression(signal, "grpc") == "gzip"  # "none" is an error to the exporter
+    gzip = compression(signal, "grpc") == "gzip"  # the exporter rejects "none"
     arguments: dict[str, Any] = {
         "compression": grpc.Compression.Gzip if gzip else grpc.Compression.NoCompression
     }
     files = tls_files(signal)
-    asks_provider = env.text(_PROVIDER.format("GRPC_")) or env.text(_PROVIDER.format(f"GRPC_{signal}_"))
-    if any(files) and not asks_provider:  # it takes a client's certificate only where it gets another one
+    has_provider = env.text(_PROVIDER.format("GRPC_")) or env.text(_PROVIDER.format(f"GRPC_{signal}_"))
+    # the exporter accepts a client's certificate only together with a trusted one
+    if any(files) and not has_provider:
         trusted, chain, key = (Path(path).read_bytes() if path else None for path in files)
         arguments["credentials"] = grpc.ssl_channel_credentials(trusted, key, chain)
     return arguments
 
 
 def _listen(exporter: Any, rejections: Rejections) -> None:
-    """Shows the answers to ``rejections``, also those that come over a channel opened later."""
+    """Pass the answers to ``rejections``, also those of a channel opened later."""
 
     def listening(stub: Any) -> Any:
         export = stub.Export

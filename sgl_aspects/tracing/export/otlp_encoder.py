@@ -1,7 +1,7 @@
 """Collected spans as OTLP's protobuf, written byte by byte: OpenTelemetry's encoder takes ten times as long.
 
-The same bytes' worth as OpenTelemetry's encoder gives, in another order of fields where that says nothing; a
-test compares the two.
+The output equals OpenTelemetry's encoder's, except for the order of fields where it has no meaning; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TRACE = struct.Struct(">H16s").pack
 _OWN = struct.Struct(">HQ").pack
 _OWN_AND_PARENT = struct.Struct(">HQHQ").pack
 _LINK = struct.Struct(">H16sHQ").pack
-# kind, start, end and flags: tags 0x30, 0x39, 0x41, and 0x85 0x01 as it is written.
+# kind, start, end and flags: tags 0x30, 0x39, 0x41, and 0x85 0x01 in wire order.
 _TIMES = struct.Struct("<BBBQBQHI").pack
 _FLAGS_TAG = 0x0185
 _LINK_FLAGS = struct.Struct("<BI").pack
-_FLAGS = (0x100, 0x300)  # whether a parent, or what is linked to, is remote: no, yes
+_FLAGS = (0x100, 0x300)  # whether a parent or a linked span is remote: no, yes
 _KINDS = {
     SpanKind.INTERNAL: 1,
     SpanKind.SERVER: 2,
@@ -38,7 +38,7 @@ _KINDS = {
 _CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
 _UNSET = b"\x7a\x00"
 _MASK = (1 << 64) - 1
-# Of one attribute the values that come again and again, such as modes and models; of short texts only.
+# Cap on cached values of one attribute, such as modes and models; short texts only.
 _MOST_KEPT = 4096
 _LONGEST_KEPT = 100
 
@@ -60,13 +60,13 @@ _MOST_SMALL = len(_SMALL)
 
 
 def _field(tag: bytes, content: bytes) -> bytes:
-    """A field of bytes: a text, or a message within a message."""
+    """Encode a field of bytes: a text, or a message within a message."""
     size = len(content)
     return tag + (_SMALL[size] if size < _MOST_SMALL else _varint(size)) + content
 
 
 class _Values(dict[Any, bytes]):
-    """Value → attribute, of one key and of values of one type, which are hashable."""
+    """A cache from value to encoded attribute, of one key and one hashable type."""
 
     def __init__(self, key: str) -> None:
         self._key = _field(b"\x0a", key.encode())
@@ -83,7 +83,7 @@ class _Values(dict[Any, bytes]):
 
 
 class _Doubles(dict[Any, bytes]):
-    """Likewise, of values that seldom come again."""
+    """Likewise, without a cache, for values that seldom repeat."""
 
     def __init__(self, key: str) -> None:
         self._start = _Values(key)[0.0][:-8]
@@ -93,7 +93,7 @@ class _Doubles(dict[Any, bytes]):
 
 
 class _Lists:
-    """Likewise, of lists and whatever else there is."""
+    """Likewise, for lists and any other type."""
 
     def __init__(self, key: str) -> None:
         self._key = _field(b"\x0a", key.encode())
@@ -106,7 +106,7 @@ _OF_TYPE: dict[type, Any] = {str: _Values, int: _Values, bool: _Values, float: _
 
 
 class _Attributes(dict[tuple[str, type], Any]):
-    """Key and type → what encodes values of that type under that key."""
+    """Encoders of attributes, by key and type of value."""
 
     def __missing__(self, key_and_type: tuple[str, type]) -> Any:
         if len(self) >= _MOST_KEPT:
@@ -117,18 +117,20 @@ class _Attributes(dict[tuple[str, type], Any]):
 
 
 class SpanEncoder:
-    """Encodes batches of spans; keeps what is in every one of them. Not thread-safe."""
+    """Encodes batches of spans; caches the encoding of recurring parts. Not thread-safe."""
 
     def __init__(self) -> None:
         self._attributes = _Attributes()
-        self._types: dict[int, tuple[Mapping[str, type], list[Any]]] = {}  # by the names' id, kept alive
+        # by the id of the names, which are kept alive
+        self._types: dict[int, tuple[Mapping[str, type], list[Any]]] = {}
         self._names: dict[str, bytes] = {}
-        self._resources: dict[int, tuple[Resource, bytes]] = {}  # by the object's id, which is kept alive
+        # by the id of the object, which is kept alive
+        self._resources: dict[int, tuple[Resource, bytes]] = {}
         version = (SCOPE.version or "").encode()
         self._scope = _field(b"\x0a", _field(b"\x0a", SCOPE.name.encode()) + _field(b"\x12", version))
 
     def encode(self, spans: Sequence[CollectedSpan]) -> bytes:
-        """An ``ExportTraceServiceRequest``."""
+        """Encode an ``ExportTraceServiceRequest``."""
         by_resource: dict[int, tuple[Resource, list[bytes]]] = {}
         for span in spans:
             found = by_resource.get(id(span.resource))
@@ -192,7 +194,7 @@ class SpanEncoder:
 
 
 def _value(value: Any) -> bytes:
-    """An ``AnyValue``."""
+    """Encode an ``AnyValue``."""
     kind = type(value)
     if kind is int:
         return b"\x18" + _varint(value & _MASK)
@@ -210,7 +212,7 @@ def _value(value: Any) -> bytes:
 
 
 def _keep_trace(root: RootContext) -> bytes:
-    """What each span of the trace has of it."""
+    """Encode the fields that all spans of the trace share."""
     state = _field(b"\x1a", root.trace_state.encode()) if root.trace_state else b""
     root.in_spans = _TRACE(0x0A10, root.trace_id.to_bytes(16, "big")) + state
     return root.in_spans

@@ -1,4 +1,4 @@
-"""The OTLP-JSON file exporter: one ``TracesData`` object a line, as the OTLP file format has it."""
+"""The OTLP-JSON file exporter: one ``TracesData`` object per line, as in the OTLP file format."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _IDS = ("traceId", "spanId", "parentSpanId")
 
 
 class OtlpJsonFileExporter(SpanExporter):
-    """Appends to ``path``, which a run truncates first unless it is to ``append``; a line is written whole.
+    """Appends whole lines to ``path``, which is truncated first unless ``append``.
 
-    Raises ``OSError`` at once where the file cannot be written.
+    Raises ``OSError`` at once if the file cannot be written.
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         self._file = SharedFile(path, append=append)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if self._file.is_closed:  # the time for the last flush was over
+        if self._file.is_closed:  # the time for the last flush has passed
             return SpanExportResult.FAILURE
         line = json.dumps(to_json(spans), separators=(",", ":")) + "\n"
         with self._file.locked() as size:
@@ -42,7 +42,7 @@ class OtlpJsonFileExporter(SpanExporter):
 
 
 def to_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
-    """The spans as OTLP/JSON: protobuf's JSON, but enums as numbers and ids in hexadecimal."""
+    """Encode the spans as OTLP/JSON: protobuf's JSON, but enums as numbers and ids in hexadecimal."""
     data: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
     for resource_spans in data.get("resourceSpans", ()):
         for scope_spans in resource_spans.get("scopeSpans", ()):

@@ -1,4 +1,4 @@
-"""The port of the page for Prometheus, tried in the first process, where its error is still read."""
+"""The port of the Prometheus page, checked in the first process, so that its user sees the error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_aspects.tracing.settings import TraceSettings
 
 
 def require_port(settings: TraceSettings) -> None:
-    """Raises ``ConfigError`` where the Prometheus page cannot be served: before anything is started."""
+    """Raise ``ConfigError`` if the Prometheus page cannot be served, before anything is started."""
     if "prometheus" not in settings.metric_exporters:
         return
     host, port = settings.prometheus_host, settings.prometheus_port
@@ -23,7 +23,7 @@ def require_port(settings: TraceSettings) -> None:
 
 
 def port_problem(host: str, port: int, error: OSError) -> str:
-    """What to tell about a port that cannot be used."""
+    """Return the message about a port that cannot be used."""
     return (
         f"metrics for Prometheus: port {port} on {host} cannot be used ({error.strerror or error}): choose "
         "another with OTEL_EXPORTER_PROMETHEUS_PORT or --prometheus PORT"

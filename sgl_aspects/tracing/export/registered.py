@@ -1,4 +1,4 @@
-"""Exporters that other packages have registered with OpenTelemetry: made within a bound, named in faults."""
+"""Exporters that other packages register with OpenTelemetry: made within a time limit, named in errors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.settings import installed_exporter
 
-#: So long an exporter may take to be made: the spans of the others wait for it.
+#: Seconds that an exporter may take to be made: the other exporters wait for it.
 _SECONDS = 10.0
 
 
 def make_registered(signal: str, name: str, methods: tuple[str, ...]) -> Any:
-    """What the entry point ``name`` makes; ``signal``: traces or metrics.
+    """Make the exporter of the entry point ``name``; ``signal``: traces or metrics.
 
-    :raises ConfigError: it is not there, raises, takes too long, or lacks one of ``methods``.
+    :raises ConfigError: it is not installed, raises, takes too long, or lacks one of ``methods``.
     """
     point = installed_exporter(signal, name)
     if point is None:
-        raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER names {name!r}, which is not installed any more")
+        raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER names {name!r}, which is no longer installed")
     distribution = point.dist.name if point.dist is not None else "an unknown distribution"
     exporter = f"the exporter {name!r} ({point.value} of {distribution})"
     made: list[Any] = []
@@ -28,7 +28,7 @@ def make_registered(signal: str, name: str, methods: tuple[str, ...]) -> Any:
     def make() -> None:
         try:
             made.append(point.load()())
-        except BaseException as error:  # noqa: BLE001  # sys.exit among them: told below
+        except BaseException as error:  # noqa: BLE001  # sys.exit among them: reported below
             faults.append(error)
 
     maker = threading.Thread(target=make, name=f"make {name}", daemon=True)

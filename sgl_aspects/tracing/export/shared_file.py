@@ -1,4 +1,4 @@
-"""A file that several collectors may write to: what each adds is whole, or not there."""
+"""A file that several collectors may write to: each addition is complete or absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 class SharedFile:
-    """Begins ``path`` anew, unless it is to ``append``. Raises ``OSError`` where it cannot be written."""
+    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written."""
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if append else os.O_TRUNC)
@@ -20,7 +20,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Keep other collectors from writing; gives the file's size, 0 for a pipe."""
+        """Lock out other collectors; returns the file's size, 0 for a pipe."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             yield os.fstat(self._descriptor).st_size if self.is_regular else 0
@@ -31,7 +31,7 @@ class SharedFile:
         return os.pread(self._descriptor, size, position)
 
     def write(self, data: bytes, position: int) -> None:
-        """The file ends with ``data`` then; where the disk is full it ends at ``position``."""
+        """Write ``data`` as the file's end; on a full disk the file is truncated to ``position``."""
         rest = memoryview(data)
         try:
             while rest:

@@ -1,4 +1,4 @@
-"""A finished span as the collector has it, and OpenTelemetry's own for the exporters that take those."""
+"""A finished span in the collector, and its conversion to OpenTelemetry's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 @dataclass(eq=False)
 class RootContext:
-    """A span with a trace of its own, as those below it and those that link to it name it.
+    """The context of a root, as spans below it and links to it refer to it.
 
     ``trace_state``: a valid header, or "". ``in_spans``, ``in_links``: kept for the OTLP encoder.
     """
@@ -36,16 +36,16 @@ class RootContext:
     in_links: bytes = b""
 
     def of(self, span_id: int, *, is_remote: bool = False) -> SpanContext:
-        """OpenTelemetry's context of a span in this trace."""
+        """Return OpenTelemetry's context of a span in this trace."""
         state = TraceState.from_header([self.trace_state]) if self.trace_state else None
         return SpanContext(self.trace_id, span_id, is_remote, _SAMPLED, state)
 
 
 class CollectedSpan(NamedTuple):
-    """A span that is to be exported. ``parent_id`` 0: none.
+    """A span to be exported. ``parent_id`` 0: none.
 
-    Its attributes are ``names`` with ``values`` (None, or a value that is not there: left out) where
-    ``attributes`` is None. ``names`` is the same object in all spans of a type.
+    Its attributes are ``names`` with ``values`` (None or absent: left out) if ``attributes`` is None.
+    ``names`` is the same object in all spans of a type.
     """
 
     resource: Resource
@@ -64,7 +64,7 @@ class CollectedSpan(NamedTuple):
     status: Status
 
     def readable(self) -> ReadableSpan:
-        """OpenTelemetry's form of it."""
+        """Return OpenTelemetry's form of it."""
         attributes = self.attributes
         if attributes is None:
             known = zip(self.names, self.values)
@@ -91,7 +91,7 @@ class CollectedSpan(NamedTuple):
 
 
 class ReadableExporter(SpanExporter):
-    """Hands collected spans to an exporter of OpenTelemetry's."""
+    """Passes collected spans to an exporter of OpenTelemetry's."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner

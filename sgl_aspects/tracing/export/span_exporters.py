@@ -1,7 +1,4 @@
-"""From collected spans to backends: in batches, by OpenTelemetry's exporters and those of our own, counted.
-
-Each exporter has a pipeline of its own, so one that is down costs the others nothing.
-"""
+"""Export pipelines: batches of collected spans to OpenTelemetry's exporters and the tracer's own, counted."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, Sp
 
 from sgl_aspects import compat
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.export.failures import tell
+from sgl_aspects.tracing.export.failures import report_line
 from sgl_aspects.tracing.export.span import CollectedSpan, ReadableExporter
 from sgl_aspects.tracing.export.variables import BatchSettings
 from sgl_aspects.tracing.settings import TraceSettings
@@ -25,14 +22,15 @@ from sgl_aspects.tracing.settings import TraceSettings
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 2.0
-# After this time, those who wait for the end of a run get the reason.
+# Seconds after which the processes that wait for the end of a run log the reason.
 _SILENT_SECONDS = 1.0
 
 
 def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
-    """The exporter of that name in its pipeline; endpoint, headers and the rest come from the environment.
+    """Make the exporter of that name and its pipeline; endpoint, headers and the rest are environment
+    variables.
 
-    ``append``: a file goes on where an earlier collector of the run left it.
+    ``append``: a file goes on after the output of the run's earlier collector.
     """
     if name == "otlp":
         from sgl_aspects.tracing.export.otlp import Rejections, span_exporter
@@ -70,7 +68,7 @@ def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
 
 
 class NoExporter(SpanExporter):
-    """In the place of one that could not be made: it delivers nothing."""
+    """Replaces an exporter that could not be made: it delivers nothing."""
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         return SpanExportResult.FAILURE
@@ -81,8 +79,8 @@ class NoExporter(SpanExporter):
 class Pipeline:
     """One exporter behind its queue. ``offered`` = exported + not delivered, always.
 
-    ``exporter``: takes :class:`~.span.CollectedSpan`. ``take_rejected``: how many of a message that a backend
-    accepted it then rejected.
+    ``exporter``: takes :class:`~.span.CollectedSpan`. ``take_rejected``: returns the number of spans in
+    accepted messages that the backend rejected.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Pipeline:
         self._worker.start()
 
     def offer(self, spans: Sequence[CollectedSpan]) -> None:
-        """Hands spans over. Waits a little for a busy exporter; one that fails or hangs loses the rest."""
+        """Queue spans. Waits a little for a busy exporter; one that fails or hangs loses the rest."""
         self.offered += len(spans)
         while spans:
             self._wait_for_room()
@@ -116,7 +114,7 @@ class Pipeline:
             spans = spans[len(some) :]
 
     def _work(self) -> None:
-        """Exports a batch as soon as there is a whole one, what there is after each delay, all at the end."""
+        """Export a batch when it is full, the rest after each delay, everything at the end."""
         compat.suppress_instrumentation()
         while not self._is_closing:
             is_full = self._awake.wait(self._settings.delay / 1e3)
@@ -132,7 +130,7 @@ class Pipeline:
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(batch)
-        except BaseException:  # whatever it is, the thread goes on
+        except BaseException:  # any error: the thread goes on
             logger.exception("An exporter failed:")
         self._last_failed = result is not SpanExportResult.SUCCESS
         rejected = len(batch) if self._last_failed else min(self._take_rejected(), len(batch))
@@ -140,13 +138,13 @@ class Pipeline:
         self.exported += len(batch) - rejected
 
     def close(self) -> threading.Thread:
-        """Sends what is queued and shuts the exporter down: in the thread returned, which ends with that."""
+        """Send the queue and shut the exporter down, in the thread returned, which ends when done."""
         self._is_closing = True
         self._awake.set()
         return self._worker
 
     def shutdown(self) -> None:
-        """Shut the exporter down, which ends its waits between retries; what is queued is given up."""
+        """Shut the exporter down, which ends its waits between retries; the queue is given up."""
         if not self._is_shut:
             self._is_shut = True
             try:
@@ -166,13 +164,13 @@ class Pipeline:
             if self._done() != done:
                 done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
             elif time.monotonic() > deadline:
-                self._stuck_at = done  # until it moves again
+                self._stuck_at = done  # until it delivers again
                 return
             time.sleep(0.002)
 
     @property
     def lost(self) -> int:
-        """Given up so far: refused, failed, or never taken on."""
+        """Return the spans given up so far: refused, failed, or never queued."""
         return self._failed + self.offered - self._submitted
 
     @property
@@ -181,7 +179,7 @@ class Pipeline:
 
 
 def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
-    """Sends what is queued, all pipelines at once; one that delivers nothing for ``seconds`` is given up."""
+    """Send the queues of all pipelines at once; one that delivers nothing for ``seconds`` is given up."""
     closing = [(pipeline, pipeline.close()) for pipeline in pipelines]
     begun = time.monotonic()
     delivered = [pipeline.exported for pipeline in pipelines]
@@ -198,7 +196,7 @@ def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
         if not is_said and now > begun + _SILENT_SECONDS:
             is_said, names = True, ", ".join(thread.name for thread in busy)
             until = f"given up when none is delivered for {seconds:g} s"
-            tell(f"{names}: sending the last spans takes long; {until}")
+            report_line(f"{names}: sending the last spans takes long; {until}")
         busy[0].join(0.02)
     for pipeline, thread in closing:
         if thread.is_alive():

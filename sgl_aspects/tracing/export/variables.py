@@ -1,6 +1,6 @@
-"""OpenTelemetry's own variables, read before anything starts: in the collector their errors come too late.
+"""OpenTelemetry's own variables, checked before anything starts: in the collector an error comes too late.
 
-The exporters read them, too, each in its way: one ends at a value that another ignores. Here a value that
+The exporters read them too, each differently: one fails at a value that another ignores. Here a value that
 cannot work is a ``ConfigError`` that names the variable and never shows a header, which may be a secret.
 """
 
@@ -41,29 +41,30 @@ _CHOICES = {
 _COMPRESSIONS = {"grpc": ("none", "gzip"), "http/protobuf": ("none", "gzip", "deflate")}
 _QUEUE = 8192
 _BATCH = 512
-# A shorter value is not a secret, and may be part of any word.
+# A shorter value is not a secret, and may occur in any word.
 _SHORTEST_SECRET = 6
-# Elsewhere the same variable is in milliseconds.
+# In seconds here, but in milliseconds elsewhere.
 _UNLIKELY_SECONDS = 1000
 _SIGNALS = ("TRACES", "METRICS")
 
 
 def normalise(variables: MutableMapping[str, str]) -> None:
-    """For a collector: an empty variable is an unset one, as the specification has it.
+    """Normalize a collector's variables: an empty one is unset, as the specification says.
 
-    Blanks around a value go, and so do the parts of OpenTelemetry that the application names for itself.
+    Blanks around a value are removed, and so are the parts of OpenTelemetry that the application configures
+    itself.
     """
     for name in [name for name in variables if name.startswith("OTEL_")]:
         variables[name] = variables[name].strip()
         is_applications = name.startswith("OTEL_PYTHON_") and not name.startswith("OTEL_PYTHON_EXPORTER_")
         if is_applications or not variables[name]:
             del variables[name]
-    if _EXEMPLARS in variables:  # the SDK accepts it in small letters only
+    if _EXEMPLARS in variables:  # the SDK accepts it in lower case only
         variables[_EXEMPLARS] = variables[_EXEMPLARS].lower()
 
 
 class BatchSettings(NamedTuple):
-    """Of a batch processor: spans that wait, spans of one message, and the longest wait in milliseconds."""
+    """Settings of a batch processor: queue size, batch size, and the longest delay in milliseconds."""
 
     queue: int
     batch: int
@@ -71,7 +72,7 @@ class BatchSettings(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> BatchSettings:
-        env.integer("OTEL_BSP_EXPORT_TIMEOUT", 30000, minimum=0, maximum=_MOST)  # the SDK uses it for nothing
+        env.integer("OTEL_BSP_EXPORT_TIMEOUT", 30000, minimum=0, maximum=_MOST)  # the SDK ignores it
         queue = env.integer("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE, minimum=1, maximum=1 << 24)
         return cls(
             queue,
@@ -81,7 +82,7 @@ class BatchSettings(NamedTuple):
 
 
 class SpanLimits(NamedTuple):
-    """How much a span may hold; None: as much as was recorded."""
+    """The limits on a span's contents; None: unlimited."""
 
     attributes: int | None = None
     length: int | None = None
@@ -104,7 +105,7 @@ def _limit(name: str) -> int | None:
 
 
 class TlsFiles(NamedTuple):
-    """Of one signal, each None where it is not given: trusted certificates, our own one and its key."""
+    """The TLS files of a signal, None if unset: trusted certificates, client certificate and its key."""
 
     certificate: str | None
     client_certificate: str | None
@@ -112,20 +113,20 @@ class TlsFiles(NamedTuple):
 
 
 def tls_files(signal: str) -> TlsFiles:
-    """``signal``: TRACES or METRICS, whose own variables go first."""
+    """Read the files of ``signal`` (TRACES or METRICS), whose own variables take precedence."""
     return TlsFiles(
         *(_named(signal, kind)[1] for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))
     )
 
 
 def compression(signal: str, protocol: str) -> str:
-    """``none``, ``gzip``, or what else the protocol has."""
+    """Return ``none``, ``gzip``, or another value of the protocol."""
     name, _ = _named(signal, "COMPRESSION")
     return env.choice(name, _COMPRESSIONS[protocol], "none")
 
 
 def check_exported(exports_metrics: bool) -> None:
-    """Of every exporter. Raises ``ConfigError`` for a value that is not allowed."""
+    """Check the variables of every exporter. Raises ``ConfigError`` for a value that is not allowed."""
     BatchSettings.from_environment()
     SpanLimits.from_environment()
     for name, choices in _CHOICES.items():
@@ -136,7 +137,7 @@ def check_exported(exports_metrics: bool) -> None:
 
 
 def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
-    """Of OTLP, for ``signal`` (TRACES or METRICS). Raises ``ConfigError`` for what cannot work."""
+    """Check those of OTLP for ``signal`` (TRACES or METRICS). Raises ``ConfigError``."""
     if endpoint:
         _check_endpoint(endpoint, protocol)
     _check_headers(_named(signal, "HEADERS")[0])
@@ -158,7 +159,7 @@ def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
 
 
 def secrets() -> list[str]:
-    """What must not be printed: the values of all headers, as they are written and as they are sent."""
+    """Return the values that must not be printed: all headers, as written and as sent."""
     found: set[str] = set()
     for name in ("OTEL_EXPORTER_OTLP_HEADERS", *(f"OTEL_EXPORTER_OTLP_{s}_HEADERS" for s in _SIGNALS)):
         for pair in (env.text(name) or "").split(","):
@@ -169,7 +170,7 @@ def secrets() -> list[str]:
 
 
 def without_secrets(text: str, hidden: list[str]) -> str:
-    """``text`` with stars for what is ``hidden`` and for what URLs carry of users, passwords and queries."""
+    """Return ``text`` with stars for the ``hidden`` values and for users, passwords and queries of URLs."""
     for secret in hidden:
         text = text.replace(secret, "***")
     text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
@@ -177,7 +178,7 @@ def without_secrets(text: str, hidden: list[str]) -> str:
 
 
 def _named(signal: str, kind: str) -> tuple[str, str | None]:
-    """The variable that counts, the signal's own or that of all, and its value."""
+    """Return the variable that applies, the signal's own or the general one, and its value."""
     own, of_all = f"OTEL_EXPORTER_OTLP_{signal}_{kind}", f"OTEL_EXPORTER_OTLP_{kind}"
     value = env.text(own)
     return (of_all, env.text(of_all)) if value is None else (own, value)
@@ -206,7 +207,7 @@ def _check_endpoint(endpoint: str, protocol: str) -> None:
 
 
 def _check_certificates(signal: str) -> None:
-    """That they are what they are named, with no password, which nobody could be asked for."""
+    """Check that the files are PEM certificates and keys without a password, since none could be typed in."""
     files = tls_files(signal)
     if not any(files):
         return
@@ -222,7 +223,7 @@ def _check_certificates(signal: str) -> None:
         kind = "CLIENT_CERTIFICATE"
         if files.client_certificate:
             context.load_cert_chain(files.client_certificate, files.client_key, password="")
-    except OSError as error:  # of which SSLError is one
+    except OSError as error:  # SSLError is a subclass
         name, path = _named(signal, kind)
         raise ConfigError(
             f"{name}={path!r}: no certificate can be read there, in PEM form and with its key ({error})"
@@ -230,7 +231,7 @@ def _check_certificates(signal: str) -> None:
 
 
 def _check_headers(name: str) -> None:
-    """The form ``name=value,name=value``, values percent-encoded. An error names its position."""
+    """Parse ``name=value,name=value``, values percent-encoded. An error gives the position."""
     pairs = (env.text(name) or "").split(",")
     for number, pair in enumerate(pairs, start=1):
         header, is_pair, value = (part.strip() for part in pair.partition("="))

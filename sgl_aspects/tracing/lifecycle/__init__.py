@@ -1,4 +1,4 @@
-"""What happens to a request and to a batch, in any engine: trackers, the only writers of their spans."""
+"""The life of a request and of a batch, in any engine: trackers, the only writers of their spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_aspects.tracing.recorder import Recorder
 
 
 class Trackers(NamedTuple):
-    """What the observers of one engine tell; an engine's own observers are made from it."""
+    """The trackers of one engine, from which its observers are made."""
 
     engine: Engine
     recorder: Recorder
@@ -30,7 +30,7 @@ class Trackers(NamedTuple):
         return cls(engine, recorder, options, calls, requests, StepTracker(recorder, options.measures))
 
     def span_of(self, rid: Any) -> OpenSpan | None:
-        """The span of the request with this id, where it is under way in this process."""
+        """The span of the request with this id, if it is open in this process."""
         if not isinstance(rid, str):
             return None
         call = self.calls.live.get(rid)

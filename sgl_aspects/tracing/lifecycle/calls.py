@@ -38,16 +38,16 @@ from sgl_aspects.tracing.schema import (
 
 @dataclass(eq=False)
 class Call:
-    """A request under way, or one of several answers to one. Times are in nanoseconds.
+    """An open request, or one of several answers to one. Times are in nanoseconds.
 
     ``of``: the request that it is an answer to; ``rids``: the ids by which its answers are found.
-    ``exchange``: where it came by HTTP, and no other request of that exchange before it. ``latest``: the
-    message with its latest output, and where in it that is; ``tokens``: prompt, output and cached ones, where
-    they are not read from there. ``reason``: why it ended, once it has.
+    ``exchange``: for the first request of an HTTP exchange. ``latest``: the message with its latest output,
+    and the index in it; ``tokens``: prompt, output and cached ones, if they are not read from there.
+    ``reason``: why it ended, once it has.
 
-    ``ends_with_output``: its last output ends it; else what serves it, or with ``ends_with_exchange`` its
-    exchange. Of a request for several answers: ``answers`` in the order in which they began, ``answers_left``
-    how many have not ended, ``samples`` of each prompt.
+    ``ends_with_output``: its last output ends it; otherwise the function that serves it, or with
+    ``ends_with_exchange`` its exchange. For several answers: ``answers`` in the order in which they began,
+    ``answers_left`` how many are open, ``samples`` of each prompt.
     """
 
     span_id: int
@@ -72,12 +72,12 @@ class Call:
     tokens: tuple[int | None, int | None, int | None] | None = None
     reason: str | None = None
     has_ended: bool = False
-    #: Of all its calls: the span's id, its start and end, the time that they took, and how many there were.
+    #: Of all its detokenize calls: span id, start, end, total time and number.
     detokenize: list[int] = field(default_factory=list)
 
     @property
     def answers_of_the_caller(self) -> list[Call]:
-        """Without those that only bring the prompts into the cache: one for each, before all samples."""
+        """The answers without those that only prefill the prompts, which come before all samples."""
         prompts = len(self.answers) // (self.samples + 1) if self.samples > 1 else 0
         return self.answers[prompts:]
 
@@ -85,17 +85,17 @@ class Call:
 class CallTracker:
     """The requests that this process received, by id in ``live``: the only writer of their spans.
 
-    ``came_late``: requests may be under way that nobody saw begin: see ``begin_attached``.
+    ``came_late``: requests may be open that began before attach: see ``begin_attached``.
     """
 
     def __init__(self, engine: Engine, recorder: Recorder, options: TraceOptions) -> None:
         self.live: dict[str, Call] = {}
-        #: Requests whose tokens become text here, and which others received: as ``Call.detokenize``, by id.
+        #: Requests detokenized here but received elsewhere: as ``Call.detokenize``, by id.
         self.detokenizing: dict[str, list[int]] = {}
         self.came_late = options.attached
         self.content = options.content
         self._recorder, self._engine = recorder, engine
-        self._asks_parent = options.asks_parent
+        self._parent_based = options.parent_based
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
         self._write_detokenize = recorder.spans(DETOKENIZE)
@@ -129,7 +129,7 @@ class CallTracker:
         operation: str | None = None,
         more: dict[str, AttributeValue] | None = None,
     ) -> Call:
-        """A request was received. ``origin``: its trace, where it is not that of its ``headers``."""
+        """Open a request that was received. ``origin``: its trace, if not from its ``headers``."""
         recorder = self._recorder
         headers = self._headers(request) or headers
         key = self._shared_key(request)
@@ -137,7 +137,7 @@ class CallTracker:
         if key is not None:
             shared = key, bool(self._is_first_server(manager) or self._is_first(request))
         if origin is None:
-            origin = context.of_request(headers, recorder.sample, self._asks_parent, shared)
+            origin = context.of_request(headers, recorder.sample, self._parent_based, shared)
         model = str(self._model(manager) or "unknown")
         operation = operation or str(self._operation(request) or "text_completion")
         rid = rid or str(self._rids(request)[0])
@@ -168,7 +168,7 @@ class CallTracker:
         return self._begun(Call(span_id, rid, start_ns, origin, f"{operation} {model}"), attributes)
 
     def begin_answers(self, call: Call, rids: tuple[str, ...]) -> None:
-        """It is a request for several answers, and these are among them."""
+        """Open these answers of a request for several answers."""
         origin, now = call.origin, time_ns()
         parent = TraceContext(origin.trace_id, call.span_id, origin.sampled, origin.state, False)
         for rid in rids:
@@ -179,7 +179,7 @@ class CallTracker:
             call.rids.add(rid)
 
     def begin_attached(self, manager: Any) -> None:
-        """What was under way when we came: from its first event on, under the context that it came with."""
+        """Open the requests that began before attach, from their first event on, in their caller's trace."""
         self.came_late, now = False, time_ns()
         for rid, request in dict(self._in_flight(manager) or {}).items():
             if rid not in self.live and not self._is_probe(request):
@@ -195,34 +195,34 @@ class CallTracker:
     # -- on its way -----------------------------------------------------------------------------------------
 
     def enter(self, call: Call) -> Opened:
-        """The request itself is current, until ``context.leave`` of what this gives."""
+        """Make the request current until ``context.leave`` is called with the result."""
         root = call.span_id
         return self._recorder.enter(REQUEST, root, root, 0, call.start_ns, call.origin)
 
     def enter_tokenize(self, call: Call) -> tuple[Call, int, int, Opened]:
-        """It is being tokenized; ``tokenized`` takes what this gives."""
+        """Open the ``tokenize`` span; ``tokenized`` takes the result."""
         span_id, root, now = self._recorder.new_id(), call.span_id, time_ns()
         return call, span_id, now, self._recorder.enter(TOKENIZE, span_id, root, root, now, call.origin)
 
     def tokenized(self, token: tuple[Call, int, int, Opened], count: int | None, problem: str) -> None:
-        """``count``: tokens, where that is known."""
+        """Close the ``tokenize`` span. ``count``: tokens, if known."""
         (call, span_id, start_ns, opened), end_ns = token, time_ns()
         context.leave(opened)
         root = call.span_id
         self._write_tokenize(span_id, root, root, start_ns, end_ns, (count,), problem)
 
     def tokenized_before(self, call: Call, part: tuple[int, int, int | None, str]) -> None:
-        """It was tokenized before there was a request: start, end, tokens and error."""
+        """Record a tokenization before the request began: start, end, tokens and error."""
         start_ns, end_ns, count, problem = part
         root = call.span_id
         self._write_tokenize(self._recorder.new_id(), root, root, start_ns, end_ns, (count,), problem)
 
     def sent(self, call: Call) -> None:
-        """It is about to be handed to whatever schedules it."""
+        """Record that the request is about to be handed to the scheduler."""
         self._recorder.write(RequestSent(call.span_id))
 
     def enter_detokenize(self, call: Call) -> tuple[Call, int, Opened]:
-        """Tokens of it become text; ``detokenized`` takes what this gives. All calls are one span."""
+        """Enter a detokenize call; ``detokenized`` takes the result. All calls are one span."""
         now, root = time_ns(), call.span_id
         if not call.detokenize:
             call.detokenize = [self._recorder.new_id(), now, now, 0, 0]
@@ -236,7 +236,7 @@ class CallTracker:
         parts[2], parts[3], parts[4] = now, parts[3] + now - start_ns, parts[4] + 1
 
     def detokenized_here(self, rid: str, start_ns: int, end_ns: int, busy_ns: int, *, is_last: bool) -> None:
-        """As ``detokenized``, of a request that another function or process received."""
+        """Record a detokenize call for a request that another function or process received."""
         parts = self.detokenizing.get(rid)
         if parts is None:
             parts = self.detokenizing[rid] = [self._recorder.new_id(), start_ns, end_ns, 0, 0]
@@ -253,7 +253,7 @@ class CallTracker:
     # -- ended ----------------------------------------------------------------------------------------------
 
     def end(self, call: Call, reason: str | None, problem: str = "") -> None:
-        """Its last output is here, or there will be none. ``problem``: an exception's type."""
+        """Note the last output, or that there will be none. ``problem``: an exception's type."""
         call.reason = reason
         if call.of is not None:
             self.record(call, problem)
@@ -265,13 +265,13 @@ class CallTracker:
             self.record(call, problem)
 
     def abort(self, rid: str) -> None:
-        """It is given up; no-op where it is not under way."""
+        """Abort the request; no-op if it is not open."""
         call = self.live.pop(rid, None)
         if call is not None:
             self.end(call, "abort")
 
     def leave(self, call: Call, problem: str, is_closed: bool) -> None:
-        """What serves the request has ended: by an exception (``problem``), or because nobody wants more."""
+        """Note that the serving function has ended: by an exception (``problem``), or closed."""
         for rid in call.rids:
             answer = self.live.pop(rid, None)
             if answer is not None and answer is not call:
@@ -281,44 +281,45 @@ class CallTracker:
             exchange.at_end.append(partial(self._end_streamed, call, exchange))
             return
         if call.reason is not None or (call.is_group and (is_closed or not call.answers_left)):
-            problem = ""  # it has all
+            problem = ""  # the answer is complete
         if problem and exchange is not None and not exchange.first_ns:
-            exchange.at_end.append(partial(self.record, call, problem))  # the response will say how it failed
+            # the response's status will give the error
+            exchange.at_end.append(partial(self.record, call, problem))
         else:
             self.record(call, problem)
 
     def refuse(self, exchange: Exchange, operation: str, headers: Any) -> None:
-        """The server refused what came, before the engine heard of it: a request of its own."""
-        origin = context.of_request(headers, self._recorder.sample, self._asks_parent)
+        """Record a request that the HTTP server rejected before it reached the engine."""
+        origin = context.of_request(headers, self._recorder.sample, self._parent_based)
         call = Call(self._recorder.new_id(), "", exchange.start_ns, origin, operation, exchange=exchange)
         self._begun(call, {OPERATION: operation, PROVIDER: self._engine.provider_name})
         values = [None] * (len(REQUEST.attributes) - 1)
         self._write(call, time_ns(), [*values, exchange.status], str(exchange.status))
 
     def _end_streamed(self, call: Call, exchange: Exchange) -> None:
-        """The response is complete, or its client is gone."""
+        """End a streamed request when its response is complete or its client is gone."""
         self.live.pop(call.rid, None)
         call.reason = self._reason(call.latest) if exchange.is_whole else "abort"
         self.record(call)
 
     def record(self, call: Call, problem: str = "") -> None:
-        """Writes its span, once; ``problem``: why it has failed, where its end does not say."""
+        """Write the span, once; ``problem``: the error, if its end does not carry one."""
         if call.has_ended:
             return
         call.has_ended, end_ns, exchange = True, time_ns(), call.exchange
         answers = call.answers_of_the_caller if call.is_group else [call]
         counts = [one.tokens or self._counts(one.latest) for one in answers if one.tokens or one.latest]
         prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
-        if call.is_group:  # a prompt counts once, however many samples there are of it
+        if call.is_group:  # a prompt counts once, for all of its samples
             prompt, cached = (total and total // call.samples for total in (prompt, cached))
         reasons = [one.reason for one in answers if one.reason]
-        # Where the answer comes in one piece, its first token is seen in the scheduler only.
+        # For a non-streamed answer, only the scheduler sees the first token.
         first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
         response_id, status = call.rid, None
         if exchange is not None and call.of is None:
             first_ns = first_ns and (exchange.first_ns or first_ns)
             response_id = exchange.response_id or response_id
-        # Nothing is negative where the clock was set back meanwhile.
+        # Clamp at 0: the clock may have been set back.
         to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
         problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")
         if problem and exchange is not None and exchange.status >= 400:

@@ -1,4 +1,4 @@
-"""One HTTP request and its response: what an observer of the server notes, whatever engine answers."""
+"""HTTP exchanges: a request and its response, as the server's observer records them for any engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What is asked for at paths that end so: OpenAI's names, Anthropic's, and those of the engines themselves.
+# Operations by the end of the path: OpenAI's names, Anthropic's, and the engines' own.
 _OPERATIONS = {
     "chat": ("/chat/completions", "/messages", "/responses", "/chat"),
     "embeddings": ("/embeddings", "/embed", "/encode", "/pooling"),
@@ -16,7 +16,7 @@ _OPERATIONS = {
 
 
 def operation_of(path: str) -> str | None:
-    """The GenAI operation that is asked for at a path; None where no model is to be run."""
+    """Return the GenAI operation of a path; None if it does not run a model."""
     for operation, endings in _OPERATIONS.items():
         if path.endswith(endings):
             return operation
@@ -27,10 +27,10 @@ def operation_of(path: str) -> str | None:
 class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
-    ``scope``: what ASGI says of the request. ``status``, ``response_id``: the response's. ``is_taken``: it is
-    an engine's request; further ones in the same exchange have times of their own. ``is_whole``: the client
-    got all of the response. ``tokenized``: what an engine tokenized before it had a request (start, end,
-    tokens, error), in order. ``at_end``: called when the response is complete, or its client is gone.
+    ``scope``: ASGI's. ``status``, ``response_id``: the response's. ``is_taken``: an engine's request is this
+    exchange's; further ones in it have times of their own. ``is_whole``: the client got all of the response.
+    ``tokenized``: tokenizations before the request began (start, end, tokens, error), in order. ``at_end``:
+    called when the response is complete, or its client is gone.
     """
 
     scope: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Exchange:
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
-# Set in the task that serves an HTTP request, and so in those that it starts.
+# Set in the task that serves an HTTP request, and inherited by the tasks that it starts.
 current_exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
     "sgl_aspects_exchange", default=None
 )

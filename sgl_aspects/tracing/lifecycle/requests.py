@@ -18,9 +18,9 @@ from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
 
 @dataclass(eq=False)
 class ScheduledRequest:
-    """A request in the scheduler. ``key`` is its name in this process's records (see ``RequestSeen``).
+    """A request in the scheduler. ``key``: its id in this process's records (see ``RequestSeen``).
 
-    ``phase``: the span of it that is open (its type's name); "" while its prompt is worked on.
+    ``phase``: the type name of its open span; "" during prefill.
     """
 
     key: int
@@ -28,10 +28,10 @@ class ScheduledRequest:
     phase: str = ""
     phase_id: int = 0
     phase_ns: int = 0
-    #: Of the phase that is open, where they are known when it begins.
+    #: Attributes of the open phase that are known when it begins.
     values: tuple[AttributeValue, ...] = ()
     chunks: int = 0
-    #: What the engine found wrong with it, where it refused it.
+    #: The engine's error, if it rejected the request.
     problem: str = ""
 
     @property
@@ -45,7 +45,7 @@ class ScheduledRequest:
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of one request's prompt in a batch. ``is_last`` None: settled when the result comes."""
+    """A part of one request's prompt in a batch. ``is_last`` None: unknown until the result comes."""
 
     req: Any
     request: ScheduledRequest
@@ -57,12 +57,12 @@ class Chunk:
 class RequestTracker:
     """The requests of one scheduler, by request id.
 
-    ``after_prefill``: the phase that a request is in once its prompt is worked on.
+    ``after_prefill``: the phase that follows the last chunk of a prompt.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
-        #: Those that gave way, and are in the queue again.
+        #: Preempted requests, which are in the queue again.
         self.preempted_requests: set[ScheduledRequest] = set()
         self.after_prefill = DECODE.name
         self._processed: list[Chunk] = []
@@ -72,9 +72,9 @@ class RequestTracker:
         self._write_prefill = recorder.spans(PREFILL)
 
     def follow(self) -> None:
-        """Another rank, which runs the same requests, tells of them; the steps here are linked to them."""
-        self._announce = self._write_prefill = _untold
-        self._writers = dict.fromkeys(self._writers, _untold)
+        """Stop recording requests: another rank runs and records the same ones; the steps link to them."""
+        self._announce = self._write_prefill = _discard
+        self._writers = dict.fromkeys(self._writers, _discard)
 
     def queued(
         self,
@@ -83,9 +83,9 @@ class RequestTracker:
         values: tuple[AttributeValue, ...] = (),
         elsewhere: tuple[int, int, bool] | None = None,
     ) -> ScheduledRequest:
-        """The scheduler got a request, which is in ``phase`` from now on.
+        """Open a request that the scheduler got, in ``phase``.
 
-        ``elsewhere``: the trace and the span of one that another host received, and whether it is wanted.
+        ``elsewhere``: trace id, span id and sampled flag of a request that another host received.
         """
         recorder, now = self._recorder, time_ns()
         request = ScheduledRequest(recorder.new_id(), rid)
@@ -98,7 +98,7 @@ class RequestTracker:
         return request
 
     def enter(self, rid: str, phase: str, values: tuple[AttributeValue, ...] = (), now: int = 0) -> None:
-        """It goes from the phase that is open to another: one of ``schema.PHASES``, with its attributes."""
+        """Change the open phase to another of ``schema.PHASES``, with its attributes."""
         request = self.requests.get(rid)
         if request is not None and request.phase != phase:
             now = now or time_ns()
@@ -106,35 +106,35 @@ class RequestTracker:
             self._open(request, phase, now, values)
 
     def begins_in(self, rid: str, phase: str) -> None:
-        """Since it was queued it has been in this phase, not in the queue."""
+        """Relabel the queue phase: since it was queued the request has been in this phase."""
         request = self.requests.get(rid)
         if request is not None and request.phase == QUEUE.name:
             request.phase = phase
             self._announce(PHASES[phase], request.phase_id, request.key, request.key, request.phase_ns)
 
     def launched(self, request: ScheduledRequest, now: int) -> None:
-        """Its prompt is in a batch; no-op for one that was before."""
+        """Close the queue phase: the prompt is in a batch; no-op for one that was before."""
         if request.phase:
             self.preempted_requests.discard(request)
             self._close(request, now)
 
     def resume(self, request: ScheduledRequest, now: int) -> None:
-        """It gave way, and all that it had is still in the prefix cache: it decodes at once."""
+        """Reopen decode for a preempted request whose tokens are all still in the prefix cache."""
         self.preempted_requests.discard(request)
         self._close(request, now)
         self._open(request, DECODE.name, now)
 
     def processing(self, chunks: list[Chunk]) -> None:
-        """The result of a batch with these parts of prompts is here, and being processed."""
+        """Note that the result of a batch with these chunks is being processed."""
         self._processed = chunks
 
     def processed(self, problem: str = "", now: int = 0) -> None:
-        """The result is processed: the chunks have ended, and the requests whose prompts are whole decode."""
+        """End these chunks; requests whose prompts are complete decode from here on."""
         chunks, self._processed = self._processed, []
         self.prefilled(chunks, problem, now)
 
     def prefilled(self, chunks: Iterable[Chunk], problem: str = "", now: int = 0) -> None:
-        """Chunks have been worked on; from the last one of a prompt on its request decodes."""
+        """End chunks; after a prompt's last one its request decodes."""
         end_ns = now or time_ns()
         for chunk in chunks:
             request = chunk.request
@@ -145,7 +145,7 @@ class RequestTracker:
                 self._open(request, self.after_prefill, end_ns)
 
     def preempted(self, rid: str, output_tokens: int | None) -> None:
-        """Memory ran short: it goes back to the queue, and its prompt and output are worked on again."""
+        """Put a request back in the queue: memory ran short; prompt and output will be prefilled again."""
         request = self.requests.get(rid)
         if request is None or not request.is_running:
             return
@@ -157,9 +157,9 @@ class RequestTracker:
     def finished(
         self, rid: str, output_tokens: int | None, reason: str | None, problem: str = "", now: int = 0
     ) -> None:
-        """It leaves the scheduler, wherever it was; no-op where it is not known."""
+        """Close the request, in any phase; no-op if it is unknown."""
         if self._processed:
-            self.processed(now=now)  # its last token may have come with its prompt
+            self.processed(now=now)  # its last token may come with its prompt
         request = self.requests.pop(rid, None)
         if request is None:
             return
@@ -188,5 +188,5 @@ class RequestTracker:
             self._writers[phase](request.phase_id, key, key, start_ns, max(start_ns, now), values, problem)
 
 
-def _untold(*fields: Any, **named: Any) -> None:
-    """Records nothing."""
+def _discard(*fields: Any, **named: Any) -> None:
+    """Record nothing."""

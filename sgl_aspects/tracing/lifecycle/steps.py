@@ -1,11 +1,11 @@
 """The life of a batch: scheduled, launched, its forward run, sampled, its result processed.
 
 A step is one record (:mod:`..ring.steps`). The tracker opens it when the batch is launched and ends it when
-its result has been processed, possibly after the next batch was launched. In between, observers store its
-moments straight into ``step.words``, one store each: a step of a fast engine lasts two milliseconds, and a
-call for each moment would cost more than the moment.
+its result has been processed, possibly after the next batch was launched. In between, observers store
+timestamps straight into ``step.words``: a step of a fast engine lasts two milliseconds, and a call per
+timestamp would cost too much.
 
-Nothing is told to OpenTelemetry, and no context variable is set: the current span is
+OpenTelemetry is not called, and no context variable is set: the current span is
 :meth:`StepTracker.current_span`, in the thread that runs the step.
 """
 
@@ -33,17 +33,17 @@ from sgl_aspects.tracing.ring.open_steps import OpenSteps
 from sgl_aspects.tracing.ring.steps import CHILD_STARTS, CHILD_TYPES
 
 pack_begin, pack_queues = layout.STEP_BEGIN.pack_into, layout.STEP_QUEUES.pack_into
-# Details of what precedes a step are bounded: they may be outside of any step.
+# Cap on spans of details that precede a step, since there may be no step.
 _MOST_DETAILS = 1000
 
 
 class Step(native.Step):
-    """A batch from its launch to its result. ``id`` 0: not traced, but figures for the metrics.
+    """A batch from its launch to its result. ``id`` 0: untraced, with figures for the metrics only.
 
-    ``words[block + …]`` are its moments and figures (:mod:`..ring.format`), at ``offset`` in the memory.
-    ``child``: the span of it that is open now, 0: its own. ``number``: the engine's. ``batch``, ``result``:
-    how the result's processing finds it. ``prefill``: what its observer keeps of the prompts in it;
-    ``events``: the device's. Objects are used again: a decode step makes none.
+    ``words[block + …]`` are its timestamps and figures (:mod:`..ring.format`), at ``offset`` in the memory.
+    ``child``: its open child span, 0: none. ``number``: the engine's. ``batch``, ``result``: keys for the
+    processing of the result. ``prefill``: the observer's chunks of prompts; ``events``: the device's. Objects
+    are reused: a decode step allocates none.
     """
 
     __slots__ = ()
@@ -60,17 +60,17 @@ class Step(native.Step):
 
 
 def figure(number: int | None) -> int:
-    """A number as it is stored: 0 is none."""
+    """Encode a number for storage: 0 is none."""
     return 0 if number is None else number + 1
 
 
 def usage_figure(usage: float | None) -> int:
-    """A share of 1 as it is stored."""
+    """Encode a fraction of 1 for storage."""
     return 0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1
 
 
 def _mark(event: Any) -> native.Mark:
-    """For C code: the event, or that only Python records it."""
+    """Return the event's mark for C code; zeros if only Python can record the event."""
     mark = native.Mark()
     mark.owner = event
     mark.function, mark.elapsed, mark.event = event.recorder() or (0, 0, 0)
@@ -81,9 +81,8 @@ class StepTracker(native.Tracker):
     """The steps of one scheduler, which runs in one thread.
 
     ``schedule_start``, ``schedule_end``: of the latest scheduling, stored by its observer. ``running``: the
-    step whose batch is being launched or processed now. ``finishing``: since the latest result was processed
-    a request may have ended. ``on_level`` is called once a step where the
-    recorder's level has changed, before anything of that step.
+    step being launched or processed. ``finishing``: a request may have ended since the latest result.
+    ``on_level`` is called once, before a step, when the recorder's level has changed.
     """
 
     steps: OpenSteps | None
@@ -110,9 +109,9 @@ class StepTracker(native.Tracker):
     def begin(
         self, now: int, batch: Any, mode: str, size: int, tokens: int, shared_id: int = 0
     ) -> Step | None:
-        """A batch is launched; None where its step is not to be recorded.
+        """Open the step of a launched batch; None if it is not to be recorded.
 
-        ``shared_id``: the step's id where other processes derive the same one from the batch.
+        ``shared_id``: the step's id if other processes derive the same one from the batch.
         """
         steps = self._recorder.steps
         if steps is not self.steps:
@@ -130,7 +129,7 @@ class StepTracker(native.Tracker):
             if sample < SAMPLE_ALL and not in_sample(step_id, sample):
                 step_id = 0
         if not step_id and not (self._measures and level):
-            self.schedule_start = 0  # it has led to a batch
+            self.schedule_start = 0  # the schedule belongs to a batch now
             return None
         spare = self.spare
         try:
@@ -164,13 +163,13 @@ class StepTracker(native.Tracker):
         return step
 
     def begin_unrecorded(self, batch: Any) -> Step:
-        """For a batch whose step is not recorded, and whose result somebody waits for."""
+        """Return a placeholder for a batch whose step is not recorded but whose result is awaited."""
         step = self.running = Step(self._nowhere, layout.OPEN_STEPS_WORD)
         step.batch, step.is_recorded = batch, False
         return step
 
     def link(self, keys: Sequence[int]) -> None:
-        """From the next step on these requests are in the batch; called when they are others."""
+        """Set the requests of the following steps; called when they change."""
         known = array("Q", keys)
         if known == self._keys:
             return
@@ -180,7 +179,7 @@ class StepTracker(native.Tracker):
         self.group, self._keys = group, known
 
     def launched(self, step: Step, result: Any) -> None:
-        """The batch was launched; its result is processed later."""
+        """Note that the batch was launched; its result is processed later."""
         self.running = None
         step.result = result
         in_flight = self.in_flight
@@ -191,7 +190,7 @@ class StepTracker(native.Tracker):
             self._give_back(lost)
 
     def take(self, batch: Any, result: Any) -> Step | None:
-        """The step of a result: found by it, or by the batch where a pipeline made another result of it."""
+        """Return the step of a result: by the result, or by the batch if a pipeline replaced the result."""
         in_flight = self.in_flight
         if in_flight and in_flight[0].result is result:
             return in_flight.pop(0)
@@ -204,13 +203,13 @@ class StepTracker(native.Tracker):
         return None
 
     def fail(self, step: Step, children: int, problem: str) -> None:
-        """An exception has left what runs. ``children``: the bits of the spans that it went through."""
+        """Record an exception. ``children``: the bits of the spans that it left."""
         words, block = step.words, step.block
         words[block + layout.STEP_ERROR] = self._recorder.text(problem)
         words[block + layout.STEP_FAILED] |= children
 
     def end(self, step: Step, now: int) -> None:
-        """The result is processed, or there will be none."""
+        """End the step: its result is processed, or there will be none."""
         self.running = None
         if not step.is_recorded:
             return
@@ -218,13 +217,13 @@ class StepTracker(native.Tracker):
         if step.events is None:
             self._write(step)
             return
-        step.batch = step.result = None  # nothing of the engine's is kept alive
+        step.batch = step.result = None  # keep no object of the engine alive
         self.late.append(step)
         if len(self.late) >= layout.MOST_LATE:
             self.read_late()
 
     def read_late(self) -> None:
-        """Records the steps whose device time is known by now, and the oldest beyond a number."""
+        """Write the steps whose device time is known by now, and the oldest above the limit."""
         late, self.late = self.late, []
         for step in late:
             if self._read_events(step, step.events):
@@ -235,7 +234,7 @@ class StepTracker(native.Tracker):
             self._write(self.late.pop(0))
 
     def _write(self, step: Step) -> None:
-        """The step becomes a record, and its object free."""
+        """Write the step's record and free its object."""
         self._recorder.end_step(step.steps, step.block)
         self._give_back(step)
 
@@ -247,7 +246,7 @@ class StepTracker(native.Tracker):
             self.spare.append(step)
 
     def idle(self, waiting: int | None, running: int | None, usage: float | None) -> None:
-        """Nothing is left to run: the metrics are to show it."""
+        """Record an idle scheduler, for the metrics."""
         steps = self._recorder.steps
         try:
             block = steps.take()
@@ -264,9 +263,9 @@ class StepTracker(native.Tracker):
     # -- the device's time ----------------------------------------------------------------------------------
 
     def take_events(self, platform: Any) -> Any:
-        """What marks a begin and an end in a stream, what says the milliseconds between, and both for C.
+        """Return two functions that mark begin and end in a stream, one for the milliseconds, and both for C.
 
-        Used before, where there is one; else of new events of the platform.
+        Reuses a pair if one is free, otherwise makes new events of the platform.
         """
         if self.spare_events:
             return self.spare_events.pop()
@@ -279,8 +278,8 @@ class StepTracker(native.Tracker):
 
     def _read_events(self, step: Step, events: Any) -> bool:
         try:
-            milliseconds = events[2]()  # to ask first whether it is there takes as long again
-        except RuntimeError:  # the device has not come so far
+            milliseconds = events[2]()  # querying the event first takes as long again
+        except RuntimeError:  # the device has not reached the event
             return False
         step.words[step.block + layout.STEP_DEVICE_TIME] = max(0, int(milliseconds * 1e6)) + 1
         step.events = None
@@ -288,7 +287,7 @@ class StepTracker(native.Tracker):
         return True
 
     def flush(self) -> None:
-        """Records the steps that still wait for the device, without its time: nobody will ask again."""
+        """Record the steps that still wait for the device, without its time: there is no later read."""
         self.read_late()
         while self.late:
             self._write(self.late.pop(0))
@@ -296,7 +295,7 @@ class StepTracker(native.Tracker):
     # -- what is below a step -------------------------------------------------------------------------------
 
     def current_span(self) -> Fields | None:
-        """The span that is open in this thread, if it is one of a step's. The step is announced."""
+        """Return the open span of the step running in this thread, if any. Announces the step."""
         step = self.running
         if step is None or not step.id or threading.get_ident() != self._thread:
             return None
@@ -306,7 +305,7 @@ class StepTracker(native.Tracker):
         return opened[1]
 
     def parent_of_detail(self) -> tuple[int, int]:
-        """The step that runs and the span of it that is open; zeros outside of a step."""
+        """Return the running step and its open span; zeros outside a step."""
         step = self.running
         if step is None or not step.id:
             return 0, 0
@@ -315,7 +314,7 @@ class StepTracker(native.Tracker):
         return step.id, layout.child_id(step.id, step.child)
 
     def _open(self, step: Step, child: int) -> Fields:
-        """What says that a child is open, inside of what says it of its parent."""
+        """Return the fields of a child's open span, with its parent's as the outer ones."""
         self._announce(step)
         if child not in step.spans:
             parent = layout.CHILD_RUN_BATCH if child in (layout.CHILD_FORWARD, layout.CHILD_SAMPLE) else 0
@@ -327,7 +326,7 @@ class StepTracker(native.Tracker):
         return step.spans[child]
 
     def _announce(self, step: Step) -> None:
-        """Records that the step has begun, for what is recorded below it."""
+        """Record that the step has begun, for the spans below it."""
         if not step.is_announced:
             step.is_announced = True
             words, block = step.words, step.block
@@ -335,7 +334,7 @@ class StepTracker(native.Tracker):
             self._recorder.announce(schema.STEP, step.id, step.id, 0, start)
 
     def keep_detail(self, write: SpanWriter, start_ns: int, end_ns: int, problem: str) -> None:
-        """What is done before it is known whether there will be a step."""
+        """Keep a detail that precedes the step, if there will be one."""
         if len(self.details) < _MOST_DETAILS:
             self.details.append((write, start_ns, end_ns, problem))
 
@@ -350,7 +349,7 @@ class StepTracker(native.Tracker):
             write(self.new_id(), step.id, parent_id, start_ns, end_ns, (), problem)
 
     def _meet(self, steps: OpenSteps) -> OpenSteps:
-        """The recorder has another file: at the beginning, after a fork, at the end."""
+        """Switch to the recorder's current file: at the start, after a fork, at the end."""
         if self._recorder.level:
             self._recorder.open()
             steps = self._recorder.steps

@@ -2,10 +2,10 @@
 
     decode_path.c   the plain case of observers/steps.py and observers/forward.py
     build.py        compiles it, once for a version of it and of Python, into the user's cache
-    fields.py       what stands in its place without it
+    fields.py       its replacement where it cannot be compiled
 
 ``SGL_ASPECTS_NATIVE``: ``auto`` (the default), ``cached`` (only what has been compiled already), ``off``.
-Measured where it counts, in docs/performance-steps.md: that is why it is here.
+docs/performance-steps.md has the measurements that justify it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiles ``decode_path.c``, once for each version of it and of Python, and loads it.
 
-As Triton does with its launchers, and with what those need: a C compiler and Python's headers. The result
-lies in the user's cache and is loaded only from a folder that nobody else can write to.
+Like Triton's launchers, it needs a C compiler and Python's headers. The result lies in the user's cache and
+is loaded only from a folder that nobody else can write to.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NAME = "_decode_path"
 _SOURCE = Path(__file__).with_name("decode_path.c")
 _FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _DIGEST_BYTES = 32
-_SECONDS = 120  # for a compiler on a machine that starts an engine
+_SECONDS = 120  # time limit of the compiler, on a machine that starts an engine
 
 
 def load() -> Any:
-    """The compiled module; None where it is switched off, or cannot be made (``why_not`` says why)."""
+    """Load the compiled module; None if it is off or cannot be made (``why_not`` gives the reason)."""
     wanted = (env.text(VARIABLE) or AUTO).lower()
     if wanted not in (AUTO, CACHED, OFF):
-        logger.warning("%s=%s is ignored: it takes %s, %s or %s", VARIABLE, wanted, AUTO, CACHED, OFF)
+        logger.warning("%s=%s is ignored: choose %s, %s or %s", VARIABLE, wanted, AUTO, CACHED, OFF)
         wanted = AUTO
     if wanted == OFF:
         return None
@@ -54,7 +54,7 @@ def load() -> Any:
 
 
 def header() -> str:
-    """``layout.h``: the numbers of the ring's layout that the C code uses."""
+    """Return ``layout.h``: the numbers of the ring's layout that the C code uses."""
     names = [
         name
         for name, value in vars(layout).items()
@@ -64,16 +64,16 @@ def header() -> str:
 
 
 def _path() -> Path:
-    """Where the module for this Python lies, or will."""
-    told = [_SOURCE.read_text(), header(), sys.version, sysconfig.get_platform(), *_FLAGS]
-    digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    """Return the path of the module for this Python."""
+    sources = [_SOURCE.read_text(), header(), sys.version, sysconfig.get_platform(), *_FLAGS]
+    digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache, "sgl-aspects", f"{_NAME}-{digest}{suffix}")
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether it is there as it was compiled: loading a file that was cut off may kill the process."""
+    """Return whether the file is complete: loading a truncated one may kill the process."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -82,9 +82,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(path: Path) -> None:
-    """:raises OSError: there is no compiler, or no folder for the result; SubprocessError: it failed."""
+    """Compile the module.
+
+    :raises OSError: there is no compiler, or no folder for the result.
+    :raises SubprocessError: it failed.
+    """
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise OSError("it needs the interpreter's lock, and this Python has none")
+        raise OSError("it needs the GIL, and this Python has none")
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     headers = sysconfig.get_path("include")
     if compiler is None or not os.path.exists(os.path.join(headers, "Python.h")):
@@ -94,7 +98,7 @@ def _compile(path: Path) -> None:
         Path(folder, "layout.h").write_text(header())
         made = Path(folder, path.name)
         command = [*compiler.split(), *_FLAGS, f"-I{folder}", f"-I{headers}", str(_SOURCE), "-o", str(made)]
-        # What the engine preloads or traces is not the compiler's business.
+        # Do not pass the engine's preloaded libraries on to the compiler.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             command,
@@ -107,7 +111,7 @@ def _compile(path: Path) -> None:
         )
         if done.returncode:
             raise OSError(f"{' '.join(command[:1])} ended with {done.returncode}: {done.stderr[-500:]}")
-        with made.open("ab") as file:  # a loader ignores what stands behind the sections
+        with made.open("ab") as file:  # a loader ignores bytes after the sections
             file.write(hashlib.sha256(made.read_bytes()).digest())
         os.replace(made, path)
 
@@ -116,10 +120,10 @@ def _load(path: Path) -> Any:
     for place in (path.parent, path):
         found = place.stat()
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise OSError(f"{place} is not this user's alone: remove it, or set {VARIABLE}={OFF}")
+            raise OSError(f"{place} is writable by other users: remove it, or set {VARIABLE}={OFF}")
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_loader(_NAME, loader)
-    assert spec is not None  # of a loader that was given
+    assert spec is not None  # the spec has a loader
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -1,7 +1,7 @@
-/* A decode step that is like the one before, recorded without running any Python.
+/* Records a decode step that repeats the one before, without running any Python.
 
-   Between two steps of an engine the model and the scheduler evict every cache: what a step's record costs is
-   how many different pieces of code and memory it touches, and each Python function is a dozen of them. Here
+   Between two steps of an engine the model and the scheduler evict every cache: the cost of a step's record is
+   the number of pieces of code and memory it touches, and each Python function is a dozen of them. Here
    are the functions of observers/steps.py and observers/forward.py for the plain case only. In any other
    (prompts, another batch, an error, another level, a full ring) the Python method is called with the same
    arguments, before anything has been changed. The Python classes inherit their fields from these types.
@@ -43,8 +43,8 @@ replace(PyObject **place, PyObject *value)
 
 /* -- types of fields ------------------------------------------------------------------------------------- */
 
-/* Each type's object fields stand in a row: the first of them and their number say all to the collector of
-   garbage. */
+/* Each type's object fields are contiguous: the garbage collector needs only the first of them and their
+   number. */
 #define COLLECTED(type, first, count)                                                                      \
     static int type##_traverse(PyObject *self, visitproc visit, void *arg)                                \
     {                                                                                                      \
@@ -89,10 +89,10 @@ replace(PyObject **place, PyObject *value)
 typedef struct {
     PyObject_HEAD
     PyObject *mapped;
-    uint64_t *words; /* NULL: nothing may be written there any more */
+    uint64_t *words; /* NULL: no longer writable */
 } Blocks;
 
-/* The slots that are at hand. */
+/* The free slots. */
 typedef struct {
     PyObject_HEAD
     PyObject *mapped;
@@ -133,7 +133,7 @@ typedef struct {
     char has_begun, has_events;
 } ForwardPath;
 
-/* An event of the device that is recorded by a function in C. */
+/* An event of the device, recorded by a function in C. */
 typedef struct {
     PyObject_HEAD
     PyObject *owner; /* keeps the event alive */
@@ -142,7 +142,7 @@ typedef struct {
 
 static PyTypeObject *mark_type, *blocks_type, *slots_type, *step_type, *tracker_type;
 
-/* The words of a step's block; NULL where they are not, or no longer, memory of ours. */
+/* The words of a step's block; NULL if they are not, or no longer, a ring's memory. */
 static inline uint64_t *
 words_of(Step *step)
 {
@@ -158,7 +158,7 @@ is_step(PyObject *object)
     return !is_none(object) && PyObject_TypeCheck(object, step_type);
 }
 
-/* An object's attribute, or what a function says of it. */
+/* An object's attribute, or a function's result for it. */
 static inline PyObject *
 read_from(PyObject *object, PyObject *source)
 {
@@ -309,7 +309,7 @@ has_any(PyObject *list)
     return list != NULL && PyList_Check(list) && PyList_GET_SIZE(list) > 0;
 }
 
-/* The tracker where its fields are what the functions below count on; else NULL. */
+/* The tracker if its fields have the types that the functions below need; else NULL. */
 static inline Tracker *
 tracker_in(PyObject *object)
 {
@@ -332,7 +332,7 @@ COLLECTED(Mark, owner, 1)
 typedef int (*recorder)(void *event, void *stream);
 typedef int (*timer)(float *milliseconds, void *begin, void *end);
 
-/* The milliseconds between a step's events, below 0: not known here, or not yet. The events are two functions of
+/* The milliseconds between a step's events, below 0: not available here, or not yet. The events are two functions of
    the stream, one for the time between them, and the same two as marks where they can be. */
 static float
 elapsed(PyObject *events)
@@ -395,7 +395,7 @@ StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t level = words[WORD_LEVEL];
     if (batch == Py_None || level != tracker->level)
         goto slow;
-    /* What it reads is kept by the batch, or is the same as before. */
+    /* Borrowed references: kept alive by the batch, or the same as before. */
     PyObject *mode = read_from(batch, self->mode_source);
     if (mode == NULL)
         goto unreadable;
@@ -531,7 +531,7 @@ slow:
     return call_method(object, s_process_enter, args, count);
 }
 
-/* The step becomes a record, and its object free; 0 with an exception set. There is a slot for it. */
+/* Writes the step's record and frees its object; 0 with an exception set. A slot is free for it. */
 static int
 write_step(Slots *slots, Tracker *tracker, Step *step)
 {
@@ -554,7 +554,7 @@ write_step(Slots *slots, Tracker *tracker, Step *step)
     return step->steps != tracker->steps || PyList_Append(tracker->spare, (PyObject *)step) == 0;
 }
 
-/* Records the first of the late steps whose times are there; the method in Python where there is none. */
+/* Records the first late steps whose times are available; calls the method in Python if there are none. */
 static PyObject *
 read_late(StepPath *self, Tracker *tracker)
 {
@@ -697,7 +697,7 @@ ForwardPath_forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t co
             return NULL;
         }
     }
-    replace(&self->step, (PyObject *)step); /* last: its exit, which lets go of it, comes only after this */
+    replace(&self->step, (PyObject *)step); /* last: its exit, which releases it, comes only after this */
     return (PyObject *)step;
 slow:
     return call_method(object, s_forward_enter, args, count);
@@ -713,7 +713,7 @@ ForwardPath_launch_enter(PyObject *object, PyObject *const *args, Py_ssize_t cou
     if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
         return call_method(object, s_launch_enter, args, count);
     if (words[STEP_GRAPH] == self->replayed_text)
-        Py_RETURN_NONE; /* a further part of the same pass */
+        Py_RETURN_NONE; /* a later part of the same pass */
     words[STEP_GRAPH] = self->replayed_text;
     if (!is_none(self->events)) {
         self->expects |= 1ull << (words[STEP_MODE] & 63);

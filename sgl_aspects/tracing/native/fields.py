@@ -1,4 +1,4 @@
-"""Without the compiled module: its types as Python classes, with nothing in the place of its functions."""
+"""Python classes with the fields of the compiled module's types, used if it is absent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Blocks:
     __slots__ = ()
 
     def map(self, memory: Any) -> None:
-        """Steps are open in this memory."""
+        """Note that steps are open in this memory."""
 
     def retire(self) -> None:
-        """The memory may go."""
+        """Release the memory."""
 
 
 class Slots:
-    """The slots that are at hand: ``take()`` gives the next number, its memory, and the place there.
+    """The free slots: ``take()`` returns the next number, its memory, and the offset there.
 
-    Taking is one step of iterators written in C, which no other thread can interrupt. ``StopIteration``: none
-    is at hand.
+    Taking is one step of iterators written in C, which other threads cannot interrupt. ``StopIteration``:
+    none is free.
     """
 
     __slots__ = ("_numbers", "take")
@@ -35,7 +35,7 @@ class Slots:
         self.hand_out(1, 0, b"", 0)
 
     def hand_out(self, first: int, last: int, memory: Any, offset: int) -> None:
-        """From now on these numbers, from this place of the memory on."""
+        """Set the free numbers and the offset of the first."""
         numbers = range(first, last + 1)
         offsets = range(offset, offset + len(numbers) * layout.SLOT_BYTES, layout.SLOT_BYTES)
         self._numbers: Iterator[int] = iter(numbers)
@@ -117,7 +117,7 @@ class StepPath:
     decodes: bool
     measures: bool
     is_plain: bool
-    #: The compiled module's.
+    #: Implemented by the compiled module only.
     schedule_enter: Any
     schedule_exit: Any
     run_enter: Any
@@ -127,7 +127,7 @@ class StepPath:
 
 
 class Mark:
-    """An event that C code records: what :meth:`DeviceEvent.recorder` says of ``owner``."""
+    """An event that C code records: the result of :meth:`DeviceEvent.recorder` for ``owner``."""
 
     owner: Any
     function: int
@@ -153,7 +153,7 @@ class ForwardPath:
     expects: int
     has_begun: bool
     has_events: bool
-    #: The compiled module's.
+    #: Implemented by the compiled module only.
     forward_enter: Any
     forward_exit: Any
     launch_enter: Any

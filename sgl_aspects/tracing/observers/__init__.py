@@ -1,8 +1,8 @@
-"""What watches an engine's functions and tells the trackers of requests and steps, whatever the engine.
+"""Observers: advice on an engine's functions that reports to the trackers of requests and steps.
 
 An observer watches roles: for each a pair ``enter(args, kwargs) -> token``, ``exit(token, result, error)``.
-They look and record; they cannot change what the engine does. The engine's room says which functions play the
-roles and how to read what they got and gave; a role that it does not have is not watched.
+It cannot change what the engine does. The engine's room maps roles to functions and says how to read their
+arguments and results; a role that the engine lacks is not watched.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from sgl_aspects.tracing.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
-#: These are woven whatever the level is: they see that it has changed.
+#: Woven at every level, since they apply changes of the level.
 _ALWAYS = 2
 
 
 def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> list[Callable[[], None]]:
-    """Weaves the observers for every engine that has a room, importing none of it.
+    """Weave the observers for every engine that has a room, importing none of the engines.
 
-    What it returns undoes it: call them last to first.
+    Returns functions that undo it: call them last to first.
     """
     undo: list[Callable[[], None]] = []
     bridge_opentelemetry()
@@ -55,15 +55,13 @@ def weave_observers(recorder: Recorder, options: TraceOptions = DEFAULTS) -> lis
             all_trackers.append(_weave_engine(engine, recorder, options, own))
         except KeyboardInterrupt:
             raise
-        except BaseException:  # a room may be anybody's
-            logger.exception(
-                "the room of the engine %s failed: it is not traced, the others are", engine.name
-            )
+        except BaseException:  # a room may be third-party code
+            logger.exception("observing the engine %s failed: it is not traced, the others are", engine.name)
             for step in reversed(own):
                 step()
         else:
             undo += own
-    # An engine that is called may have a server, too, and may be loaded beside one that serves.
+    # An engine without a server of its own comes last, since it may be loaded beside one that serves.
     by_http = sorted(all_trackers, key=lambda trackers: _is_called(trackers.engine))
     exchanges = ExchangeObserver(by_http, options).observations()
     undo.append(aspects.weave(*_advices(HTTP_ROLES, exchanges)).remove)
@@ -85,31 +83,31 @@ def _weave_engine(
 
 
 class WovenLevels:
-    """The observations of one engine, of which those of the levels that are on are woven."""
+    """The observations of one engine, woven by level."""
 
     def __init__(self, engine: Engine, observations: list[Observation]) -> None:
         self._advices: dict[int, list[aspects.Advice]] = {}
-        self._lost: set[str] = set()
+        self._missing: set[str] = set()
         self._engine = engine
         self._handles: dict[int, aspects.Handle] = {}
         for level in (_ALWAYS, 3, 4):
             own = [one for one in observations if max(one.level, _ALWAYS) == level]
-            self._advices[level] = [*_advices(engine.roles, own, self._tell_lost)]
+            self._advices[level] = [*_advices(engine.roles, own, self._log_missing)]
 
     def set_level(self, level: int) -> None:
-        """Weaves what ``level`` asks for, and takes off what it does not."""
+        """Weave the observations of ``level``, and remove those above it."""
         for own, advices in self._advices.items():
             if own <= max(level, _ALWAYS) and own not in self._handles and advices:
                 self._handles[own] = aspects.weave(*advices)
             elif own > max(level, _ALWAYS) and own in self._handles:
                 self._handles.pop(own).remove()
 
-    def _tell_lost(self, role: str, why: str) -> None:
-        """A required role is not there: one error, and the engine goes on."""
-        if role not in self._lost:
-            self._lost.add(role)
+    def _log_missing(self, role: str, why: str) -> None:
+        """Log a missing required role, once; the engine goes on."""
+        if role not in self._missing:
+            self._missing.add(role)
             logger.error(
-                "%s is not traced whole: it has no function for the role %s; looked for %s (%s). "
+                "%s is traced in part only: it has no function for the role %s; looked for %s (%s). "
                 "`sgl-aspects doctor --engine WHEEL` shows which roles a version has",
                 self._engine.name,
                 role,
@@ -118,29 +116,31 @@ class WovenLevels:
             )
 
     def remove(self) -> None:
-        """Gives every original back."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.popitem()[1].remove()
 
 
 def _is_called(engine: Engine) -> bool:
-    """Whether a function of its own ends each request; else a generator serves it, by HTTP as a rule."""
+    """Return whether the engine has a function that ends each request, rather than a generator that serves
+    it.
+    """
     return "finish_request" in engine.roles
 
 
 def _advices(
     roles: Mapping[str, Role],
     observations: Iterable[Observation],
-    tell_lost: Callable[[str, str], None] | None = None,
+    on_missing: Callable[[str, str], None] | None = None,
 ) -> Iterator[aspects.Advice]:
-    """Those whose role there is. ``tell_lost``: of a required one that the engine does not have, and why."""
+    """Yield the advice for roles that exist. ``on_missing``: called with a missing required role and why."""
     for observation in observations:
         role = roles.get(observation.role)
         if role is not None:
             target = aspects.Target.parse(role.targets)
             advice = aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
-            if role.required and tell_lost is not None:
-                advice.on_lost = partial(tell_lost, observation.role)
+            if role.required and on_missing is not None:
+                advice.on_lost = partial(on_missing, observation.role)
             yield advice
 
 
@@ -163,9 +163,10 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
 
 
 def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterator[Callable[[], None]]:
-    """Weaves the functions that the configuration file wants traced; yields what undoes it.
+    """Weave the functions that the configuration file declares; yield functions that undo it.
 
-    One that cannot be is logged and stays in the report: the engine's own are traced all the same.
+    A function that cannot be woven is logged and stays in the report; the engine's own are traced all the
+    same.
     """
 
     def span_of(rid: Any) -> OpenSpan | None:

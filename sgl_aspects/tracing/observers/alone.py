@@ -1,4 +1,4 @@
-"""Level 1, an engine without a scheduler: requests wait for the one thread that works on them."""
+"""Level 1, an engine without a scheduler: requests wait for the one thread that runs them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sgl_aspects.tracing.observers.observation import Observation, error_type
 
 
 class AloneObserver:
-    """Tells the tracker of requests what becomes of them.
+    """Reports requests to their tracker.
 
-    ``key``: what both the function that queues a request and the one that runs it are given.
+    ``key``: passed both to the function that queues a request and to the one that runs it.
     """
 
     def __init__(self, trackers: Trackers) -> None:
@@ -28,7 +28,7 @@ class AloneObserver:
         self._output_tokens = call("run_alone", "output_tokens")
         self._reason = call("run_alone", "finish_reason")
         self._waiting: dict[Any, str] = {}
-        #: The request that is run now, since when, and the call.
+        #: The request that is running, since when, and the call's arguments.
         self._running: tuple[ScheduledRequest, int, tuple[Any, ...], dict[str, Any]] | None = None
 
     def observations(self) -> list[Observation]:
@@ -68,7 +68,7 @@ class AloneObserver:
         self._requests.finished(request.rid, count, reason, problem)
 
     def _last_output_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Its caller may go before the function that runs it returns."""
+        """End the request here: its caller may go before the function that runs it returns."""
         if self._running is not None:
             request, _, args, kwargs = self._running
             count, reason = self._output_tokens(args, kwargs), self._reason(args, kwargs)

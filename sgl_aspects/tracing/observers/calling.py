@@ -12,7 +12,7 @@ from sgl_aspects.tracing.observers.observation import Observation, error_type
 
 
 class CallingObserver:
-    """Tells the tracker of calls from a request's receipt to its finish."""
+    """Reports requests to the tracker of calls, from receipt to finish."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -47,15 +47,15 @@ class CallingObserver:
         now, calls, request = time_ns(), self._calls, self._received(args, kwargs)
         exchange = current_exchange.get()
         if exchange is not None:
-            exchange.is_taken = True  # whatever becomes of it, it is not refused by the server alone
-        # Several requests of one call are one trace, even where the call brought none along.
+            exchange.is_taken = True  # an engine's request, so never a rejection by the server alone
+        # Several requests of one call share one trace, even without a caller's context.
         first = calls.live.get(self._group(request) or "")
         call = calls.begin(request, args[0], now, origin=first.origin if first else None)
         return call, calls.enter(call)
 
     def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
-            return  # switched off
+            return  # level 0
         call, opened = token
         context.leave(opened)
         if error is None:

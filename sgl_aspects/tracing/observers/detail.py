@@ -15,7 +15,7 @@ from sgl_aspects.tracing.schema import DETAILS
 class DetailObserver:
     """Spans below a step: of the prefix cache, the KV pool, attention, operators and the sampler.
 
-    A graph that is replayed runs no Python: its layers leave no spans.
+    A replayed graph runs no Python: its layers leave no spans.
     """
 
     def __init__(self, trackers: Trackers) -> None:

@@ -1,4 +1,4 @@
-"""Level 1, in a process that turns the tokens of many requests into text in one call."""
+"""Level 1, in a process that detokenizes many requests in one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_aspects.tracing.observers.observation import Observation
 
 
 class DetokenizerObserver:
-    """Tells the tracker of calls; the time of a call is shared out over the requests in it."""
+    """Reports to the tracker of calls; the time of a call is divided among the requests in it."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine

@@ -1,14 +1,14 @@
 """Level 1, the HTTP server's side: when a request reached this machine, and when its answer began to leave.
 
-The engine's own functions begin later, when the body is read and checked, and hand over an output before
-it is formatted. And a busy event loop reads a request long after it came: 32 requests at once were read up to
-100 ms late, which their clients saw as time to first token. The kernel knows when they came.
+The engine's own functions begin later, when the body is read and checked, and return an output before it is
+formatted. And a busy event loop reads a request long after it came: 32 requests at once were read up to 100
+ms late, which their clients saw as time to first token. The kernel has the arrival time.
 
-What is refused before the engine hears of it (a field that is wrong, a model that is not there) has only
-this side: a request of its own, that ends with the status of the response.
+A request rejected before it reaches the engine (an invalid field, an unknown model) has only this side: a
+span that ends with the status of the response.
 
-Known for uvicorn, whatever engine it serves; under another server a request has no exchange, and the engine's
-times stand.
+Works with uvicorn, whatever engine it serves; under another server a request has no exchange, and the
+engine's times are used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HTTP_ROLES = {
     "respond": Role((f"{_SERVER}.send",), ("cycle:self", "message")),
 }
 
-# The id that an answer begins with, as OpenAI's and Anthropic's do, streamed and whole.
+# The id at the start of an answer, in OpenAI's and Anthropic's forms, streamed or not.
 _RESPONSE_ID = re.compile(
     rb'\A(?:event: \w+\n)?(?:data: )?\{(?:"type":\s?"\w+",\s?"message":\s?\{)?"id":\s?"([\w.-]{1,200})"'
 )
@@ -42,9 +42,9 @@ _FIRST_BYTES = 400
 
 
 class ExchangeObserver:
-    """Notes when exchanges begin and end, for the requests in them; tells of what is refused.
+    """Records the begin and end of exchanges for the requests in them, and rejected requests.
 
-    ``engines``: the trackers of those whose requests may come by HTTP. A refused request belongs to the
+    ``engines``: the trackers of those whose requests may come by HTTP. A rejected request belongs to the
     first that is loaded.
     """
 
@@ -73,7 +73,7 @@ class ExchangeObserver:
         for end in exchange.at_end:
             end()
         if exchange.status >= 400 and not exchange.is_taken:
-            self._tell_refused(exchange)
+            self._record_refused(exchange)
 
     def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         exchange = current_exchange.get()
@@ -89,7 +89,7 @@ class ExchangeObserver:
             if found is not None:
                 exchange.response_id = found[1].decode()
 
-    def _tell_refused(self, exchange: Exchange) -> None:
+    def _record_refused(self, exchange: Exchange) -> None:
         operation = operation_of(exchange.path)
         trackers = next((one for one in self._engines if _is_loaded(one.engine)), None)
         if operation is not None and trackers is not None and trackers.recorder.level:
@@ -98,26 +98,26 @@ class ExchangeObserver:
 
 
 def _is_loaded(engine: Engine) -> bool:
-    """Whether the engine serves requests in this process."""
+    """Return whether the engine serves requests in this process."""
     role = engine.roles.get("serve_request") or engine.roles.get("receive_request")
     modules = [] if role is None else [target.partition(":")[0].split(".*")[0] for target in role.targets]
     return any(module in sys.modules for module in modules)
 
 
-# In Linux's `struct tcp_info`: milliseconds since data last came, told in the kernel's ticks (1 to 10 ms).
+# In Linux's `struct tcp_info`: milliseconds since data last came, in the kernel's ticks (1 to 10 ms).
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
 _LAST_DATA_RECEIVED = struct.Struct("52xI")
 
 
 def _unread_ns(transport: Any) -> int:
-    """How long ago the latest data of a connection came; 0 where the system does not tell."""
+    """Return the time since the latest data of a connection came; 0 if the system does not report it."""
     connection = transport.get_extra_info("socket") if transport is not None else None
     if _TCP_INFO is None or connection is None:
         return 0
     try:
-        told = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _LAST_DATA_RECEIVED.size)
-    except OSError:  # no TCP
+        info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _LAST_DATA_RECEIVED.size)
+    except OSError:  # not TCP
         return 0
     return (
-        int(_LAST_DATA_RECEIVED.unpack(told)[0]) * 1_000_000 if len(told) == _LAST_DATA_RECEIVED.size else 0
+        int(_LAST_DATA_RECEIVED.unpack(info)[0]) * 1_000_000 if len(info) == _LAST_DATA_RECEIVED.size else 0
     )

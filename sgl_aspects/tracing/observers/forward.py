@@ -1,7 +1,7 @@
-"""Level 3: the model's forward pass, with the time that the device itself took for it; level 4: sampling.
+"""Level 3: the model's forward pass, with the device's time for it; level 4: sampling.
 
-The device's events sit right around its work: around the launch of a graph where one is replayed, else
-around the whole pass. They are read when the batch's result has been processed, never waited for.
+The device's events enclose its work: the launch of a graph if one is replayed, otherwise the whole pass. They
+are read when the batch's result has been processed, without waiting.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ pack_label, LABEL = STEP_LABEL.pack_into, 8 * STEP_GRAPH
 
 
 class ForwardObserver(native.ForwardPath):
-    """Stores the moments of ``forward`` and ``sample`` in the step that runs, and takes the device's time.
+    """Stores the timestamps of ``forward`` and ``sample`` in the running step, with the device's time.
 
-    A pass inside a pass (a draft model's) belongs to it. Outside of a step (a warm-up, the capture of a
-    graph) nothing is stored. Written for a decode step of a fast engine, whose caches are cold when it comes
-    here: few instructions, few objects.
+    A nested pass (a draft model's) belongs to the outer one. Outside a step (a warm-up, the capture of a
+    graph) nothing is stored. Written for a decode step of a fast engine, which evicts the caches: few
+    instructions, few objects.
     """
 
     tracker: StepTracker
@@ -55,13 +55,13 @@ class ForwardObserver(native.ForwardPath):
         self.met_steps = self.met_runner = None
         self._platform: Any = None
         self.has_events = False
-        #: The step whose pass runs, and its events; whether the first of them has been recorded.
+        #: The step of the running pass, and its events; whether the first of them has been recorded.
         self.step = self.events = None
         self.has_begun = False
-        #: A bit for each mode: whether the last pass replayed a graph, or was to decide about one. An event
-        #: costs the device as much as a small kernel: where the launch marks the begin, entering does not.
+        #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
+        #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self.expects = 0
-        #: The stream of the passes: to ask for it takes longer than to mark a moment in it.
+        #: The stream of the passes: looking it up takes longer than recording an event in it.
         self.stream = None
         self.passes = 0
 
@@ -97,7 +97,7 @@ class ForwardObserver(native.ForwardPath):
             self.has_begun = False
             if not self.expects & _mode_bit(step):
                 self._begin_on_device()
-        self.step = step  # last: its exit, which lets go of it, comes only after this
+        self.step = step  # last: its exit, which releases it, comes only after this
         return step
 
     def _exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
@@ -111,7 +111,7 @@ class ForwardObserver(native.ForwardPath):
             if self.has_begun:
                 events[1](self.stream)
                 step.events = events
-            else:  # no graph was replayed, unlike the last time
+            else:  # no graph replay, unlike the last time
                 self.tracker.give_back_events(events)
                 self.expects &= ~_mode_bit(step)
         step.words[step.block + FORWARD_END] = time_ns()
@@ -140,9 +140,9 @@ class ForwardObserver(native.ForwardPath):
             return
         words, at = step.words, step.block + STEP_GRAPH
         if words[at] == self.replayed_text:
-            return  # a further part of the same pass
+            return  # a later part of the same pass
         words[at] = self.replayed_text
-        # While the host prepared the replay the device had nothing to do.
+        # The device was idle while the host prepared the replay.
         if self.events is not None:
             self.expects |= _mode_bit(step)
             self._begin_on_device()
@@ -157,7 +157,7 @@ class ForwardObserver(native.ForwardPath):
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         tracker = self.tracker
         step = tracker.running
-        if step is None:  # what waits for the result before: it is of the batch that was launched last
+        if step is None:  # a wait for the previous result: it belongs to the batch launched last
             step = tracker.in_flight[-1] if tracker.in_flight else None
         if step is None or not step.id:
             return None
@@ -173,7 +173,7 @@ class ForwardObserver(native.ForwardPath):
         step.child = CHILD_RUN_BATCH
         if error is not None:
             tracker.fail(step, 1 << CHILD_SAMPLE, error_type(error))
-        if step.words[step.block + RUN_END]:  # it was sampled after its launch
+        if step.words[step.block + RUN_END]:  # sampled after its launch
             tracker.running = None
             if error is not None:  # there will be no result to process
                 tracker.take(step.batch, step.result)
@@ -184,7 +184,7 @@ class ForwardObserver(native.ForwardPath):
         self.stream_handle = self._platform.stream_handle(self.stream)
 
     def _meet(self, runner: Any, step: Step) -> None:
-        """Another runner, or another file for the texts."""
+        """Take a new runner, or a new ring file for the texts."""
         text = self._recorder.text
         self.met_runner, self.met_steps = runner, step.steps
         self._platform = platform = self._platform_of(runner)

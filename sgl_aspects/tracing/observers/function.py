@@ -1,4 +1,4 @@
-"""Functions that a user declared to be traced: ``[[trace]]`` in `aspects.toml`, see config.py."""
+"""Functions that a user declared for tracing: ``[[trace]]`` in `aspects.toml`, see config.py."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SpanOf = Callable[[Any], "OpenSpan | None"]
 
 
 def _no_span(rid: Any) -> None:
-    """There are no engines."""
+    """Return None: there are no engines."""
 
 
 class FunctionObserver:
     """Observes the functions of one ``[[trace]]``: a span for each call.
 
-    Its parent is the traced function that is open around it, else the scheduler step that runs, else the
-    request whose id it was declared to name; with none it is the root of a trace of its own.
-    ``span_of``: the span of the request with an id.
+    Its parent is the enclosing traced function, else the running scheduler step, else the request whose id
+    the declaration names; without any, it is a root with a trace of its own. ``span_of``: returns the span of
+    the request with an id.
     """
 
     def __init__(self, recorder: Recorder, declared: DeclaredTrace, span_of: SpanOf = _no_span) -> None:
@@ -41,10 +41,12 @@ class FunctionObserver:
         self.__qualname__, self.__module__ = declared.name or str(declared.target), declared.where
 
     def bound_to(self, function: Callable[..., Any]) -> TracedFunction:
-        """The observer for one function; a :class:`HookError` where an attribute names no parameter of it."""
+        """Return the observer for one function; raises :class:`HookError` if an attribute names no parameter
+        of it.
+        """
         readers = [_reader(function, path) for path in self._declared.attributes.values()]
         name = self._declared.name or getattr(function, "__qualname__", "") or str(self._declared.target)
-        # Of no type of their own: what a path leads to is known when it has been walked.
+        # Untyped: the type at the end of a path is unknown until it is read.
         type = SpanType(name, dict.fromkeys(self._declared.attributes, object))
         is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
         traced = TracedFunction(self._recorder, type, self._declared.level, readers, is_generator)
@@ -58,7 +60,7 @@ class FunctionObserver:
         raise NotImplementedError
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        """Never called, likewise."""
+        """Never called: see ``enter``."""
         raise NotImplementedError
 
 
@@ -76,9 +78,9 @@ class TracedFunction:
         self._recorder, self._readers = recorder, readers
         self._level, self._type = level, type
         self._write = recorder.spans(type)
-        # Between two items of a generator its caller runs, whose spans are not its children.
+        # Not current while a generator is suspended: its caller's spans are not its children.
         self._is_generator = is_generator
-        #: The span of the request that a call is for, where it was declared to name one.
+        #: Returns the span of the call's request, if the declaration names one.
         self.request_of: Callable[[tuple[Any, ...], dict[str, Any]], OpenSpan | None] = lambda *_: None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,7 +90,8 @@ class TracedFunction:
         outer, is_current = innermost(), not self._is_generator
         if outer is None:
             outer = self.request_of(args, kwargs)
-            # In a scheduler nobody knows a request's trace: nothing may go out under another one.
+            # Not current without a trace: the scheduler does not have the request's, and must not propagate
+            # another.
             is_current = is_current and (outer is None or outer.trace is not None)
         root_id, parent_id = (0, 0) if outer is None else outer[:2]
         span_id, start_ns = recorder.new_id(), time_ns()
@@ -112,7 +115,7 @@ class TracedFunction:
             leave(opened)
         values = [_plain(read(args, kwargs, result)) for read in self._readers]
         if self._is_generator and isinstance(error, GeneratorExit):
-            error = None  # its reader had enough
+            error = None  # closed by its consumer
         self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
 
 
@@ -132,9 +135,9 @@ def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
 
 
 def _handed_on_to(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What gets the arguments as they are: a wrapper that takes any hands them on to what it wraps.
+    """Return the innermost function that gets the arguments unchanged: unwraps ``*args, **kwargs`` wrappers.
 
-    ``torch.inference_mode``, ``torch.no_grad`` and most decorators are such.
+    ``torch.inference_mode``, ``torch.no_grad`` and most decorators are such wrappers.
     """
     while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
         kinds = [one.kind for one in inspect.signature(function, follow_wrapped=False).parameters.values()]
@@ -145,7 +148,7 @@ def _handed_on_to(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_into(subject: Any, name: str) -> Any:
-    """An attribute, or an item of a mapping or a sequence; None where there is no such thing."""
+    """Return an attribute, or an item of a mapping or a sequence; None if there is none."""
     try:
         if isinstance(subject, Mapping):
             return subject[name]
@@ -155,7 +158,7 @@ def _step_into(subject: Any, name: str) -> Any:
 
 
 def _plain(value: Any) -> AttributeValue:
-    """What a span can hold; None for anything else: a tensor would have to be waited for."""
+    """Return a value that a span can hold; None for any other: reading a tensor would wait for the device."""
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The shape of an observer's parts."""
+"""The parts of an observer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 @dataclass
 class Observation:
-    """An observer for the function that plays ``role``; reports name it after its class.
+    """The advice for the function in ``role``; reports name it after its class.
 
-    ``enter(args, kwargs) -> token``, ``exit(token, result, error)``; None: not called. ``level``: from which
-    trace level on it is woven. Those of level 1 and 2 always are: one of them sees that the level has
-    changed.
+    ``enter(args, kwargs) -> token``, ``exit(token, result, error)``; None: not called. ``level``: the lowest
+    trace level at which it is woven. Levels 1 and 2 are always woven: one of them detects level changes.
     """
 
     role: str
@@ -30,5 +29,5 @@ class Observation:
 
 
 def error_type(error: BaseException | None) -> str:
-    """What ``error.type`` says of an exception: its class, never its message, which may hold a prompt."""
+    """Return ``error.type``: the exception's class, never its message, which may hold a prompt."""
     return "" if error is None else type(error).__qualname__

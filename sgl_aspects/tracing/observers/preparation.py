@@ -1,4 +1,4 @@
-"""Level 2: what an engine does before it serves, and between requests: each a trace of its own."""
+"""Level 2: what an engine does before it serves and between requests, each in a trace of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Preparation:
         if self._recorder.level < 2:
             return None
         span_id, start_ns = self._recorder.new_id(), time_ns()
-        # It may take minutes, and may be what a process dies of.
+        # Announced: it may take minutes, and the process may die of it.
         self._recorder.announce(self._type, span_id, span_id, 0, start_ns)
         return span_id, start_ns, self._recorder.enter(self._type, span_id, span_id, 0, start_ns)
 

@@ -1,4 +1,4 @@
-"""What a process is, told once: an engine's roles that begin with ``describe`` read it as ``description``."""
+"""Attributes of a process, recorded once: roles named ``describe…`` read them as ``description``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_aspects.tracing.schema import (
 )
 
 _ROLES = "describe"
-#: What a description may say, and the attribute of the resource that it becomes.
+#: The keys of a description, and the resource attribute for each.
 _ATTRIBUTES = {
     "service": SERVICE_NAME,
     "disaggregation_mode": DISAGGREGATION_MODE,
@@ -28,12 +28,12 @@ _ATTRIBUTES = {
 
 
 class ProcessObserver:
-    """Records the resource attributes of its process: as it begins, and again where more is known later."""
+    """Records the resource attributes of its process: at its start, and again when more are known."""
 
     def __init__(self, trackers: Trackers) -> None:
         self._recorder = trackers.recorder
         self._engine = trackers.engine
-        self._told: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
 
     def observations(self) -> Iterator[Observation]:
         for role in self._engine.roles:
@@ -41,19 +41,19 @@ class ProcessObserver:
                 describe = self._engine.call_reader(role, "description")
 
                 def enter(args: tuple[Any, ...], kwargs: dict[str, Any], describe: Any = describe) -> Any:
-                    self._tell(describe(args, kwargs))
+                    self._write(describe(args, kwargs))
                     return describe, args, kwargs
 
                 def leave(token: Any, result: Any, error: BaseException | None) -> None:
                     describe, args, kwargs = token
                     if error is None:
-                        self._tell(describe(args, kwargs))
+                        self._write(describe(args, kwargs))
 
                 yield Observation(role, enter, leave)
 
-    def _tell(self, description: dict[str, Any] | None) -> None:
-        said = {_ATTRIBUTES[name]: value for name, value in (description or {}).items()}
-        known = {name: value for name, value in said.items() if value is not None}
-        if known and known != self._told:
-            self._told = known
-            self._recorder.write(ProcessDescribed(known))
+    def _write(self, description: dict[str, Any] | None) -> None:
+        values = {_ATTRIBUTES[name]: value for name, value in (description or {}).items()}
+        attributes = {name: value for name, value in values.items() if value is not None}
+        if attributes and attributes != self._written:
+            self._written = attributes
+            self._recorder.write(ProcessDescribed(attributes))

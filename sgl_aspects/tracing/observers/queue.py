@@ -1,4 +1,4 @@
-"""Level 1: watches requests in the scheduler outside of batches: queued, refused, preempted, aborted."""
+"""Level 1: requests in the scheduler outside of batches: queued, rejected, preempted, aborted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgl_aspects.tracing.observers.observation import Observation, error_type
 
 
 class QueueObserver:
-    """Tells the tracker of requests when they come, give way, and end without a batch's result."""
+    """Reports requests to their tracker when they arrive, are preempted, or end without a batch's result."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine = self._engine = trackers.engine
@@ -24,7 +24,7 @@ class QueueObserver:
         self._aborted = call("abort_scheduled_request", "message")
         self._refused = call("reject_request", "req")
         self._retracted = call("retract", "req")
-        # Where no function says that a request gives way, it is one that waits again.
+        # If no function reports a preemption, a request that is queued again was preempted.
         self._adds_again = "retract" not in engine.roles
         self._ended = call("end_scheduled_request", "req")
         self._end_reason = call("end_scheduled_request", "finish_reason")
@@ -62,7 +62,7 @@ class QueueObserver:
         if self._adds_again and rid in self._requests.requests:
             self._requests.preempted(rid, None)
             return rid
-        # Before the call, so that an end inside it (a request that is refused) finds the request.
+        # Before the call, so that an end inside it (a rejected request) finds the request.
         self._requests.queued(rid, elsewhere=elsewhere)
         return rid
 
@@ -74,7 +74,7 @@ class QueueObserver:
         return self._aborting(args, kwargs), self._aborted(args, kwargs)
 
     def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        """A request that waits is thrown out here; one that runs ends with its next step."""
+        """Abort a waiting request here; a running one ends with its next step."""
         scheduler, message = token
         prefix, everything = self._message_rid(message), self._abort_all(message)
         waiting = self._waiting_rids(scheduler) or set()
@@ -93,7 +93,7 @@ class QueueObserver:
         self._requests.preempted(self._rid(req), self._output_tokens(req))
 
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # On entry: before the engine tells the caller, whose span is to end after this one.
+        # On entry: before the engine notifies the caller, whose span is to end after this one.
         req = self._ended(args, kwargs)
         reason = self._end_reason(args, kwargs) or self._finish_reason(req)
         has_failed = reason is not None and self._engine.outcome(reason) is Outcome.FAILED
@@ -101,7 +101,7 @@ class QueueObserver:
         self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, time_ns())
 
     def _cancel_exit(self, token: None, reqs: Any, error: BaseException | None) -> None:
-        """Requests whose callers are gone; most often there are none."""
+        """End requests whose callers are gone; most often there are none."""
         for req in reqs or ():
             problem = Outcome.ABORTED.problem
             self._requests.finished(self._rid(req), self._output_tokens(req), "abort", problem)

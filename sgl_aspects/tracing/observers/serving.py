@@ -1,12 +1,12 @@
 """Level 1, the caller's side of an engine that answers many requests in one call and each by a generator.
 
 A request is served by a generator (``serve_request``) that lives until the answer is complete, the request
-fails, or the client is gone: so every request ends, whatever happens. One that is streamed over HTTP ends
-with the generator, when the server has its last part; others with their last output, for nobody has to
-exhaust the generator.
+fails, or the client is gone: so every request ends in any case. One that is streamed over HTTP ends with the
+generator, after its last part; others end with their last output, since callers need not exhaust the
+generator.
 
-Some engines tokenize before there is a request, and give a request its id late: what was done before waits
-for the request. Outputs say how much there is of an answer by now, or what is new of it.
+Some engines tokenize before there is a request, and give a request its id late: earlier work is kept for the
+request. Outputs report the total of an answer so far, or what is new of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sgl_aspects.tracing.options import no_headers
 
 @dataclass(eq=False)
 class _Serving:
-    """A generator at work. ``call`` is None until the request got its id."""
+    """A running generator. ``call`` is None until the request got its id."""
 
     observer: ServingObserver
     start_ns: int
@@ -38,14 +38,14 @@ class _Serving:
     tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
 
 
-# Set while a generator runs: what it makes of one request it makes in its own task, or in tasks of its own.
+# Set while a generator runs, in its task and in those that it starts.
 _serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar(
     "sgl_aspects_serving", default=None
 )
 
 
 class ServingObserver:
-    """Tells the tracker of calls what generators make of requests, and what becomes of these."""
+    """Reports requests to the tracker of calls, by the generators that serve them."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine, options = trackers.engine, trackers.options
@@ -109,7 +109,7 @@ class ServingObserver:
         if _serving.get() is serving:
             _serving.set(None)
         if serving.call is not None:
-            # A caller that wants one answer takes it and closes the generator: a normal end.
+            # A caller that needs one answer takes it and closes the generator: a normal end.
             is_closed = isinstance(error, GeneratorExit)
             self._calls.leave(serving.call, "cancelled" if is_closed else error_type(error), is_closed)
 
@@ -124,7 +124,7 @@ class ServingObserver:
             return
         rids, calls = self._rids(request), self._calls
         if serving.call is not None:
-            # n > 1: the prompt once, to have it in the cache, and each answer, come one by one.
+            # n > 1: the prompt once, to prefill the cache, and each answer, come one by one.
             calls.begin_answers(serving.call, rids)
             return
         call = serving.call = self._begin(serving, request)
@@ -142,7 +142,7 @@ class ServingObserver:
         own = exchange if exchange is not None and not exchange.is_taken else None
         if own is not None:
             own.is_taken, start_ns = True, own.start_ns
-        else:  # not over HTTP, or one of several that an HTTP request led to
+        else:  # not over HTTP, or one of several requests of an HTTP request
             start_ns = self._received_ns(request) or serving.start_ns
         headers = self._http_headers(http or exchange)
         path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
@@ -154,7 +154,7 @@ class ServingObserver:
         call.is_group = not self._is_single(request)
         if call.is_group:
             call.answers_left, call.samples = self._answer_count(request), self._samples(request) or 1
-        # Of those of one exchange, the first that is left.
+        # The first remaining request of the exchange.
         tokenized = serving.tokenized or (exchange.tokenized if exchange is not None else [])
         if tokenized:
             self._calls.tokenized_before(call, tokenized.pop(0))
@@ -174,7 +174,7 @@ class ServingObserver:
         return enter
 
     def _begin_exit(self, request: Any, result: Any, error: BaseException | None) -> None:
-        """Of a function that answers the request, or gives what its answer grows in."""
+        """Note the result: the answer, or the object that collects it."""
         call = self._calls.live.get(self._rids(request)[0])
         if call is not None and error is None:
             call.latest = request, result
@@ -190,7 +190,7 @@ class ServingObserver:
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         request = self._tokenized(args, kwargs)
-        if request is None:  # what it will be a request of is known
+        if request is None:  # its request is known
             serving = _serving.get()
             return (time_ns(), serving) if serving is not None and serving.observer is self else None
         call = self._calls.live.get(self._rids(request)[0])
@@ -200,7 +200,7 @@ class ServingObserver:
         if token is None:
             return
         count, problem = None if error is not None else self._token_count(result), error_type(error)
-        if len(token) == 2:  # for a request that is still to come
+        if len(token) == 2:  # its request does not exist yet
             start_ns, place = token
             place.tokenized.append((start_ns, time_ns(), count, problem))
         else:

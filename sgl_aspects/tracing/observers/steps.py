@@ -1,7 +1,7 @@
-"""Levels 1 and 2: watches a scheduler's batches and requests, of an engine whose loop may overlap.
+"""Levels 1 and 2: a scheduler's batches and requests, for engines whose loop may overlap.
 
-Written for a decode step of a fast engine: nothing begins or ends in it but the step itself. One observer
-each watches the launch of a batch and the processing of its result, for requests and steps together.
+Written for a decode step of a fast engine, with one observer each for the launch of a batch and for the
+processing of its result, for requests and steps together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sgl_aspects.tracing.ring.format import (
 )
 
 pack_queues, QUEUES = layout.STEP_QUEUES.pack_into, 8 * layout.STEP_NUMBER
-# An engine that works on prompts and answers on different servers schedules in functions of their own.
+# Disaggregated engines schedule in functions of their own.
 _SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 
 
 class StepObserver(native.StepPath):
-    """Tells both trackers when a batch is scheduled, launched, and its result processed.
+    """Reports to both trackers when a batch is scheduled, launched, and its result processed.
 
-    Where the compiled path is (:mod:`..native`), it takes the plain decode steps, and calls the methods here
+    The compiled path (:mod:`..native`), where available, handles plain decode steps and calls these methods
     for the others.
     """
 
@@ -45,7 +45,7 @@ class StepObserver(native.StepPath):
         self.slots = getattr(trackers.recorder, "free_slots", None)
         self.requests, self.preempted = trackers.requests.requests, trackers.requests.preempted_requests
         self.measures = trackers.options.measures
-        self.busy = None  # the scheduler, while the latest figures for the metrics show it at work
+        self.busy = None  # the scheduler, while the latest metrics show it at work
         call, reader = engine.call_reader, engine.reader
         self._ran = call("run_batch", "batch")
         self.ran_at = engine.position("run_batch", "batch")
@@ -72,26 +72,26 @@ class StepObserver(native.StepPath):
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
         self._kv_usage = reader("scheduler.kv_usage")
         self._is_idle = reader("scheduler.is_idle")
-        # Whether any request of a batch has ended is asked where the engine has just let go of one; with each
-        # step until it has shown that it tells of that.
-        self._asks_always = True
+        # Whether requests of a batch have ended is checked after the engine has released one; after each step
+        # for engines without such a call.
+        self._checks_always = True
         self.tracker.finishing = self._finished is not None
-        # When it let go of them: their callers may have the answer before the result is processed.
+        # Times of release: callers may have the answer before the result is processed.
         self._released = call("release_request", "req")
         self._released_ns: dict[str, int] = {}
-        # What the compiled path reads of a batch: only what an attribute's name says.
+        # Attributes that the compiled path reads of a batch: plain attribute names only.
         sources = [engine.attributes.get(f"batch.{name}") for name in ("mode", "reqs", "step_id")]
         self.mode_source, self.reqs_source, self.number_source = sources
         self.is_plain = self._shared_id is None and all(
             isinstance(source, str) and source.isidentifier() for source in sources
         )
-        # Of the latest batch: most decode steps are like the one before.
+        # Of the latest batch: most decode steps repeat it.
         self.mode = self.reqs = None
         self._mode_text = ""
         self.decodes = False
         self.size = 0
         self._served: list[tuple[Any, ScheduledRequest]] = []
-        # Of the scheduler, as it was at ``read_ns`` with ``known`` requests; as they are stored.
+        # Queues and KV usage at ``read_ns``, with ``known`` requests; encoded for storage.
         self.read_ns = self.known = self.waiting = self.running = self.usage = 0
 
     def observations(self) -> list[Observation]:
@@ -118,23 +118,24 @@ class StepObserver(native.StepPath):
         return time_ns()
 
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
-        # A scheduler without work comes here thousands of times a second.
+        # A scheduler without work gets here thousands of times a second.
         tracker = self.tracker
-        if tracker.schedule_start or result is None:  # the last one led to no batch, or this one does not
+        # the last schedule led to no batch, or this one does not
+        if tracker.schedule_start or result is None:
             if tracker.details:
                 tracker.details.clear()
             if not tracker.in_flight:
-                self._tell_idle()
+                self._report_idle()
         tracker.schedule_start, tracker.schedule_end = start_ns, time_ns()
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_open = self.busy is not None or self.tracker.late or self.requests
         if is_open and self._is_idle(self._receiving(args, kwargs)):
-            self._tell_idle()
+            self._report_idle()
 
-    def _tell_idle(self) -> None:
-        """After the last step nothing waits, and the metrics are to show a scheduler without work."""
-        self._end_untold()
+    def _report_idle(self) -> None:
+        """End the last step, and report the idle scheduler to the metrics."""
+        self._end_unreported()
         self.reqs, self.size, self._served = None, 0, []
         if self.tracker.late:
             self.tracker.read_late()
@@ -150,7 +151,7 @@ class StepObserver(native.StepPath):
         at = self.ran_at
         batch = args[at] if at < len(args) else self._ran(args, kwargs)
         if batch is None:
-            return None  # there is nothing in it to run
+            return None  # an empty batch
         mode, reqs = self._mode_and_reqs(batch)
         if mode is not self.mode:
             self._meet_mode(mode)
@@ -196,12 +197,12 @@ class StepObserver(native.StepPath):
         self.decodes = self._mode_text == "decode"
 
     def _launch_prompts(self, batch: Any, now: int) -> list[Chunk]:
-        """The requests whose prompts a batch works on leave the queue."""
+        """Close the queue phase of the requests that a batch prefills."""
         chunks = []
         for req, tokens, is_last in self._prefills(batch) or ():
             request = self._requests.requests.get(self._rid(req))
             if request is None or request.decodes:
-                continue  # not ours, or decoded along with other requests' prompts
+                continue  # not traced, or decoded in a batch with other requests' prompts
             self._requests.launched(request, now)
             chunks.append(Chunk(req, request, tokens, now, is_last))
         return chunks
@@ -213,15 +214,15 @@ class StepObserver(native.StepPath):
                 self._requests.resume(request, now)
 
     def _release_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._asks_always = False
+        self._checks_always = False
         self.tracker.finishing = self._finished is not None
         req = self._released(args, kwargs)
         if req is not None and self._finished is not None and (rid := self._rid(req)) in self.requests:
             self._released_ns[rid] = time_ns()
 
     def _link(self, reqs: Any, size: int) -> None:
-        """The batch serves others than the last one did."""
-        self._end_untold()
+        """Link the steps to a batch of other requests than the last one's."""
+        self._end_unreported()
         self.reqs, self.size = reqs, size
         known, rid = self._requests.requests, self._rid
         found = [known.get(rid(req)) for req in reqs or ()]
@@ -229,9 +230,9 @@ class StepObserver(native.StepPath):
         keys = [request.key for request in found if request is not None]
         self.tracker.link(keys)
 
-    def _end_untold(self) -> None:
-        """Of those in the latest batch some may have ended without the engine's telling."""
-        if self._finished is None or self._asks_always:
+    def _end_unreported(self) -> None:
+        """End requests of the latest batch that ended without the engine's release call."""
+        if self._finished is None or self._checks_always:
             return
         # Another request may have the same id by now.
         served = [req for req, request in self._served if self.requests.get(request.rid) is request]
@@ -275,7 +276,7 @@ class StepObserver(native.StepPath):
             released_ns = min(filter(None, released), default=0)
             self._requests.processed("" if error is None else error_type(error), released_ns)
         if self._finished is not None and (tracker.finishing or step.prefill is not None):
-            tracker.finishing = self._asks_always
+            tracker.finishing = self._checks_always
             finished = self._finished(step.batch)  # type: ignore[operator]
             if finished:
                 self._end_requests(finished)
@@ -286,7 +287,7 @@ class StepObserver(native.StepPath):
             waiting, running = self._queues(scheduler)
             self.waiting, self.running = figure(waiting), figure(running)
             self.usage = usage_figure(self._kv_usage(scheduler))
-            bridge_opentelemetry()  # somebody may have loaded it meanwhile
+            bridge_opentelemetry()  # OpenTelemetry may have been imported meanwhile
         figures = figure(step.number), self.waiting, self.running, self.usage
         pack_queues(step.steps.memory, step.offset + QUEUES, *figures)
         if error is not None:

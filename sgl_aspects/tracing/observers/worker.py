@@ -1,7 +1,7 @@
-"""Level 3, in a process that runs passes for a scheduler elsewhere: joined to the step that asked for them.
+"""Level 3, in a process that runs passes for a remote scheduler: spans are joined to the scheduler's step.
 
-Both sides derive the step's id from the batch itself (``batch.shared_id``): nothing has to be sent, and it
-does not matter when either side was attached, or on which host it is. Each rank writes its own spans.
+Both sides derive the step's id from the batch (``batch.shared_id``): nothing has to be sent, and the order
+and host of attaching do not matter. Each rank writes its own spans.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sgl_aspects.tracing.recorder import in_sample
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.schema import FORWARD, SAMPLE
 
-# More passes do not wait for the device: the oldest is recorded without its device time.
+# Cap on passes that wait for the device: the oldest is recorded without its device time.
 _MOST_WAITING = 64
-_DEVICE_TIME = 4  # the place of its value
+_DEVICE_TIME = 4  # index of its value
 
 
 class WorkerObserver:
-    """Writes ``forward``, and at level 4 ``sample``; where a step runs in this process, others watch them."""
+    """Writes ``forward``, and at level 4 ``sample``, unless steps run in this process."""
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -37,7 +37,7 @@ class WorkerObserver:
         self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
         self._mode_name = engine.reader("mode.name")
         self._platform_of = engine.reader("model_runner.platform")
-        #: Of the latest pass: the step's id, 0 where it is not recorded.
+        #: Of the latest pass: the step's id, 0 if it is not recorded.
         self._step_id = 0
         self._graph: str | None = None
         self._has_events = True
@@ -54,7 +54,7 @@ class WorkerObserver:
         ]
 
     def flush(self) -> None:
-        """Records the passes that still wait for the device, without its time: nobody will ask again."""
+        """Record the passes that still wait for the device, without its time: there is no later read."""
         self._read_events()
         while self._waiting:
             self._write_forward(*self._waiting.popleft()[0])
@@ -112,7 +112,7 @@ class WorkerObserver:
             self._read_events()
 
     def _take_events(self, platform: Any) -> Any:
-        """A pair of the platform's events; None where it has none, or a graph is being captured."""
+        """Return a pair of the platform's events; None if it has none, or a graph is being captured."""
         if platform is None or not self._has_events or platform.is_capturing():
             return None
         if self._spare:

@@ -1,4 +1,4 @@
-"""What the slots of a ring file mean: the records of :mod:`..records`, and nothing that is damaged."""
+"""Decodes the slots of a ring file into :mod:`..records`, skipping what is damaged."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.span_readers import SpanReader, make_reader
 from sgl_aspects.tracing.ring.steps import spans_of
 
-# Caps on parts of records whose end has not come: beyond, the oldest are given up.
+# Caps on parts of records whose end has not come: above them, the oldest are given up.
 _PENDING_PIECES = 1 << 17
 _PENDING_LINKS = 1 << 16
-# Groups of requests that steps link to; a scheduler has one at a time, or one for each stage of a pipeline.
+# Groups of requests that steps link to; a scheduler has one at a time, or one for each pipeline stage.
 _GROUPS = 256
 _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
-# What OTLP has room for.
+# Limits of OTLP's fields.
 _TRACE_IDS, _TIMES = range(1, 1 << 128), range(1 << 63)
 _index_at = struct.Struct("<I").unpack_from
 _INDEX = layout.HEAD_SHIFT // 8
@@ -38,7 +38,7 @@ _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 
 
 class DamagedError(Exception):
-    """Raised for what cannot be read; contained in the readers."""
+    """Raised for damaged data; caught in the readers."""
 
 
 class _Layout(NamedTuple):
@@ -47,11 +47,11 @@ class _Layout(NamedTuple):
 
 
 class Decoder:
-    """The definitions of one ring, and the parts of records whose other parts have not come.
+    """The definitions of one ring, and incomplete multi-part records.
 
-    ``read_definitions``: gives the definitions' bytes as far as they are written. ``clock_offset``: what
-    makes the ring's times Unix time, in nanoseconds. ``last_ns``: the latest time that was read, of other
-    records than spans; who reads these adds theirs.
+    ``read_definitions``: returns the definitions' bytes written so far. ``clock_offset``: added to the ring's
+    times to get Unix time, in nanoseconds. ``last_ns``: the latest time read from records other than spans;
+    the caller adds the spans'.
     """
 
     def __init__(self, read_definitions: Callable[[], bytes], clock_offset: int) -> None:
@@ -59,7 +59,7 @@ class Decoder:
         self._clock_offset = clock_offset
         self.last_ns = 0
         self._definitions: list[_Layout | str | None] = [None]
-        self._readers: dict[int, SpanReader] = {}  # of the layouts among them
+        self._readers: dict[int, SpanReader] = {}  # the layouts among the definitions
         self._definitions_end = 0
         self._texts: dict[int, list[bytes]] = {}
         self._pieces = 0
@@ -68,11 +68,11 @@ class Decoder:
         self._groups: dict[int, list[int]] = {}
 
     def decode(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
-        """The record in a slot; None for a part of one, a list for a step. Raises ``DamagedError``."""
+        """Decode a slot: a record, None for a part of one, a list for a step. Raises ``DamagedError``."""
         try:
             if data[position] != layout.KIND_SPAN:
                 return self._other(data, position)
-            (index,) = _index_at(data, position + _INDEX)  # of its layout
+            (index,) = _index_at(data, position + _INDEX)  # the word of its layout
             span = (self._readers.get(index) or self._layout(index).read)(data, position)
             if self._links:
                 span = span._replace(links=[*self._take_links(span.span_id), *span.links])
@@ -81,7 +81,7 @@ class Decoder:
             raise DamagedError(str(error)) from error
 
     def open_step(self, data: bytes, position: int) -> list[SpanEnd]:
-        """The spans of a step that is open in the header; none in a block that is free."""
+        """Decode the spans of a step that is open in the header; none for a free block."""
         if data[position] != layout.KIND_STEP:
             return []
         try:
@@ -194,7 +194,7 @@ class Decoder:
         return ProcessDescribed({key: value for key, value in found.items() if value is not None})
 
     def _names(self, names: int | list[Any]) -> Iterable[str]:
-        """Of attributes: as they stand in a text, or under a number."""
+        """Attribute names: in the text, or by their number."""
         if isinstance(names, int):
             return self._layout(names).type.attributes
         return [_encodable_text(str(name)) for name in names]
@@ -243,7 +243,7 @@ class Decoder:
             self._definitions.append(found)
 
     def _parse_definition(self, data: bytes) -> _Layout | str | None:
-        """None for one that is damaged: those after it keep their numbers."""
+        """Decode a definition; None for a damaged one, since those after it keep their numbers."""
         try:
             text = data[1:].decode()
             if data[:1] == b"T":
@@ -275,7 +275,7 @@ def _type_from_text(name: str, *names: Any) -> SpanType:
 
 
 def _check(ids: int, times: int = 0, trace_id: int = 1) -> None:
-    """Raises ``DamagedError`` where a number from a text, or several or'ed, is too large, or negative."""
+    """Raise ``DamagedError`` for a decoded number, or several or'ed, that is too large or negative."""
     if ids >> 64 or times >> 63 or trace_id not in _TRACE_IDS:
         raise DamagedError(f"ids, times or a trace id out of range: {ids, times, trace_id}")
 
@@ -285,7 +285,7 @@ def _encodable_text(text: str) -> str:
 
 
 def _encodable_values(values: Sequence[Any]) -> list[Any]:
-    # Most are: to look is faster than to call.
+    # Most are valid: checking is faster than calling.
     return [
         value
         if value.__class__ is float or (value.__class__ is str and value.isascii())
@@ -295,9 +295,9 @@ def _encodable_values(values: Sequence[Any]) -> list[Any]:
 
 
 def encodable(value: Any) -> Any:
-    """Valid UTF-8, numbers that fit 64 bits, lists of these: one bad value would cost its whole batch.
+    """Return valid UTF-8, numbers that fit 64 bits, lists of these: one bad value would cost its whole batch.
 
-    What a slot holds as it is always is; what comes as JSON may be anything.
+    Values packed in a slot always are; values from JSON may be anything.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""A writer's ring file: made, locked, mapped, with its definitions and its control block."""
+"""A writer's ring file: created, locked, mapped, with its definitions and its control block."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHARE = 32
 class RingFile:
     """The file of one process. ``words`` are the header's 64-bit numbers, ``memory`` is the whole file.
 
-    A writer holds a lock on its file. The kernel releases it when the process is gone, however it
-    went, and no other process with the same number can be taken for it.
+    A writer holds a lock on its file. The kernel releases it when the process is gone, however it ended, so
+    that a new process with the same id cannot be mistaken for it.
     """
 
     def __init__(self, descriptor: int, memory: mmap.mmap, slots: int) -> None:
@@ -36,7 +36,7 @@ class RingFile:
 
     @classmethod
     def make(cls, folder: str, control: tuple[int, int, int]) -> RingFile | None:
-        """A new file in the run folder; None, with a warning unless the run has ended, where it cannot be."""
+        """Create a file in the run folder; None if that fails, with a warning unless the run has ended."""
         path = os.path.join(folder, f"{os.getpid()}-{os.urandom(4).hex()}{layout.SUFFIX}")
         try:
             descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -47,12 +47,12 @@ class RingFile:
         try:
             slots = _allocate(descriptor)
             if slots < layout.SLOTS:
-                _tell_of_small_ring(folder, slots)
+                _warn_of_small_ring(folder, slots)
             memory = _map(descriptor, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
             file = cls(descriptor, memory, slots)
             file._write_header(control)
             _lock(descriptor)
-            # It gets its name once it is whole and locked: nobody sees it before.
+            # Renamed when it is complete and locked, so that readers never see it before.
             os.rename(path + ".new", path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ class RingFile:
             self.words[word] = value
 
     def define(self, kind: str, text: str) -> int | None:
-        """The number of a new definition, from 1 on; None where there is no room for it. Not thread-safe."""
+        """Add a definition and return its number, from 1 on; None if it does not fit. Not thread-safe."""
         data = (kind + text).encode("utf-8", "replace")
         start = self.words[layout.WORD_DEFINITIONS_END]
         end = start + _LENGTH.size + len(data)
@@ -84,33 +84,33 @@ class RingFile:
         offset = layout.HEADER_BYTES + start
         _LENGTH.pack_into(self.memory, offset, len(data))
         self.memory[offset + _LENGTH.size : layout.HEADER_BYTES + end] = data
-        self.words[layout.WORD_DEFINITIONS_END] = end  # last: a reader sees whole definitions only
+        self.words[layout.WORD_DEFINITIONS_END] = end  # last: readers see complete definitions only
         self._definitions += 1
         return self._definitions
 
     def end(self, reason: int = layout.CLOSED) -> None:
-        """This process writes no more. The mapping lives on for a thread that is just writing to it."""
+        """Close the file. The mapping lives on for a thread that is just writing to it."""
         self.words[layout.WORD_CLOSED] = reason
         with contextlib.suppress(OSError):  # the same as below
             _lock(self._descriptor, fcntl.F_UNLCK)  # the mapping has a copy of the descriptor
         self._close()
 
     def close(self) -> None:
-        """In a forked child: gives up the copy, with nothing said to anybody."""
+        """In a forked child: release the copy, without marking the file closed."""
         self.words.release()
         self.memory.close()
         self._close()
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # what becomes a daemon closes all descriptors, ours too
+        with contextlib.suppress(OSError):  # a daemonized process closes all descriptors, this one too
             os.close(self._descriptor)
 
 
 def _lock(descriptor: int, kind: int = fcntl.F_WRLCK) -> None:
-    """A lock of the open file, where the system has such; ``fcntl.F_UNLCK`` gives it up.
+    """Take an open-file-description lock, where available; ``fcntl.F_UNLCK`` releases it.
 
-    One of the process would be gone as soon as anything in it (a look at the run from within) has opened and
-    closed the file. A forked child closes its copy.
+    A process-wide lock would be lost as soon as any code in the process has opened and closed the file. A
+    forked child closes its copy.
     """
     try:
         whole = struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0)
@@ -124,7 +124,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
-def _tell_of_small_ring(folder: str, slots: int) -> None:
+def _warn_of_small_ring(folder: str, slots: int) -> None:
     system = os.statvfs(folder)
     logger.warning(
         "tracing has room for %d records in process %d, not for %d: %d of %d MiB are free in %s "
@@ -139,10 +139,10 @@ def _tell_of_small_ring(folder: str, slots: int) -> None:
 
 
 def _allocate(descriptor: int) -> int:
-    """Reserves the file's memory, for as many slots as there is room for.
+    """Reserve the file's memory, for as many slots as fit.
 
-    A page that is not there when it is written to would end the engine with SIGBUS. Of what is free no ring
-    takes more than a part: the engine itself needs shared memory, of which containers often have 64 MiB only.
+    Writing to an unreserved page of a full file system would end the engine with SIGBUS. A ring takes only a
+    part of the free space: the engine needs shared memory too, of which containers often have 64 MiB only.
     """
     slots = layout.SLOTS
     system = os.fstatvfs(descriptor)

@@ -1,4 +1,4 @@
-"""The layout of a ring file, in numbers. docs/recorder.md is the same in words."""
+"""The layout of a ring file, in numbers. docs/recorder.md describes it in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADER_BYTES = 4096
 DEFINITIONS_BYTES = 256 << 10
 SLOTS_OFFSET = HEADER_BYTES + DEFINITIONS_BYTES
 SLOT_BYTES = 256
-#: A power of two; a ring is made smaller where the memory for it is not there.
+#: A power of two; smaller if the memory for it is not available.
 SLOTS = 1 << 15
 FEWEST_SLOTS = 1 << 8
 
@@ -36,7 +36,7 @@ WORD_TAKEN = 24  # by the collector
 WORD_LEVEL = 32  # written by `sgl-aspects control`
 WORD_WANTED_LEVEL = 33
 WORD_SAMPLE = 34
-#: Values of WORD_CLOSED: the process has ended; it was detached from and lives on.
+#: Values of WORD_CLOSED: the process has ended; the process was detached from and lives on.
 CLOSED, DETACHED = 1, 2
 #: The value of WORD_SAMPLE that keeps every request.
 SAMPLE_ALL = 1 << 32
@@ -52,10 +52,10 @@ KIND_STEP, KIND_GROUP = 8, 9
 # The first word of a slot: kind in the lowest byte, a 32-bit number in the upper half.
 HEAD_SHIFT = 32
 
-# Values and links that a span's own slot has room for.
+# Capacity of a span's own slot for values and links.
 SPAN_WORDS = 25
 LINKS_WORDS = 29
-#: head, span id, root id, parent id, start; for SENT the span id alone is meant.
+#: head, span id, root id, parent id, start; SENT uses the span id alone.
 BEGIN = struct.Struct(f"<5Q{SLOT_BYTES - 48}xQ")
 LINKS = struct.Struct(f"<2Q{LINKS_WORDS}QQ")
 #: kind, number of this part or (LONG) of the parts before, bytes of the whole text, key, text.
@@ -67,7 +67,7 @@ MARK_OFFSET = SLOT_BYTES - 8
 #: How each code of a span's values is packed: integer, float, boolean, text (its definition, 0: none).
 CODES = {"i": "q", "f": "d", "b": "q", "t": "Q"}
 CODE_OF: dict[type, str] = {int: "i", float: "f", bool: "b", str: "t"}
-#: In the place of a number: none. As a float it is as exact.
+#: The number for None. As a float it is as exact.
 NONE = (1 << 63) - 1024
 
 
@@ -114,9 +114,9 @@ STEP_WORDS = SLOT_BYTES // 8
 KV_USAGE_UNIT = 1_000_000
 #: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
 STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
-#: What is known at its end, from ``STEP_NUMBER`` on: number, waiting, running, usage.
+#: Known at its end, from ``STEP_NUMBER`` on: number, waiting, running, usage.
 STEP_QUEUES = struct.Struct("<4Q")
-#: Of its forward pass, from ``STEP_GRAPH`` on: how the graph is run, the device's name.
+#: Its forward pass, from ``STEP_GRAPH`` on: graph mode, name of the device.
 STEP_LABEL = struct.Struct("<2Q")
 
 #: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
@@ -126,14 +126,14 @@ CHILD_SHIFT = 60
 
 #: Queues and KV usage are read at most this often while no request begins or ends: it takes 20 µs.
 READING_NS = 50_000_000
-#: The mask of a count of passes: how often the stream that an engine runs them in is looked up.
+#: The mask of a count of passes: how often the stream of the engine's passes is looked up.
 PASSES_PER_STREAM = 63
-#: More batches than these are not under way at once: the result of the oldest will never be processed.
+#: Cap on batches in flight: the result of the oldest will never be processed.
 MOST_IN_FLIGHT = OPEN_STEPS - 2
 #: Steps whose device times are read together: a further one costs a tenth of the first.
 MOST_LATE = 8
 
 
 def child_id(step_id: int, child: int) -> int:
-    """The span id of a step's child: it follows from the step's."""
+    """The span id of a step's child, derived from the step's."""
     return step_id | child << CHILD_SHIFT

@@ -1,8 +1,8 @@
 """The blocks in which steps are open.
 
-While a step runs, its moments are stored straight into a block of the ring's header: one word each, read
+While a step runs, its timestamps are stored straight into a block of the ring's header: one word each, read
 by the collector if the process is killed. When its result has been processed, the block is copied into a
-slot, whose reader makes the step's spans of it (:mod:`.steps`).
+slot, from which the reader makes the step's spans (:mod:`.steps`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sgl_aspects.tracing.ring import format as layout
 class OpenSteps(native.Blocks):
     """The blocks of one header: ``words`` are its 64-bit numbers, ``memory`` its bytes.
 
-    ``take`` gives the first word of a free block (``IndexError``: there is none), ``give_back`` frees it.
-    ``retire`` before the memory goes, or another takes its place.
+    ``take`` returns the first word of a free block (``IndexError``: none is free), ``give_back`` frees it.
+    Call ``retire`` before the memory is released or replaced.
     """
 
     __slots__ = ("_free", "give_back", "memory", "take", "words")

@@ -1,4 +1,4 @@
-"""The reader of a ring file: the collector's, and that of everybody who looks at a live or dead process.
+"""The reader of a ring file: for the collector, and for tools that inspect a live or dead process.
 
 Nothing in a file is trusted: a process may have died at any point of its writing, and a file may be damaged.
 """
@@ -16,12 +16,13 @@ from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.decoder import DamagedError, Decoder
 
-# Slots read at once, and slots read to see whether there is anything: that is asked often.
+# Slots read at once, and slots read to check for new records, which is frequent.
 _CHUNK = 512
 _GLANCE = 16
 # Slots read at once while it is being written: 16 MB, a whole ring by default.
 _SNAPSHOT = 1 << 16
-# A slot that a living process took and never filled (its thread was interrupted there) is then passed over.
+# Seconds after which a slot that a living process took and never filled (its thread was interrupted) is
+# skipped.
 _PATIENCE_SECONDS = 5.0
 _WORDS = layout.HEADER_BYTES // 8
 
@@ -71,7 +72,7 @@ class RingReader:
     def _first_taken(self) -> int:
         taken = self._header()[layout.WORD_TAKEN]
         newest = self._newest() if taken else 0
-        # What was taken was there: a number beyond is damage, and then everything that is there is read.
+        # A number beyond the ring's is damage: then everything in the ring is read.
         return taken if taken <= newest else max(0, newest - self.slots)
 
     def _header(self) -> tuple[int, ...]:
@@ -83,23 +84,25 @@ class RingReader:
 
     @property
     def dropped(self) -> int:
-        """Records that the process had no room for."""
+        """Return the number of records dropped because the ring was full."""
         return self._header()[layout.WORD_DROPPED]
 
     @property
     def detaching_ns(self) -> int:
-        """Since when hooks are being taken off its process, which goes on untraced; 0: they are not."""
+        """The time since which hooks are being removed from its process, which goes on untraced; 0: they are
+        not.
+        """
         words = self._header()
         began = words[layout.WORD_DETACHING_NS]
         return began and began + _signed(words[layout.WORD_CLOCK_OFFSET_NS])
 
     @property
     def was_let_go(self) -> bool:
-        """Whether its process goes on untraced: what it left open has not failed."""
+        """Return whether its process goes on untraced, so that its open spans have not failed."""
         return self._header()[layout.WORD_CLOSED] == layout.DETACHED
 
     def is_alive(self) -> bool:
-        """Whether a process still holds the file's lock."""
+        """Return whether a process still holds the file's lock."""
         kind = fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX
         try:
             fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
@@ -109,7 +112,7 @@ class RingReader:
         return False
 
     def poll(self, alive: bool = True) -> tuple[list[Record], bool]:
-        """The records since the last time, and whether there may be more to read at once.
+        """Read the records since the last call; returns them, and whether more may be available at once.
 
         ``alive``: the process may still finish a record that it has begun.
         """
@@ -122,22 +125,22 @@ class RingReader:
             whole = _whole(self._read(offset, count * layout.SLOT_BYTES), first)
         if not whole:
             return [], self._pass_over(first, alive)
-        # The marks were there, so the records are: only now are they read.
+        # Read only now: the marks are set, so the records are complete.
         data = self._read(offset, whole * layout.SLOT_BYTES)
         self._stuck_since = None
         self.taken += whole
         records = self._records(data, range(0, len(data), layout.SLOT_BYTES))
-        # Of one that is dead, what follows an unfinished record is still to be looked for.
+        # A dead process may have complete records after an unfinished one.
         return records, whole == count or not alive
 
     def history(self) -> Iterator[Record]:
-        """What is still in the ring of the records up to ``taken``, oldest first; ``taken`` stays."""
+        """Read the records up to ``taken`` that are still in the ring, oldest first; ``taken`` stays."""
         number = max(1, self.taken - self.slots + 1)
         size = layout.SLOT_BYTES
         while number <= self.taken:
             first = number & (self.slots - 1)
             count = min(_SNAPSHOT, self.slots - first, self.taken - number + 1)
-            # Twice, and quickly: its process may be writing over it.
+            # Twice, and quickly: the process may be overwriting it.
             data, again = (self._read(layout.SLOTS_OFFSET + first * size, count * size) for _ in range(2))
             positions = [
                 index * size
@@ -151,7 +154,7 @@ class RingReader:
             number += count
 
     def open_steps(self) -> Iterator[SpanEnd]:
-        """The spans of the steps that are open now; of a dead process those that it never ended."""
+        """Read the spans of the steps that are open now; of a dead process, those that it never ended."""
         data = self._read(0, layout.HEADER_BYTES)
         for word in range(layout.OPEN_STEPS_WORD, layout.HEADER_BYTES // 8, layout.STEP_WORDS):
             try:
@@ -160,11 +163,11 @@ class RingReader:
                 self.damaged += 1
 
     def skip_to_newest(self) -> None:
-        """Takes everything as read, so that ``history`` gives all that the ring holds."""
+        """Take everything as read, so that ``history`` returns all records in the ring."""
         self.taken = self._newest()
 
     def commit(self) -> None:
-        """Gives the slots read so far back to the writer, and tells a later collector where to go on."""
+        """Release the slots read so far to the writer, and save the position for a later collector."""
         if os.pwrite(self._descriptor, struct.pack("<Q", self.taken), layout.WORD_TAKEN * 8) != 8:
             raise OSError(f"{self.path}: the read position could not be written")
 
@@ -172,7 +175,7 @@ class RingReader:
         os.close(self._descriptor)
 
     def _marks(self, first: int, count: int) -> Iterator[int]:
-        """The numbers of the finished records in ``count`` slots, from the one of number ``first`` on."""
+        """Return the numbers of the finished records in ``count`` slots, from number ``first`` on."""
         mask = self.slots - 1
         while count:
             start = first & mask
@@ -184,14 +187,14 @@ class RingReader:
             first, count = first + some, count - some
 
     def _newest(self) -> int:
-        """The highest number of a finished record. One wild mark in a damaged file does not count."""
+        """Return the highest number of a finished record, ignoring a single wild mark in a damaged file."""
         marks = sorted(self._marks(0, self.slots))
         while len(marks) > 1 and marks[-1] - marks[-2] > self.slots:
             marks.pop()
         return marks[-1] if marks and marks[-1] < 1 << 62 else 0
 
     def _pass_over(self, first: int, alive: bool) -> bool:
-        """Whether the slot ``first`` was given up: something after it is finished, and it will never be."""
+        """Return whether slot ``first`` was abandoned: a later one is finished, and it never will be."""
         if self.is_exhausted:
             return False
         now = time.monotonic()
@@ -201,7 +204,7 @@ class RingReader:
             if now - self._stuck_since < _PATIENCE_SECONDS:
                 return False
         self._stuck_since = now
-        # Of one that lives, each of its threads may have left a slot; of one that is dead, all is looked at.
+        # Each thread of a live process may have left a slot; of a dead one all slots are checked.
         marks = self._marks(first, min(_CHUNK, self.slots) if alive else self.slots)
         later = min((mark for mark in marks if first < mark < first + self.slots), default=0)
         if not later:
@@ -213,7 +216,7 @@ class RingReader:
         return True
 
     def _records(self, data: bytes, positions: Iterable[int]) -> list[Record]:
-        """The records in the slots at these positions, without what is damaged or a part of one."""
+        """Decode the slots at these positions, without damaged ones and parts of records."""
         decode, records = self._decoder.decode, list[Record]()
         for position in positions:
             try:
@@ -240,12 +243,12 @@ def _signed(word: int) -> int:
 
 
 def _whole(data: bytes, first: int) -> int:
-    """How many records from number ``first`` on are finished, one after the other."""
+    """Count the consecutive finished records from number ``first`` on."""
     marks = _marks(data)
     return next((index for index, mark in enumerate(marks) if mark != first + index), len(marks))
 
 
 def _marks(data: bytes) -> list[int]:
-    """The last word of every slot."""
+    """Return the last word of every slot."""
     words = layout.SLOT_BYTES // 8
     return memoryview(data).cast("Q")[words - 1 :: words].tolist()

@@ -1,12 +1,12 @@
 """The flight recorder: one memory-mapped ring of fixed-size records for each traced process.
 
-A span is one ``pack_into`` of numbers: no thread, no lock, no encoding, no system call. It is there for the
-collector even if the process is killed the next moment. docs/recorder.md describes the file.
+A span is one ``pack_into`` of numbers: no thread, no lock, no encoding, no system call. The collector can
+read it even if the process is killed the next moment. docs/recorder.md describes the file.
 
-What makes it safe without a lock: two things are one step each under the interpreter's lock, taking the next
-number from a range iterator and packing a slot. The slot's last field, its mark, is written last: a slot
-whose mark is not its number was not finished. A slot is used again only after the collector has moved on; a
-writer that is a whole ring ahead drops the newest and counts.
+It is safe without a lock because two operations are atomic under the GIL: taking the next number from a range
+iterator, and packing a slot. The slot's last field, its mark, is written last: a slot whose mark is not its
+number is unfinished. A slot is reused only after the collector has moved on; a writer that is a whole ring
+ahead drops the newest record and counts it.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from sgl_aspects.tracing.ring.open_steps import OpenSteps
 from sgl_aspects.tracing.ring.slots import Slots
 from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, shape, writer_by_values
 
-# Values that JSON has no word for (a tensor's number given as a seed, say) are written as text.
+# Values that JSON cannot represent (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
-# A text is defined when it is met for the second time: ids that come once do not fill the definitions.
+# A text is defined at its second occurrence: ids that occur once do not fill the definitions.
 _TEXTS_MET = 4096
 _LONGEST_TEXT = 200
-# Names of attributes that come together, as those of requests: at most this many groups are defined.
+# Cap on defined groups of attribute names, such as those of requests.
 _NAMES_DEFINED = 64
 
 
 class RingRecorder:
     """The recorder of this process: a :class:`~sgl_aspects.tracing.recorder.Recorder` over a ring.
 
-    The file is made by ``open()`` or with the first record. A run folder that is gone means that the run
-    has ended: recording then stops for good. ``level`` and ``sample`` are what the control block asks for.
+    The file is made by ``open()`` or with the first record. A missing run folder means that the run has
+    ended: recording then stops for good. ``level`` and ``sample`` come from the control block.
     """
 
     def __init__(self, folder: str, level: int = 4, sample: float = 1.0) -> None:
         self._folder = folder
         self._control = Control(level, level, sample).words
-        #: Called with the run folder for each record that is lost because nobody has read the ring.
+        #: Called with the run folder for each record dropped because the ring was not read.
         self.when_full: Callable[[str], None] | None = None
         self._closed = False
         self._slots = Slots(self._open_file, self._ring_is_full)
-        #: Where the compiled path of a decode step takes its slots.
+        #: The slots of the compiled path of a decode step.
         self.free_slots = self._slots.free
         self._writers: dict[SpanType, SpanWriter] = {}
         self._layouts: dict[SpanType, Layouts] = {}
         self._begins: dict[SpanType, int] = {}  # the first word of their slots
         self._texts: dict[str | None, int] = {}
-        self._names: dict[tuple[str, ...], int] = {}  # of records that are written as text
+        self._names: dict[tuple[str, ...], int] = {}  # types of records written as text
         self._met: set[str] = set()
         self._begin()
         weak = weakref.ref(self)
@@ -84,7 +84,7 @@ class RingRecorder:
         self._lock = threading.RLock()  # for opening and defining only
         self._file: RingFile | None = None
         self._open_steps(self._steps_in_memory())
-        # A file's own numbers; the writers hold on to these dictionaries.
+        # Of one file; the writers keep references to these dictionaries.
         self._begins.clear()
         self._names.clear()
         self._texts.clear()
@@ -106,16 +106,16 @@ class RingRecorder:
 
     @property
     def level(self) -> int:
-        """How much is to be recorded now, 0 to 4; another process may change it at any time."""
+        """The recording level, 0 to 4; another process may change it at any time."""
         return self.steps.words[layout.WORD_LEVEL]  # type: ignore[no-any-return]
 
     @property
     def sample(self) -> int:
-        """Sampled share of requests that no caller decided about, times 2**32."""
+        """The sampled share of requests without a caller's decision, times 2**32."""
         return self.steps.words[layout.WORD_SAMPLE]  # type: ignore[no-any-return]
 
     def open(self) -> bool:
-        """Makes this process a writer of the run; False where the run has ended."""
+        """Make this process a writer of the run; False if the run has ended."""
         return self._open_file() is not None
 
     def _ring_is_full(self) -> None:
@@ -125,9 +125,9 @@ class RingRecorder:
     def _open_file(self) -> RingFile | None:
         with self._lock:
             if self._file is None and not self._closed:
-                # The run's last setting; else what this recorder was made with.
-                told = run_control(self._folder)
-                self._file = RingFile.make(self._folder, told.words if told else self._control)
+                # The run's last setting, otherwise this recorder's initial one.
+                setting = run_control(self._folder)
+                self._file = RingFile.make(self._folder, setting.words if setting else self._control)
                 if self._file is None:
                     self._closed = True
                 else:
@@ -135,7 +135,7 @@ class RingRecorder:
             return self._file
 
     def spans(self, type: SpanType) -> SpanWriter:
-        """The writer of spans of this type."""
+        """Return the writer of spans of this type."""
         with self._lock:
             if type not in self._writers:
                 self._writers[type] = self._make_writer(type)
@@ -172,24 +172,24 @@ class RingRecorder:
             self._slots.fill_begin(head, span_id, root_id, parent_id, start_ns)
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
-        """A ring has no objects for spans."""
+        """Return None: a ring has no objects for spans."""
 
     def _open_steps(self, steps: OpenSteps) -> None:
-        """Steps are open there from now on, and no longer where they were."""
+        """Switch to these blocks for open steps."""
         before = getattr(self, "steps", None)
         self.steps = steps
         if before is not None:
             before.retire()
 
     def _steps_in_memory(self) -> OpenSteps:
-        """Before the file is made, and after the end."""
+        """Switch to memory without a file: before it is made, and after the end."""
         steps = OpenSteps.in_memory()
         for word, value in enumerate(self._control, layout.WORD_LEVEL):
             steps.words[word] = value
         return steps
 
     def text(self, text: str) -> int:
-        """The number of a text in this process's file."""
+        """Return the number of a text in this process's file."""
         with self._lock:
             if text not in self._texts:
                 index = self._define("T", text[:_LONGEST_TEXT])
@@ -199,11 +199,11 @@ class RingRecorder:
             return self._texts[text]
 
     def write_group(self, key: int, links: Sequence[int]) -> bool:
-        """The keys of the requests that steps of this group link to."""
+        """Write the keys of the requests that steps of this group link to."""
         return self._write_links(layout.KIND_GROUP, key, links)
 
     def end_step(self, steps: OpenSteps, block: int) -> None:
-        """Copies the step into a slot."""
+        """Copy the step into a slot."""
         try:
             number, memory, offset = self._slots.take()
         except StopIteration:
@@ -216,29 +216,29 @@ class RingRecorder:
             layout.MARK.pack_into(memory, offset + layout.MARK_OFFSET, number)
         steps.words[block] = 0
 
-    #: A span is written to the ring when it ends.
+    #: Enter a span without a record: it is written when it ends.
     enter = staticmethod(enter_span)
 
     def detaching(self) -> None:
-        """From now on hooks are taken off: what ends later may have some of its spans only."""
+        """Mark the process as detaching: requests that end later may lack some spans."""
         with self._lock:
             if self._file is not None:
                 self._file.words[layout.WORD_DETACHING_NS] = time.time_ns()
 
     def close(self, *, detaches: bool = False) -> None:
-        """``detaches``: the process goes on untraced, so that what is open has not failed."""
+        """Close the file. ``detaches``: the process goes on untraced, so its open spans have not failed."""
         with self._lock:
             self._closed = True
             self._slots.end()
             file, self._file = self._file, None
             if file is not None:
-                # Another thread may be packing right now: the memory goes when nobody holds it.
+                # Another thread may be packing now: the memory is released with its last reference.
                 self._control = 0, 0, 0
                 self._open_steps(self._steps_in_memory())
                 file.end(layout.DETACHED if detaches else layout.CLOSED)
 
     def _learn(self, type: SpanType, write: SpanWriter, *fields: Any) -> None:
-        """Of a span of this type a text or the layout is new, its values end early, or it has many links."""
+        """Prepare a span with a new text or layout, too few values, or many links, then write it."""
         span = SpanEnd(type, *fields)
         values = [*span.values[: len(type.attributes)]]
         values += [None] * (len(type.attributes) - len(values))
@@ -256,7 +256,7 @@ class RingRecorder:
             self._write_span_as_text(*span)
 
     def _declare(self, type: SpanType, links: int, has_error: bool) -> bool:
-        """Declare a layout for spans with ``links`` links; False where there is no room."""
+        """Declare a layout for spans with ``links`` links; False if it does not fit."""
         with self._lock:
             layouts = self._layouts.setdefault(type, {})
             if shape(links, has_error) in layouts:
@@ -272,7 +272,7 @@ class RingRecorder:
             return True
 
     def _declare_begin(self, type: SpanType) -> int:
-        """The first word of the slots that say that such a span has begun; 0: there is no room."""
+        """Return the first word of the slots that announce such a span; 0 if it does not fit."""
         index = self._define("L", _encode([type.name, [*type.attributes], "", False, 0]))
         if index is None:
             return 0
@@ -280,7 +280,7 @@ class RingRecorder:
         return head
 
     def _define_texts(self, texts: Sequence[Any]) -> bool:
-        """Whether each of them is a text, or None, and has a number from here on."""
+        """Define the texts; False unless each is a text or None, and has a number."""
         defined = [text is None or (isinstance(text, str) and self._define_text(text)) for text in texts]
         return all(defined)
 
@@ -315,7 +315,7 @@ class RingRecorder:
         self._write_text(["S", type.name, self._names_of(type.attributes), *fields])
 
     def _names_of(self, attributes: Mapping[str, Any]) -> int | list[str]:
-        """The number that the names are defined under; themselves where there is no room, or too many."""
+        """Return the number of the group of names; the names if there is no room or they are too many."""
         names = (*attributes,)
         index = self._names.get(names)
         if index is None:
@@ -325,7 +325,7 @@ class RingRecorder:
         return index or [*names]
 
     def _write_text(self, record: list[Any]) -> None:
-        """A record as JSON, over as many slots as it needs; the last one says that it is whole."""
+        """Write a record as JSON over as many slots as it needs; the last one marks it as complete."""
         data = _encode(record).encode()
         key, size = self.new_id(), layout.TEXT_BYTES
         pieces = [data[start : start + size] for start in range(0, len(data), size)]

@@ -14,9 +14,9 @@ from sgl_aspects.tracing.ring.file import RingFile
 
 
 class Slots:
-    """``take()`` gives a slot that is the caller's to fill: its number, the memory it is in, and where there.
+    """``take()`` returns a slot for the caller to fill: its number, its memory, and its offset there.
 
-    ``StopIteration``: none is at hand, see ``make_room``. Taking is one step in C, which no other thread can
+    ``StopIteration``: none is free, see ``make_room``. Taking is one step in C, which other threads cannot
     interrupt.
     """
 
@@ -29,17 +29,19 @@ class Slots:
         self.forget()
 
     def forget(self) -> None:
-        """At the beginning, and in a forked child, where the ring is the parent's."""
-        self._lock = threading.RLock()  # a signal's handler may record, too
+        """Reset: at the start, and in a forked child, where the ring is the parent's."""
+        self._lock = threading.RLock()  # a signal handler may record, too
         self.end()
 
     def end(self) -> None:
-        """No more slots are handed out; a record that is just being written goes where it was to go."""
+        """Stop handing out slots; a record that is just being written still goes to its slot."""
         self._last = 0
         self._hand_out(0, b"", 0)
 
     def make_room(self) -> bool:
-        """Whether slots are free again, because the collector has moved on. If not, counts a lost record."""
+        """Return whether slots are free again, because the collector has moved on; if not, count a lost
+        record.
+        """
         file = self._find_file()
         if file is None:
             return False
@@ -49,7 +51,7 @@ class Slots:
             free = file.words[layout.WORD_TAKEN] + file.slots
             if free > self._last:
                 place = (self._last + 1) % file.slots
-                # No further than the file's last slot: until there each place follows from the one before.
+                # Up to the file's last slot: offsets are contiguous until there.
                 last = self._last + min(free - self._last, file.slots - place)
                 self._hand_out(last, file.memory, layout.SLOTS_OFFSET + place * layout.SLOT_BYTES)
                 return True
@@ -58,14 +60,14 @@ class Slots:
         return False
 
     def drop(self) -> None:
-        """Counts a record that no number of slots would do for."""
+        """Count a record that no number of slots could hold."""
         file = self._find_file()
         if file is not None:
             with self._lock:
                 file.words[layout.WORD_DROPPED] += 1
 
     def fill(self, pack_into: Callable[..., None], *fields: Any) -> bool:
-        """Packs a record into the next free slot, nothing where it does not fit; False where none is free."""
+        """Pack a record into the next free slot, or skip it if it does not fit; False if none is free."""
         try:
             number, memory, offset = self.take()
         except StopIteration:
@@ -77,7 +79,7 @@ class Slots:
         return True
 
     def fill_begin(self, head: int, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
-        """``fill`` for what comes with every step: half of its time goes into arguments of any number."""
+        """``fill`` for records of each step: variadic arguments would take half of its time."""
         try:
             number, memory, offset = self.take()
         except StopIteration:
@@ -90,7 +92,7 @@ class Slots:
             self.void(number, memory, offset)
 
     def void(self, number: int, memory: Any, offset: int) -> None:
-        """Fills a slot whose record could not be packed: the reader shall not wait for it."""
+        """Fill a slot whose record could not be packed, so that the reader does not wait for it."""
         layout.BEGIN.pack_into(memory, offset, layout.KIND_VOID, 0, 0, 0, 0, number)
 
     def _hand_out(self, last: int, memory: Any, offset: int) -> None:

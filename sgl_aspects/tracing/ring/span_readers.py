@@ -1,4 +1,4 @@
-"""Reading spans back: a function made for each layout, as there is one for writing (:mod:`.span_writers`)."""
+"""Readers of spans: a function generated for each layout, like the writers (:mod:`.span_writers`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sgl_aspects.generated import execute
 from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
 
-#: ``(data, position)`` -> the span in the slot there. Raises ``ValueError`` for a time that OTLP has no room
-#: for, and what ``text_of`` raises.
+#: ``(data, position)`` -> the span in the slot there. Raises ``ValueError`` for a time beyond OTLP's range,
+#: and what ``text_of`` raises.
 SpanReader: TypeAlias = "Callable[[bytes, int], SpanEnd]"
 
 _SOURCE = """
@@ -28,7 +28,7 @@ def make(type, text_of, clock_offset):
         ))
     return read
 """
-# What a word says, by the code of its value. The number for none is as exact as a float.
+# How to decode a word, by the code of its value. The number for none is as exact as a float.
 _VALUES = {
     "i": "None if {0} == NONE else {0}",
     "f": "None if {0} == NONE else {0}",
@@ -47,8 +47,8 @@ def make_reader(
 ) -> SpanReader:
     """The reader of spans of ``type`` with values of these codes and ``links`` links.
 
-    ``text_of``: gives the text that is defined under a number. ``clock_offset``: what makes the ring's times
-    Unix time, in nanoseconds.
+    ``text_of``: returns the text with a number. ``clock_offset``: added to the ring's times to get Unix time,
+    in nanoseconds.
     """
     reader: SpanReader = _maker(codes, has_error, links)(type, text_of, clock_offset)
     return reader

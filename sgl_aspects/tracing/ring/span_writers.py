@@ -1,7 +1,6 @@
-"""The fast path of the flight recorder: for each type of span a function made for its attributes.
+"""The fast path of the flight recorder: a writer function generated for each type of span.
 
-It looks texts up and packs all values in one expression. A loop over the attributes would cost as much again
-as everything else.
+It looks texts up and packs all values in one expression. A loop over the attributes would double the cost.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from sgl_aspects.tracing.ring import format as layout
 Layouts = dict[int, tuple[Callable[..., None], int]]
 _class = type
 _MOST_CHOICES = 16
-_OTHERS: dict[type, type] = {_class(None): int}  # None has room in an attribute of any type
-#: What ``pack_into`` raises for a value of the wrong type, or one that needs more than 64 bits.
+_OTHERS: dict[type, type] = {_class(None): int}  # None is encodable as any type
+#: Raised by ``pack_into`` for a value of the wrong type, or one that needs more than 64 bits.
 MISFITS = (struct.error, TypeError, ValueError, OverflowError)
 
 _SOURCE = """
@@ -58,21 +57,21 @@ def make(slots, texts, layouts, learn, write_as_text):
 
 
 def shape(links: int, has_error: bool) -> int:
-    """One number for both: a dictionary finds it faster than a pair. 0: a span with neither, as most are."""
+    """Return one number for both: a dictionary finds it faster than a pair. 0: neither, the common case."""
     return links << 1 | has_error
 
 
 def codes_of(type: SpanType) -> str | None:
-    """One code for each attribute (:data:`.format.CODES`); None where spans of it do not fit a slot."""
+    """Return one code per attribute (:data:`.format.CODES`); None if spans of it do not fit a slot."""
     codes = [layout.CODE_OF.get(each) for each in type.attributes.values()]
     return None if None in codes or len(codes) > layout.SPAN_WORDS else "".join(map(str, codes))
 
 
 def writer_by_values(type: SpanType, make: Callable[[SpanType], SpanWriter]) -> SpanWriter:
-    """The writer of spans with attributes of any type (``object``): one writer for each choice of types.
+    """The writer of spans with attributes of any type (``object``): one writer per combination of types.
 
-    ``make`` gives the writer of spans whose attributes have types; of another choice than the first few it
-    is asked for one that takes lists, which takes everything, as text.
+    ``make`` returns the writer for a combination; beyond the first few, the writer with lists is used, which
+    takes everything as text.
     """
     writers: dict[tuple[Any, ...], SpanWriter] = {}
 
@@ -110,9 +109,9 @@ def make_writer(
 ) -> SpanWriter:
     """The writer of spans with attributes of these codes.
 
-    ``slots``: a :class:`~sgl_aspects.tracing.ring.slots.Slots`. ``learn`` is given the writer and its
-    arguments where ``layouts`` or ``texts`` do not have what the span needs, or the number of values is
-    wrong: it sees to that and calls again, or gives up. ``write_as_text`` gets what does not fit a slot.
+    ``slots``: a :class:`~sgl_aspects.tracing.ring.slots.Slots`. ``learn`` is called with the writer and its
+    arguments if ``layouts`` or ``texts`` lack what the span needs, or the number of values is wrong: it
+    defines them and calls again, or gives up. ``write_as_text`` gets what does not fit a slot.
     """
     names = [f"value_{number}" for number in range(len(codes))]
     lines = [f"{', '.join(names)}, = values" if names else ""]

@@ -1,4 +1,4 @@
-"""The spans that a step's record stands for: their ids follow from the step's."""
+"""The spans of a step's record: their ids are derived from the step's."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CHILD_STARTS = {child: start for child, _, start, *_ in _CHILDREN}
 def spans_of(
     words: Sequence[int], text_of: Callable[[int], str], links: Sequence[int], open_until: int = 0
 ) -> list[SpanEnd]:
-    """The spans that a step's record stands for, the step's own first; times as in the record.
+    """Make the spans of a step's record, the step's own first; times as in the record.
 
-    ``open_until``: of a step that has not ended, the end of what is open in it.
+    ``open_until``: the end of open spans, for a step that has not ended.
     """
     step_id = words[layout.STEP_SPAN_ID]
     mode, size, tokens = (
@@ -70,7 +70,7 @@ def spans_of(
                 values[5] = text_of(words[layout.STEP_GRAPH])
         is_open = not words[last]
         if type is schema.SAMPLE and 0 < words[layout.RUN_END] < words[first]:
-            parent = 0  # it had to wait for the result before
+            parent = 0  # it had to wait for the previous result
         problem = error if failed >> child & 1 or is_open else ""
         found.append(
             SpanEnd(
