@@ -42,7 +42,7 @@ else:
 VARIABLE = "SGL_ASPECTS_CONFIG"
 
 RESULT = "result"
-"""In an attribute path: what the call returned."""
+"""The start of an attribute path that reads the call's result."""
 
 _HOOK_KEYS = ("target", "hook", "type", "order", "required")
 _TRACE_KEYS = ("target", "name", "level", "request", "attributes", "required")
@@ -63,7 +63,7 @@ class DeclaredHook:
     def load(self) -> Any:
         """Import the hook; an observer's class is instantiated.
 
-        :raises ConfigError: its module or name is not there.
+        :raises ConfigError: its module or name does not exist.
         """
         module_name, _, path = self.hook.partition(":")
         try:
@@ -81,7 +81,7 @@ class DeclaredHook:
 class DeclaredTrace:
     """One ``[[trace]]``; ``attributes`` maps names of span attributes to the parts of their paths.
 
-    ``request``: the path to the id of the request that a call works for; empty where none is named.
+    ``request``: the path to the id of the call's request; empty if none is named.
     """
 
     target: Target
@@ -95,14 +95,14 @@ class DeclaredTrace:
 
 @dataclass(frozen=True)
 class Config:
-    """What a configuration file declares."""
+    """The contents of a configuration file."""
 
     hooks: tuple[DeclaredHook, ...] = ()
     traces: tuple[DeclaredTrace, ...] = ()
 
 
 def from_environment() -> Config:
-    """The file that ``SGL_ASPECTS_CONFIG`` names; an empty configuration where it is unset."""
+    """Read the file named by ``SGL_ASPECTS_CONFIG``; an empty configuration if it is unset."""
     path = env.text(VARIABLE)
     return Config() if path is None else read(path)
 
@@ -125,7 +125,7 @@ def read(path: str | Path) -> Config:
 
 
 def parse(document: Mapping[str, Any], path: str) -> Config:
-    """Check what was read from ``path``; raises like :func:`read`."""
+    """Check the contents of ``path``; raises like :func:`read`."""
     _only(document, ("hook", "trace"), path)
     return Config(
         tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)),
@@ -148,14 +148,14 @@ def _only(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
 
 @dataclass(frozen=True)
 class _Table:
-    """One table of the file, read key by key with errors that say where."""
+    """One table of the file, read key by key; errors name the place."""
 
     values: Mapping[str, Any]
     where: str
 
     def get(self, key: str, kind: type, default: Any, expected: str) -> Any:
         value = self.values.get(key, default)
-        # To Python a bool is an int; to the file's author it is not.
+        # In Python a bool is an int, but not in TOML.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.where}: {key} = {value!r}: write {expected}")
         return value

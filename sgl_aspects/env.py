@@ -1,11 +1,11 @@
 """Every environment variable that sgl-aspects reads, parsed in one place.
 
-A variable ``SGL_ASPECTS_X`` may be spelled ``ASPECTS_X``, too; where both are set, the longer name counts.
-SGLang takes names that begin with ``SGL_`` for old ones of its own and warns of each in every process, so
-what sgl-aspects sets for the processes of an engine has the shorter name.
+A variable ``SGL_ASPECTS_X`` may also be spelled ``ASPECTS_X``; if both are set, the longer name counts.
+SGLang takes names that begin with ``SGL_`` for deprecated ones of its own and warns of each in every process,
+so sgl-aspects sets the shorter names for the processes of an engine.
 
-A value that is not allowed is a :class:`~sgl_aspects.errors.ConfigError` that names the variable and
-the choices; nothing falls back to a default in silence.
+A value that is not allowed is a :class:`~sgl_aspects.errors.ConfigError` that names the variable and the
+choices; there is no silent default.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _given: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def reading_from(environment: Mapping[str, str]) -> Iterator[None]:
-    """In the block, this thread's settings come from ``environment``, not from the process's own.
+    """Read this thread's settings from ``environment`` instead of the process's own, within the block.
 
-    For a process that is attached to: its environment is its own, and other threads read it.
+    For a process that is attached to: its environment belongs to it, and other threads read it.
     """
     token = _given.set(environment)
     try:
@@ -46,7 +46,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def spelled(name: str, environment: Mapping[str, str] | None = None) -> str:
-    """The name under which ``name`` is set, or is to be set by us, in ``environment`` (the process's own)."""
+    """Return the spelling of ``name`` that is set, or to be set, in ``environment`` (the process's own)."""
     environment = _environment() if environment is None else environment
     if name in environment or not name.startswith(_PREFIX):
         return name
@@ -54,21 +54,21 @@ def spelled(name: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def shortened(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with each ``SGL_ASPECTS_X`` spelled ``ASPECTS_X``."""
+    """Return ``environment`` with each ``SGL_ASPECTS_X`` spelled ``ASPECTS_X``."""
     ours = {name: value for name, value in environment.items() if name.startswith(_PREFIX)}
     others = {name: value for name, value in environment.items() if name not in ours}
     return {**others, **{name.removeprefix(_FAMILY): value for name, value in ours.items()}}
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """The value of ``name``, stripped; ``default`` where it is unset or empty."""
+    """Return the value of ``name``, stripped; ``default`` if it is unset or empty."""
     environment = _environment()
     value = environment.get(spelled(name, environment), "").strip()
     return value or default
 
 
 def choice(name: str, choices: Sequence[str], default: str) -> str:
-    """One of ``choices``, compared without regard to case."""
+    """Return one of ``choices``, compared without regard to case."""
     value = text(name)
     if value is None:
         return default
@@ -78,7 +78,7 @@ def choice(name: str, choices: Sequence[str], default: str) -> str:
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """A switch: 1/0, true/false, yes/no, on/off."""
+    """Return a switch: 1/0, true/false, yes/no, on/off."""
     value = text(name)
     if value is None:
         return default
@@ -91,7 +91,7 @@ def flag(name: str, default: bool = False) -> bool:
 
 
 def integer(name: str, default: int, *, minimum: int, maximum: int) -> int:
-    """A whole number between ``minimum`` and ``maximum``, both included."""
+    """Return a whole number between ``minimum`` and ``maximum``, both included."""
     value = text(name)
     if value is None:
         return default
@@ -105,7 +105,7 @@ def integer(name: str, default: int, *, minimum: int, maximum: int) -> int:
 
 
 def number(name: str, *, minimum: float = 0.0) -> float | None:
-    """A number of ``minimum`` or more, such as seconds; None where the variable is unset."""
+    """Return a number of at least ``minimum``, such as seconds; None if the variable is unset."""
     value = text(name)
     if value is None:
         return None
@@ -119,7 +119,7 @@ def number(name: str, *, minimum: float = 0.0) -> float | None:
 
 
 def names(name: str) -> tuple[str, ...] | None:
-    """A comma-separated list; None where the variable is unset. Set but empty is the empty list."""
+    """Return a comma-separated list; None if the variable is unset. Set but empty is the empty list."""
     environment = _environment()
     value = environment.get(spelled(name, environment))
     if value is None:

@@ -18,23 +18,23 @@
         └── SchedulerDiedError (ConnectionError)  the scheduler process is gone
 
     SystemExit
-    └── Stop                                what was asked for cannot be: the process ends
+    └── Stop                                a required feature cannot work: the process ends
 
-Each doubles a standard type, so that callers who do not know this package catch what they expect.
-A message names the offender, the alternatives, and the next step.
+Each doubles a standard type, so that callers who do not know this package catch what they expect. A message
+names the offender, the alternatives, and the next step.
 """
 
 from __future__ import annotations
 
 
 class AspectsError(Exception):
-    """Base of all of them."""
+    """Base class of all of them."""
 
 
 class Stop(SystemExit):
-    """Raised to end the process, where an engine that went on would serve without what was asked for.
+    """Raised to end the process if the engine would otherwise serve without a required feature.
 
-    No error that the engine might catch; a plugin's own SystemExit is contained, this one is not.
+    Not an error that the engine might catch; a plugin's own SystemExit is contained, this one is not.
     """
 
     def __init__(self, reason: object) -> None:
@@ -42,11 +42,11 @@ class Stop(SystemExit):
 
 
 class TargetError(AspectsError, ValueError):
-    """Raised when a target string has no valid reading, at the moment it is given."""
+    """Raised when a target string cannot be parsed, at the moment it is passed."""
 
 
 class HookError(AspectsError, TypeError):
-    """Raised when a hook cannot work on its target: not callable, wrong type, a class where none may be."""
+    """Raised when a hook cannot work on its target: not callable, wrong type, an unsuitable class."""
 
 
 class MissingTargetError(AspectsError, LookupError):
@@ -58,7 +58,7 @@ class ConfigError(AspectsError, ValueError):
 
 
 class AttachError(AspectsError, RuntimeError):
-    """Raised when a running process cannot be attached to; names the setting and the command that helps."""
+    """Raised when a running process cannot be attached to; names the setting and the command that help."""
 
 
 class PlatformError(AspectsError, RuntimeError):
@@ -78,11 +78,11 @@ class OperatorSignatureError(OperatorError, TypeError):
 
 
 class UnsupportedCallError(OperatorError, NotImplementedError):
-    """Raised by an implementation, before it writes anything, for a call that it does not serve."""
+    """Raised by an implementation, before it writes anything, for a call that it does not support."""
 
 
 class EngineError(AspectsError, RuntimeError):
-    """Raised when the embedded engine cannot serve; the subclasses say why."""
+    """Raised when the embedded engine cannot serve; the subclasses give the reason."""
 
 
 class ModelLoadError(EngineError):

@@ -10,7 +10,7 @@ from pathlib import Path
 def write_private(path: Path, data: bytes) -> None:
     """Write the whole file or nothing, for this user only, whatever the umask.
 
-    :raises OSError: it cannot be written; what was there stays.
+    :raises OSError: it cannot be written; the old contents stay.
     """
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW

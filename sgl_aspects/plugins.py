@@ -1,6 +1,6 @@
 """Plugins: packages that register hooks, found through entry points.
 
-`load_plugins()` is the one entry, called at the start of every process of an engine.
+`load_plugins()` is the only entry, called at the start of every process of an engine.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger("sgl_aspects")
 
 PLUGINS_GROUP = "sgl_aspects.plugins"
 PLATFORMS_GROUP = "sgl_aspects.platforms"
-#: SGLang's names for the same: plugins and platforms that were written for it.
+#: SGLang's names for the same groups, for plugins and platforms that were written for it.
 SGLANG_PLUGINS_GROUP = "sglang.srt.plugins"
 SGLANG_PLATFORMS_GROUP = "sglang.srt.platforms"
 
 TRACING = EntryPoint("tracing", "sgl_aspects.tracing.plugin:activate", PLUGINS_GROUP)
-"""Our own plugin: it asks its own variables whether it is wanted, and needs no installed metadata."""
+"""The tracing plugin of this package: it reads its own variables, and needs no installed metadata."""
 
 Installed: TypeAlias = Callable[[str], Iterable[EntryPoint]]
 
@@ -35,7 +35,7 @@ _DISTRIBUTION = "sgl-aspects"
 
 _lock = threading.RLock()
 _loaded: set[str] = set()
-# What the rooms of engines do once all hooks are in place.
+# Functions of the engines' rooms, called once all hooks are in place.
 _afterwards: list[Callable[[], None]] = []
 
 
@@ -75,7 +75,7 @@ def load_plugins(*, compatible: bool = False) -> None:
 def load_plugins_by_group(
     group: str, excluded_dists: Iterable[str] = ()
 ) -> dict[str, tuple[Callable[[], Any], str | None]]:
-    """The plugins of a group that ``SGLANG_PLUGINS`` allows: ``{name: (callable, distribution)}``.
+    """Return the plugins of a group that ``SGLANG_PLUGINS`` allows: ``{name: (callable, distribution)}``.
 
     Those of ``excluded_dists`` are not imported; one that cannot be imported is logged and left out.
     """
@@ -91,7 +91,7 @@ def load_plugins_by_group(
 
 
 def _register_declared_hooks() -> None:
-    """The hooks of the configuration file. A fault in it stops the process."""
+    """Weave the hooks of the configuration file. An error in it stops the process."""
     if env.text("SGL_ASPECTS_CONFIG") is None:
         return
     from sgl_aspects import config
@@ -117,7 +117,7 @@ def _write_report() -> None:
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.RLock()  # the parent's may be held by a thread that is not here
+    _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
 
 
 if hasattr(os, "register_at_fork"):
@@ -125,7 +125,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _selected(groups: set[str]) -> Iterator[tuple[EntryPoint, str | None]]:
-    """The plugins to run, with their distributions: ours first, and none twice."""
+    """Return the plugins to run, with their distributions: the built-in one first, and none twice."""
     installed = _installed()
     seen = set()
     if PLUGINS_GROUP in groups:
@@ -136,20 +136,20 @@ def _selected(groups: set[str]) -> Iterator[tuple[EntryPoint, str | None]]:
     excluded = _excluded_distributions(installed)
     for group in sorted(groups):
         for plugin, distribution in _allowed(installed(group), excluded):
-            # Ours in SGLang's group is this function.
+            # The entry point of this package in SGLang's group is this function.
             if (plugin.name, plugin.value) not in seen and distribution != _DISTRIBUTION:
                 seen.add((plugin.name, plugin.value))
                 yield plugin, distribution
 
 
 def _installed() -> Installed:
-    """Entry points by group; all installed distributions are searched now, and only once."""
+    """Return entry points by group; all installed distributions are searched now, and only once."""
     found = entry_points()
     return lambda group: found.select(group=group)
 
 
 def _plugins_of_engines() -> Iterator[EntryPoint]:
-    """What each engine's room does in that engine's processes: its module ``plugin``, where it has one."""
+    """Call the ``activate()`` of each engine's ``plugin`` module, where it has one."""
     for room in sorted(path.parent.name for path in _ENGINES.glob("*/plugin.py")):
         yield EntryPoint(room, f"sgl_aspects.engines.{room}.plugin:activate", PLUGINS_GROUP)
 
@@ -173,16 +173,17 @@ def _warn_of_unknown_names(installed: Installed) -> None:
     unknown = [name for name in allowed if name not in known]
     if unknown:
         logger.warning(
-            "SGLANG_PLUGINS names %s, and no installed plugin has that name; there is: %s",
+            "SGLANG_PLUGINS names %s, and no installed plugin has that name; installed: %s",
             ", ".join(map(repr, unknown)),
             ", ".join(sorted(known)) or "none",
         )
 
 
 def excluded_distributions() -> set[str]:
-    """Whose plugins are skipped: those that provide a platform, but not the one ``SGLANG_PLATFORM`` names.
+    """Return distributions whose plugins are skipped: they provide another platform than
+    ``SGLANG_PLATFORM``'s.
 
-    ``name=pkg.mod:Cls`` names a class that has no entry point: its package's distribution is kept as well.
+    ``name=pkg.mod:Cls`` names a class without an entry point: its package's distribution is kept as well.
     """
     return _excluded_distributions(_installed())
 
@@ -212,11 +213,11 @@ def _run(plugin: EntryPoint, distribution: str | None) -> None:
     try:
         finish = plugin.load()()
     except (MissingTargetError, Stop, KeyboardInterrupt):
-        raise  # a hook that it marked as required has no target, or somebody wants the process to end
+        raise  # a required hook has no target, or the user ends the process
     except ConfigError as error:
-        # The user needs the setting's name, not the place that read it.
+        # The user needs the setting's name, not a traceback to where it is read.
         logger.error("plugin %s failed; the others go on: %s", source, error)
-    except BaseException:  # of asyncio, a test runner, or sys.exit: not the process's end
+    except BaseException:  # of asyncio, a test runner, or sys.exit: does not end the process
         logger.exception("plugin %s failed; the others go on", source)
     else:
         if distribution == _DISTRIBUTION and callable(finish):

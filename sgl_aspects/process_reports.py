@@ -1,8 +1,8 @@
-"""One report file a process: which hooks it had, and what they did.
+"""Report files, one per process: its hooks, and what they did.
 
 With ``SGL_ASPECTS_REPORT=FOLDER`` (`sgl-aspects run --report FOLDER`) each process writes its report when its
-hooks are set up, every two seconds, and when it ends. A process that is killed leaves its latest one.
-A folder that cannot be written, or is full, is logged once a process, and nothing else happens.
+hooks are set up, every two seconds, and when it ends. A process that is killed leaves its latest one. A
+folder that cannot be written, or is full, is logged once per process; nothing else happens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessReport:
     report: Report
 
     def as_dict(self) -> dict[str, Any]:
-        """As in the report's file."""
+        """Return the JSON of the report's file."""
         report = {
             "hooks": [hook._asdict() for hook in self.report.hooks],
             "stale": [stale._asdict() for stale in self.report.stale],
@@ -55,7 +55,7 @@ class ProcessReport:
 
 
 def write_from_environment() -> None:
-    """Write this process's report now and at its end, where the environment names a folder."""
+    """Write this process's report now and at its end, if the environment names a folder."""
     folder = env.text(VARIABLE)
     if folder is not None:
         _Writer(Path(folder)).start()
@@ -79,7 +79,7 @@ class _Writer:
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         self._over, self._lock = threading.Event(), threading.Lock()
         self._write(ended=False)
-        # Before other finalizers take their hooks away, and in children of multiprocessing instead of atexit.
+        # Before other finalizers remove their hooks, and in children of multiprocessing instead of atexit.
         util.Finalize(None, self._end, exitpriority=0)
         keep = threading.Thread(
             target=self._keep, args=(self._over, self._lock), name="sgl-aspects-report", daemon=True
@@ -91,7 +91,7 @@ class _Writer:
 
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         self._over, self._lock = threading.Event(), threading.Lock()
-        # A forked child of multiprocessing forgets its parent's finalizers; and threads do not come along.
+        # A forked child of multiprocessing loses its parent's finalizers and threads.
         util.register_after_fork(self, _Writer._begin)
 
     def _keep(self, over: threading.Event, lock: threading.Lock) -> None:
@@ -118,7 +118,7 @@ class _Writer:
 
 
 def read_all(folder: str | Path) -> Iterator[ProcessReport]:
-    """Every report in ``folder``.
+    """Return every report in ``folder``.
 
     :raises ConfigError: there is no such folder, or none of its files is a report.
     """

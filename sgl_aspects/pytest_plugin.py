@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def woven() -> Iterator[Callable[..., Handle]]:
-    """A function that weaves hooks as ``aspects.weave`` does, for the length of the test."""
+    """Return a function that weaves hooks like ``aspects.weave``, until the end of the test."""
     import sgl_aspects as aspects
 
     handles: list[Handle] = []
@@ -42,9 +42,9 @@ def woven() -> Iterator[Callable[..., Handle]]:
 
 
 class CapturedSpans:
-    """The spans of this process and of those that it starts during the test.
+    """Return the spans of this process and of those that it starts during the test.
 
-    Called, it ends the tracing and returns them by start time, those of one name where ``name`` is given.
+    Calling it ends the tracing and returns them by start time, only those of one name if ``name`` is given.
     """
 
     def __init__(self, session: TraceSession, file: Path) -> None:
@@ -55,7 +55,7 @@ class CapturedSpans:
     def trace(
         self, target: str, *, name: str | None = None, attributes: Mapping[str, str] | None = None
     ) -> None:
-        """A span for each call of a function in this process, as ``[[trace]]`` in `aspects.toml` gives."""
+        """Trace each call of a function in this process, like ``[[trace]]`` in `aspects.toml`."""
         import sgl_aspects as aspects
         from sgl_aspects import config
         from sgl_aspects.tracing.observers.function import FunctionObserver
@@ -75,7 +75,7 @@ class CapturedSpans:
         return [span for span in read_spans(self._file) if name is None or span.name == name]
 
     def close(self) -> None:
-        """Takes off what was woven and ends the tracing; a second time does nothing."""
+        """Remove the hooks and end the tracing; a second call does nothing."""
         while self._handles:
             self._handles.pop().remove()
         problem = self._session.close().problem
@@ -85,7 +85,7 @@ class CapturedSpans:
 
 @pytest.fixture
 def captured_spans(tmp_path: Path) -> Iterator[CapturedSpans]:
-    """Traces engines at level 3, and functions named to ``captured_spans.trace``, until it is called."""
+    """Traces engines at level 3, and functions passed to ``captured_spans.trace``, until it is called."""
     from sgl_aspects.tracing import attach
 
     file = tmp_path / "captured.otlp.jsonl"

@@ -1,4 +1,4 @@
-"""Runs in the process that was attached to, in a thread that ends: weaves, and takes everything back."""
+"""Runs in the process that was attached to, in a thread that ends: weaves, and undoes everything."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _SWITCH_SECONDS = 0.0005
 
 @dataclass
 class _Attachment:
-    """What was done to this process."""
+    """The attached state of this process."""
 
     session: tracing.TraceSession
     hooks: list[aspects.Advice] = field(default_factory=list)
-    """Of the configuration file alone."""
+    """Hooks of the configuration file alone."""
     next_check: float = 0.0
 
 
 _attachment: _Attachment | None = None
-_lock = threading.RLock()  # of our own short-lived threads; the engine's never take it
+_lock = threading.RLock()  # held by the short-lived threads of attach; never by the engine's
 
 
 def perform(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what a request asks for (``operation``: attach or detach), and say what became of it.
+    """Carry out a request (``operation``: attach or detach), and return the result.
 
     Raises ``AttachError``; nothing is woven then.
     """
@@ -57,7 +57,7 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
 def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
     global _attachment
     if _attachment is not None:
-        _detach()  # the command that attached is gone and did not detach
+        _detach()  # the command that attached has ended without detaching
     if tracing.current() is not None:
         raise AttachError("it is traced already: change what is recorded with sgl-aspects control")
     before = set(weaver.advices)
@@ -70,7 +70,7 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
             raise
     advices = [advice for advice in weaver.advices if advice not in before]
     for advice in advices:
-        advice.required = False  # what loads later and lacks a target must not end somebody else's process
+        advice.required = False  # a required hook whose target loads later must not end the engine's process
     hooks = _reports_of(advices)
     return {
         "woven": sorted({place for hook in hooks for place in hook.places}),
@@ -88,7 +88,7 @@ _NOT_WOVEN = (aspects.State.MISSING, aspects.State.FAILED)
 
 
 def _weave_declared(attachment: _Attachment) -> None:
-    """The hooks of the configuration file; the functions that it wants traced are the session's."""
+    """Weave the hooks of the configuration file; the session weaves its traced functions."""
     for declared in config.from_environment().hooks:
         source = aspects.HookSource(declared.where)
         advice = aspects.Advice(declared.target, declared.hook_type, declared.load(), declared.order, source)
@@ -97,7 +97,7 @@ def _weave_declared(attachment: _Attachment) -> None:
 
 
 def _detach() -> dict[str, Any]:
-    """Take every hook away, check that the originals are back, and leave the run."""
+    """Remove every hook, check that the originals are back, and leave the run."""
     global _attachment
     attachment, _attachment = _attachment, None
     if attachment is None:
@@ -113,7 +113,7 @@ def _detach() -> dict[str, Any]:
 
 
 def _end_without_collector(run_folder: str) -> None:
-    """Called where the ring is full, so it has no reader. Without a collector it will have none: detach."""
+    """Detach if the run has no collector: called when the ring is full because it is not read."""
     attachment, now = _attachment, time.monotonic()
     if attachment is None or now < attachment.next_check:
         return
@@ -133,7 +133,7 @@ def _beside_the_engine(pieces: Pieces) -> Iterator[None]:
     """Shorten the interpreter's switch interval, and unfreeze the heap so that frozen referrers are found.
 
     ``gc.get_referrers`` passes over objects under ``gc.freeze``. The garbage collector is off in the block;
-    before the heap is frozen again, garbage is collected, or it would stay.
+    before the heap is frozen again, garbage is collected, or it would never be freed.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -160,13 +160,13 @@ def _beside_the_engine(pieces: Pieces) -> Iterator[None]:
 
 
 def _originals() -> dict[str, Any]:
-    """The original of each woven place."""
+    """Return the original of each woven target."""
     places = {place for hook in aspects.report().hooks for place in hook.places}
     return {place: getattr(_callable_at(place), "__wrapped__", None) for place in places}
 
 
 def _callable_at(place: str) -> Any:
-    """The function that stands at ``pkg.mod:Class.method`` now, out of its descriptor."""
+    """Return the function at ``pkg.mod:Class.method`` now, unwrapped from its descriptor."""
     module, _, path = place.partition(":")
     found: Any = sys.modules.get(module)
     for name in path.split("."):

@@ -1,4 +1,4 @@
-"""The way into processes that `sgl-aspects run --dormant` has prepared: through their control blocks."""
+"""Injection into processes that `sgl-aspects run --dormant` has prepared: through their control blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prepared:
         while not has_started():
             if time.monotonic() > deadline:
                 raise AttachError(
-                    f"process {self.process.id} has run no Python for {_START_SECONDS:g} s, so that it could "
+                    f"process {self.process.id} has run no Python for {_START_SECONDS:g} s, so it could "
                     "not look at its control block; try again"
                 )
             time.sleep(0.002)
@@ -39,7 +39,7 @@ class Prepared:
 
 
 def control_of(process: Process) -> Prepared | None:
-    """None where the process was not prepared, or is another one by now."""
+    """Return None unless the process was prepared, and is still the same one."""
     user = os.stat(f"/proc/{process.id}").st_uid
     path = Path(dormant.folder_of(user), str(process.id))
     if path.parent.exists() and path.parent.stat().st_uid != user:
@@ -54,4 +54,4 @@ def control_of(process: Process) -> Prepared | None:
         return Prepared(process, path)
     finally:
         os.close(descriptor)
-    return None  # nobody holds it: a signal would end the process that has this id now
+    return None  # nobody holds the lock: a signal would end the process that has this id now

@@ -1,4 +1,4 @@
-"""What is mapped into another process: addresses of exported functions, and executable bytes nobody uses."""
+"""ELF files mapped into another process: addresses of exported functions, and unused executable bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mapping:
 
 
 def file_mappings(process_id: int) -> list[Mapping]:
-    """The files mapped into a process. Raises ``PermissionError`` where this user may not look."""
+    """Return the files mapped into a process. Raises ``PermissionError`` if this user may not read them."""
     found = []
     with open(f"/proc/{process_id}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
@@ -60,7 +60,7 @@ class Image:
         self._bias = first.start - lowest // PAGE * PAGE
 
     def addresses(self, names: Iterable[str]) -> dict[str, int]:
-        """The exported functions among ``names``."""
+        """Return the exported functions among ``names``."""
         wanted = {name.encode() for name in names}
         found: dict[str, int] = {}
         sections = [
@@ -80,7 +80,7 @@ class Image:
         return found
 
     def unused(self) -> Iterator[tuple[int, int]]:
-        """Executable addresses beyond the end of the code, up to the end of its last page: start, size."""
+        """Yield the unused executable bytes after the code, up to the end of its last page: start, size."""
         for kind, flags, _, address, _, size, memory_size, _ in self._segments:
             if kind == _LOAD and flags & _EXECUTABLE and size == memory_size:
                 end = self._bias + address + size
@@ -89,7 +89,7 @@ class Image:
 
 
 def python_image(process_id: int) -> Image | None:
-    """The file that holds the interpreter: libpython, or the executable. None: it is not Python."""
+    """Return the interpreter's file: libpython, or the executable. None: it is not Python."""
     by_path: dict[str, list[Mapping]] = {}
     for mapping in file_mappings(process_id):
         by_path.setdefault(mapping.path, []).append(mapping)
@@ -106,7 +106,7 @@ def python_image(process_id: int) -> Image | None:
 
 
 def unused_code(process_id: int, size: int) -> Iterator[tuple[int, int]]:
-    """Places of at least ``size`` bytes that are executable, and belong to no code: start, size."""
+    """Yield places of at least ``size`` bytes that are executable but not code: start, size."""
     by_path: dict[str, list[Mapping]] = {}
     for mapping in file_mappings(process_id):
         by_path.setdefault(mapping.path, []).append(mapping)
@@ -127,5 +127,5 @@ def unused_code(process_id: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _reachable(process_id: int, path: str) -> str:
-    """The file as the process sees it, which may live in another file system."""
+    """Open the file as the process sees it, which may be in another mount namespace."""
     return f"/proc/{process_id}/root{path}"

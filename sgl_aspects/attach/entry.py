@@ -1,7 +1,4 @@
-"""Runs in the process first, in a thread of its own; needs nothing but the standard library.
-
-:mod:`operation` writes this source, and a call of :func:`enter`, into a file that :mod:`injection` starts.
-"""
+"""Runs in the process first, in a thread of its own; needs only the standard library."""
 
 import importlib
 import json
@@ -15,12 +12,12 @@ _NATIVE = "SGL_ASPECTS_NATIVE"
 
 
 def enter(folder: str, key: str) -> None:
-    """Do what the request ``key`` in ``folder`` asks for, once, and answer in a file."""
+    """Carry out the request ``key`` in ``folder``, once, and write the answer to a file."""
     request_file, taken = os.path.join(folder, key + ".request"), os.path.join(folder, key + ".taken")
     try:
         os.rename(request_file, taken)
     except OSError:
-        return  # another thread of ours has taken it, or nobody wants it any more
+        return  # another injected thread has taken it, or it was withdrawn
     try:
         with open(taken, encoding="utf-8") as file:
             request = json.load(file)
@@ -38,11 +35,11 @@ def enter(folder: str, key: str) -> None:
             json.dump(answer, file)
         os.rename(temporary, os.path.join(folder, key + ".answer"))
     except OSError:
-        pass  # nobody is there to read it
+        pass  # nobody reads it any more
 
 
 class _Pace:
-    """A finder that finds nothing: before each module that this thread imports, other threads get their turn.
+    """A finder that finds nothing, but yields to other threads before each module that this thread imports.
 
     ``longest`` and ``spent``: seconds of one module, and of all.
     """
@@ -71,9 +68,9 @@ def _import_agent(package: str, pace: _Pace) -> Any:
     sys.path.insert(0, package)
     sys.meta_path.insert(0, pace)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)  # other threads get the interpreter soon after they ask for it
+    sys.setswitchinterval(0.0005)  # let other threads get the interpreter soon
     native = os.environ.get(_NATIVE)
-    os.environ[_NATIVE] = "off"  # what is compiled could not be taken out of the process again
+    os.environ[_NATIVE] = "off"  # compiled code could not be removed from the process again
     try:
         agent = importlib.import_module("sgl_aspects.attach.agent")
         pace.take_turn()
@@ -88,7 +85,7 @@ def _import_agent(package: str, pace: _Pace) -> Any:
 
 
 def _move(root: str) -> None:
-    """What was brought along before is in memory, but its folder is gone: later imports use the new one."""
+    """Redirect modules of an earlier attach, whose folder is gone: later imports use the new one."""
     old = sys.modules["sgl_aspects"].__path__[0]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "sgl_aspects" and hasattr(module, "__path__"):

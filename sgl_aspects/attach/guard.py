@@ -2,7 +2,7 @@
 
     python -m sgl_aspects.attach.guard RUN_FOLDER
 
-Standard input is a pipe from the command: what it writes is a farewell, the bare end of it is its death.
+Standard input is a pipe from the command: data means that it detached, a bare end of file that it died.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FAREWELL = b"detached"
 
 
 def main(arguments: list[str]) -> int:
-    """Wait for the end of the command; detach unless it has said that it did."""
+    """Wait for the end of the command; detach unless it reported that it did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.stdin.buffer.read() == FAREWELL:
         return 0

@@ -1,11 +1,11 @@
-"""Have another Python process start a file of ours in a short-lived thread.
+"""Makes another Python process run a script in a short-lived thread.
 
-Python 3.14 and newer: ``sys.remote_exec``. Before, and where the main thread waits in a system call and so
-runs no bytecode: it is told, by :mod:`ptrace`, to call ``Py_AddPendingCall``, which asks the interpreter for
-a call between two bytecodes, where no lock of the interrupted code matters. Where it goes on waiting, it
-makes the call itself, in that wait, with the interpreter's lock.
+Python 3.14 and newer: ``sys.remote_exec``. Before, and if the main thread waits in a system call and so runs
+no bytecode: :mod:`ptrace` makes it call ``Py_AddPendingCall``, which schedules a call between two bytecodes,
+where no lock of the interrupted code matters. If it goes on waiting, it makes the call itself, in that wait,
+holding the GIL.
 
-What runs there is one line that starts a thread; the thread does the work and ends.
+The script there is one line that starts a thread; the thread does the work and ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BYTECODE_SECONDS = 1.0
 _WAITING_SECONDS = 0.2
 _START_SECONDS = 10.0
 
-# The thread's name space is its own; nothing is imported and nothing is put into any module. Where no thread
-# can be started, the process prints why on its stderr and goes on; ``attach`` says that nothing has started.
+# The thread's name space is its own; nothing is imported and nothing is put into any module. If no thread can
+# be started, the process prints the reason on its stderr and goes on; ``attach`` reports the failure.
 _LINE = """
 __import__('_thread').start_new_thread(exec, ({code!r}, {{'__name__': 'sgl_aspects_attach'}}))
 """
@@ -41,7 +41,7 @@ _THREAD = "exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
 
 @dataclass(frozen=True)
 class _Place:
-    """Where our code lies in the process: two stubs, for one may still be in use, and the text."""
+    """The addresses of the injected code: two stubs, since one may still be in use, and the text."""
 
     first_stub_at: int
 
@@ -61,19 +61,20 @@ class _Place:
 def run_file(
     process_id: int, path: Path, has_started: Callable[[], bool], *, remote_exec: str | None
 ) -> float:
-    """Run the Python file ``path`` in a new thread of the process; returns the seconds its main thread stood.
+    """Run the Python file ``path`` in a new thread; returns the seconds for which its main thread stood
+    still.
 
-    ``has_started`` tells whether the file runs; it may be started twice, and sees to that itself.
-    ``remote_exec``: the interpreter of the process, where that has ``sys.remote_exec``.
-    Raises ``AttachError`` where it has not started in time.
+    ``has_started`` returns whether the file runs; it may be started twice, and must tolerate that.
+    ``remote_exec``: the interpreter of the process, if that has ``sys.remote_exec``. Raises ``AttachError``
+    if it has not started in time.
     """
     line = _LINE.format(code=_THREAD.format(path=str(path)))
     if remote_exec is not None:
         _remote_exec(remote_exec, process_id, path, line)
-        knows_wait = platform.machine() == "x86_64"
-        if _wait(has_started, _BYTECODE_SECONDS if knows_wait else _START_SECONDS):
+        can_read_wait = platform.machine() == "x86_64"
+        if _wait(has_started, _BYTECODE_SECONDS if can_read_wait else _START_SECONDS):
             return 0.0
-        if not knows_wait:
+        if not can_read_wait:
             raise AttachError(f"process {process_id} has run no Python for {_START_SECONDS:g} s; try again")
     image = python_image(process_id)
     found = image.addresses(_FUNCTIONS) if image is not None else {}
@@ -82,7 +83,7 @@ def run_file(
     text = line.encode() + b"\0"
     place = _find_place(process_id, len(text))
     if not write_memory(process_id, place.text_at, text):
-        raise AttachError(f"process {process_id} does not take our text")
+        raise AttachError(f"process {process_id} rejected the injected text")
     add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], place.text_at)]
     stood = call_in_main_thread(process_id, add, place.first_stub_at) or 0.0
     try:
@@ -98,7 +99,8 @@ def _clear(process_id: int, place: _Place, text_size: int) -> None:
     """Make everything zero again. A call that is still pending finds an empty text from now on."""
     write_memory(process_id, place.text_at, b"\0")
     for _ in range(_CLEARING_ATTEMPTS):
-        time.sleep(_CLEARING_SECONDS)  # for a main thread that is just reading the text, or leaves our code
+        # for a main thread that is just reading the text, or leaving the injected code
+        time.sleep(_CLEARING_SECONDS)
         if write_memory(process_id, place.first_stub_at, bytes(2 * _STUB_BYTES + text_size), code=place.code):
             return
 
@@ -106,9 +108,9 @@ def _clear(process_id: int, place: _Place, text_size: int) -> None:
 def _run_in_wait(
     process_id: int, found: dict[str, int], place: _Place, has_started: Callable[[], bool]
 ) -> float:
-    """The main thread runs no bytecode: once it is seen to wait, it runs the text itself.
+    """Make a waiting main thread run the text itself: it runs no bytecode.
 
-    In that wait only: anywhere else it may hold a lock that the interpreter's own lock is made of.
+    Only in that wait: anywhere else it may hold a lock that the GIL is made of.
     """
     calls: list[Call] = [
         (found["PyGILState_Ensure"],),
@@ -121,7 +123,7 @@ def _run_in_wait(
         if _wait(has_started, _WAITING_SECONDS):
             return 0.0
         if wait is None or wait != Wait.of(process_id):
-            continue  # it moves: it will run bytecodes
+            continue  # it is running: it will execute bytecodes
         stood = call_in_main_thread(process_id, calls, place.second_stub_at, wait=wait)
         if stood is not None:
             if _wait(has_started, _BYTECODE_SECONDS):
@@ -131,7 +133,7 @@ def _run_in_wait(
         return 0.0
     raise AttachError(
         f"process {process_id} has run no Python for {_START_SECONDS:g} s: its main thread is busy in "
-        "compiled code that holds the interpreter's lock; try again"
+        "compiled code that holds the GIL; try again"
     )
 
 
@@ -153,7 +155,7 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _remote_exec(interpreter: str, process_id: int, path: Path, line: str) -> None:
-    """By the process's own interpreter: both sides of ``sys.remote_exec`` have to be of one version."""
+    """Call ``sys.remote_exec`` in the process's own interpreter: both sides must be of one version."""
     script = path.with_suffix(".start.py")
     script.write_text(line)
     script.chmod(path.stat().st_mode)

@@ -1,7 +1,7 @@
 """Attaching and detaching from the command's side: one run folder, its requests and their answers.
 
-The folder of a run has a folder ``attach`` with: ``package`` (what is brought along), ``processes.json``
-(who was or is about to be attached to: written before anything is done), and for each request to a process
+The folder of a run has a folder ``attach`` with: ``package`` (the modules to import), ``processes.json`` (the
+processes attached to or about to be: written before anything is done), and for each request to a process
 ``KEY.request``, then ``KEY.taken`` once a thread in the process has begun (it holds the thread's number),
 then ``KEY.answer``.
 """
@@ -35,14 +35,14 @@ from sgl_aspects.tracing.run_folder import (
 
 FOLDER = "attach"
 _PROCESSES = "processes.json"
-_ANSWER_SECONDS = 300.0  # where many processes want few cores, weaving takes a minute
+_ANSWER_SECONDS = 300.0  # with many processes on few cores, weaving takes a minute
 _PAUSE_SECONDS = 0.002
 _keys = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process said, or why it could not be asked. ``stood``: seconds its main thread was stopped."""
+    """A process's answer, or why there is none. ``stood``: seconds for which its main thread was stopped."""
 
     process: Process
     values: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Run:
 
     @classmethod
     def make(cls) -> Run:
-        """A new run, guarded from here on: it is ended, too, where this process is killed."""
+        """Begin a run, guarded from here on: it also ends if this process is killed."""
         run = cls(Path(make_run_folder()))
         (run.folder / FOLDER).mkdir(mode=0o700)
         run._start_guard()
@@ -83,7 +83,7 @@ class Run:
     # -- attaching ------------------------------------------------------------------------------------------
 
     def prepare(self, processes: Sequence[Process]) -> None:
-        """Brings along what the processes need, and lets their user into the folder."""
+        """Copy the modules that the processes need, and let their user into the folder."""
         for process in processes:
             executable = package.interpreter_of(process.id)
             if executable not in self._interpreters:
@@ -94,12 +94,12 @@ class Run:
             _give(self.folder, owner.st_uid, owner.st_gid)
 
     def attach(self, process: Process, environment: Mapping[str, str]) -> Answer:
-        """Weaves in one process. Its answer says what was woven, or why nothing was."""
+        """Weave in one process. The answer names what was woven, or why nothing was."""
         self._remember(process)
         return self._ask(process, "attach", environment)
 
     def attached(self) -> list[Process]:
-        """The processes that were attached to and are still there."""
+        """Return the live processes that were attached to."""
         try:
             known = json.loads((self._own / _PROCESSES).read_text())
         except FileNotFoundError:
@@ -118,26 +118,26 @@ class Run:
     # -- detaching ------------------------------------------------------------------------------------------
 
     def detach(self) -> list[Answer]:
-        """Takes every hook off every process; afterwards the run's collector ends."""
+        """Remove every hook from every process; afterwards the run's collector ends."""
         self._withdraw()
         answers = [self._ask(process, "detach", {}) for process in self.attached()]
         self._end_guard(is_done=not any(answer.error for answer in answers))
         return answers
 
     def discard(self) -> None:
-        """Ends a run that no collector has: its folder goes."""
+        """Remove the folder of a run without a collector."""
         self._end_guard()
         remove_run_folder(str(self.folder))
 
     def abandon(self) -> None:
-        """For the guard: the command was killed, at any stage."""
+        """Clean up for the guard: the command was killed, at any stage."""
         if not self._own.exists():
             return
         self._withdraw()
         for process in self.attached():
             self._ask(process, "detach", {})
         deadline = time.monotonic() + _ANSWER_SECONDS
-        # Whatever the command had started may be writing still; a collector removes the folder itself.
+        # Processes that the command had started may still be writing; a collector removes the folder itself.
         while self.folder.exists() and collector_state(self.folder) is None:
             remove_run_folder(str(self.folder))
             if time.monotonic() > deadline:
@@ -157,7 +157,9 @@ class Run:
                 time.sleep(0.02)
 
     def _end_guard(self, *, is_done: bool = True) -> None:
-        """``is_done``: nothing is left for the guard; else it tries once more when this process has ended."""
+        """Stop the guard. ``is_done``: nothing is left for it; otherwise it retries once when this process
+        ends.
+        """
         if self._guard is not None and is_done:
             with contextlib.suppress(BrokenPipeError):
                 self._guard.communicate(b"detached")
@@ -215,7 +217,7 @@ class Run:
             thread = taken.read_text()
             ours = Path(f"/proc/{process.id}/task/{thread}")
             if thread.isdecimal() and not ours.exists() and not answer.exists():
-                raise AttachError(f"process {process.id} has given no answer: our thread there has ended")
+                raise AttachError(f"process {process.id} has given no answer: the injected thread has ended")
             if time.monotonic() > deadline:
                 raise AttachError(f"process {process.id} has not answered for {_ANSWER_SECONDS:g} s")
             time.sleep(0.005)
@@ -223,13 +225,13 @@ class Run:
     def _interpreter(self, process: Process) -> package.Interpreter:
         executable = package.interpreter_of(process.id)
         if executable not in self._interpreters:
-            # Of a run that another command began: what was brought along then is in the process.
+            # In a run that another command began, the process has that command's modules.
             self._interpreters[executable] = package.known(executable, self._own / "package")
         return self._interpreters[executable]
 
 
 def run_of(process_id: int) -> Path | None:
-    """The run through which a process, or another one of its engine, is attached to."""
+    """Return the run through which a process, or another one of its engine, is attached to."""
     for folder in reversed(runs()):
         if process_id in {process.id for process in Run(folder).attached()}:
             return folder

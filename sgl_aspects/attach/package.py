@@ -1,7 +1,8 @@
-"""What is brought along for a process: this package and wrapt, compiled for its interpreter, on a path.
+"""The modules copied for a process: this package and wrapt, compiled for its interpreter, on a path.
 
 Always a copy: the process may belong to another user, run another Python, and have neither installed. Byte
-code is made here, so that an import there is short. Of wrapt the pure form is enough: no library is loaded.
+code is compiled here, so that an import there is short. The pure Python form of wrapt is enough: no library
+is loaded.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from sgl_aspects.errors import AttachError
 
 _LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__")
 _MODULES = ("sgl_aspects.attach.agent",)
-_TOLD = "interpreter.json"
+_INTERPRETER = "interpreter.json"
 _COMPILE_SECONDS = 60
 
-# Compiles, and imports what will be imported there: an error is reported before anything is touched.
+# Compiles and imports the modules: an error is reported before the process is touched.
 _PREPARE = """
 import sys, json
 folder, names = sys.argv[1], sys.argv[2:]
@@ -39,7 +40,7 @@ print(json.dumps({"version": list(sys.version_info[:3])}))
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter, and the folder with what is brought along for its processes."""
+    """An interpreter, and the folder with the modules for its processes."""
 
     executable: str
     version: tuple[int, int, int]
@@ -51,12 +52,12 @@ class Interpreter:
 
 
 def interpreter_of(process_id: int) -> str:
-    """The interpreter of a process, to run another one like it."""
+    """Return the interpreter of a process, to run another one like it."""
     return os.readlink(f"/proc/{process_id}/exe").removesuffix(" (deleted)")
 
 
 def bring(executable: str, folder: Path) -> Interpreter:
-    """Copies and compiles what a process of ``executable`` needs into ``folder``, which is made."""
+    """Copy and compile the modules for a process of ``executable`` into ``folder``, which is created."""
     folder.mkdir(parents=True)
     root = Path(sgl_aspects.__file__).parent
     shutil.copytree(root, folder / "sgl_aspects", ignore=shutil.ignore_patterns(*_LEFT_OUT))
@@ -81,30 +82,30 @@ def bring(executable: str, folder: Path) -> Interpreter:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise AttachError(
-            f"what is to be brought along does not work with the interpreter {executable}: {last[0]}; "
+            f"the modules for the process do not work with the interpreter {executable}: {last[0]}; "
             "Python 3.10 or newer is needed"
         )
-    (folder / _TOLD).write_text(json.dumps({**json.loads(done.stdout), "executable": executable}))
+    (folder / _INTERPRETER).write_text(json.dumps({**json.loads(done.stdout), "executable": executable}))
     return _read(folder)
 
 
 def known(executable: str, parent: Path) -> Interpreter:
-    """What an earlier command has brought along for ``executable`` into a folder below ``parent``."""
-    for told in sorted(parent.glob("*/" + _TOLD)):
-        found = _read(told.parent)
+    """Return the modules that an earlier command copied for ``executable`` into a folder below ``parent``."""
+    for info in sorted(parent.glob("*/" + _INTERPRETER)):
+        found = _read(info.parent)
         if found.executable == executable:
             return found
     raise AttachError(f"{parent} holds nothing for the interpreter {executable}")
 
 
 def _read(folder: Path) -> Interpreter:
-    told = json.loads((folder / _TOLD).read_text())
-    major, minor, patch = told["version"]
-    return Interpreter(told["executable"], (major, minor, patch), folder)
+    info = json.loads((folder / _INTERPRETER).read_text())
+    major, minor, patch = info["version"]
+    return Interpreter(info["executable"], (major, minor, patch), folder)
 
 
 def _others() -> Iterator[tuple[str, Path]]:
-    """Packages of others, by the names under which they are wanted: wrapt, and for Python 3.10 tomli."""
+    """Third-party packages, by their import names: wrapt, and for Python 3.10 tomli."""
     for wanted, names in (("wrapt", ("wrapt",)), ("tomli", ("tomli", "tomllib"))):
         specs = [spec for spec in map(importlib.util.find_spec, names) if spec is not None]
         for spec in specs[:1]:

@@ -1,4 +1,4 @@
-"""Why a process cannot be attached to: one line that names the setting and the command that helps."""
+"""Reasons why a process cannot be attached to: one line with the setting and the command that help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DORMANT = "or start it prepared: sgl-aspects run --dormant -- COMMAND"
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides whether this process may attach to another one."""
+    """The facts that decide whether this process may attach to another one."""
 
     process_id: int
     user: int
@@ -49,7 +49,7 @@ class Facts:
 
 
 def check(process: Process, *, needs_ptrace: bool = True) -> None:
-    """Raises ``AttachError`` where ``process`` cannot be attached to. Nothing is touched."""
+    """Raise ``AttachError`` if ``process`` cannot be attached to. Nothing is touched."""
     try:
         facts = Facts.of(process)
     except FileNotFoundError as error:
@@ -60,7 +60,7 @@ def check(process: Process, *, needs_ptrace: bool = True) -> None:
 
 
 def refusal(facts: Facts, *, needs_ptrace: bool = True) -> str | None:
-    """The line that says why not; None where nothing is known to be in the way."""
+    """Return the line with the reason; None if no obstacle is known."""
     where = f"process {facts.process_id}"
     again = f"sgl-aspects attach {facts.process_id}"
     if facts.user != facts.our_user and not (facts.our_user == 0 and facts.has_capability):
@@ -93,7 +93,7 @@ def refusal(facts: Facts, *, needs_ptrace: bool = True) -> str | None:
 
 
 def explained(process_id: int, error: OSError) -> AttachError:
-    """For a refusal by the kernel that was not foreseen."""
+    """Explain an unforeseen refusal by the kernel."""
     seccomp = int(_status(os.getpid()).get("Seccomp", "0"))
     if seccomp == 2:
         return AttachError(
@@ -123,7 +123,7 @@ def _same_files(process_id: int) -> bool:
     try:
         return os.readlink(f"/proc/{process_id}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
     except PermissionError:
-        return True  # reported by the owner, or by the next attempt
+        return True  # reported by its owner, or by the next attempt
 
 
 def _machine(process_id: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Which processes belong to an engine, found from any of them; read from ``/proc``, nothing is touched."""
+"""Finds the processes of an engine from any of them, through ``/proc``, touching nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from sgl_aspects.engines import find_engines
 from sgl_aspects.errors import AttachError
 
-# They run nothing of an engine: multiprocessing's own, torch's compilers, and what belongs to us.
+# They run no engine code: multiprocessing's own, torch's compilers, and sgl-aspects' processes.
 _HELPERS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
@@ -49,24 +49,24 @@ class Process:
 
     @property
     def is_python(self) -> bool:
-        """Judged by its executable alone; what is mapped into it is looked at before it is attached to."""
+        """Whether the executable looks like Python; the mapped files are checked before attaching."""
         try:
             name = os.path.basename(os.readlink(f"/proc/{self.id}/exe"))
         except PermissionError:
-            return True  # another user's: to be refused by its own name, not to be passed over
+            return True  # another user's: reported by name later, not skipped
         except OSError:
-            return False  # a thread of the kernel, or gone
+            return False  # a kernel thread, or gone
         return "python" in name
 
 
 def read_process(process_id: int) -> Process | None:
-    """None where there is no such process, or it has ended and nobody has waited for it."""
+    """Return None if there is no such process, or it is a zombie."""
     try:
         status = Path(f"/proc/{process_id}/stat").read_text()
         words = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may hold anything, parentheses too.
+    # The name in parentheses may contain parentheses.
     fields = status[status.rindex(")") + 2 :].split()
     if fields[0] in "ZX":
         return None
@@ -75,10 +75,10 @@ def read_process(process_id: int) -> Process | None:
 
 
 def engine_of(process: Process) -> str | None:
-    """The engine that the process runs; None where its command line does not say so.
+    """Return the engine that the process runs; None if its command line does not show it.
 
-    By the program that it runs (``-m MODULE``, a script, or the title that an engine gave it), not by what
-    else its command line names.
+    Judged by the program (``-m MODULE``, a script, or the title that an engine set), not by other words of
+    the command line.
     """
     names = _programs(process.words)
     for engine, pattern in _patterns().items():
@@ -88,7 +88,7 @@ def engine_of(process: Process) -> str | None:
 
 
 def _programs(words: Sequence[str]) -> list[str]:
-    """The module, or the script, and with it the title: what stands where an interpreter's path would be."""
+    """Return the module, or the script, and the title: the word in the place of an interpreter's path."""
     module_or_script: list[str] = []
     rest = iter(words[1:])
     for word in rest:
@@ -107,22 +107,20 @@ def _programs(words: Sequence[str]) -> list[str]:
 
 
 def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
-    """The processes of the engine that ``process_id`` belongs to, parents first.
+    """Return the processes of the engine that ``process_id`` belongs to, parents first.
 
-    ``is_wanted``: also where nothing says that it is an engine; then it is the process with those that it has
-    started. Raises ``AttachError`` where there is no such process or it is not an engine's.
+    ``is_wanted``: also accept a process that is not known to be an engine; then it is the process with its
+    descendants. Raises ``AttachError`` if there is no such process or it is not an engine's.
     """
     processes = {process.id: process for process in _all_processes()}
-    asked = processes.get(process_id)
-    if asked is None:
+    named = processes.get(process_id)
+    if named is None:
+        raise AttachError(f"there is no process {process_id}; name the id of a running one")
+    if not named.is_python:
         raise AttachError(
-            f"there is no process {process_id}; sgl-aspects attach wants the id of a running one"
+            f"process {process_id} ({named.title}) is not Python: its executable is not an interpreter"
         )
-    if not asked.is_python:
-        raise AttachError(
-            f"process {process_id} ({asked.title}) is not Python: its executable is not an interpreter"
-        )
-    root = asked
+    root = named
     is_engine = engine_of(root) is not None
     while (parent := processes.get(root.parent)) is not None and parent.is_python and not parent.is_helper:
         if engine_of(parent) is None and not root.is_spawned:
@@ -132,10 +130,10 @@ def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
     if not is_engine and not is_wanted:
         known = ", ".join(sorted(engine.name for engine in find_engines()))
         raise AttachError(
-            f"process {process_id} ({asked.title}) does not say that it is an engine ({known}): "
+            f"process {process_id} ({named.title}) is not known to be an engine ({known}): "
             "name a configuration with --config FILE, or add --force"
         )
-    return [one for one in _descent(root if is_engine else asked, processes.values()) if _is_of_engine(one)]
+    return [one for one in _descent(root if is_engine else named, processes.values()) if _is_of_engine(one)]
 
 
 def _is_of_engine(process: Process) -> bool:
@@ -157,7 +155,7 @@ def _all_processes() -> Iterator[Process]:
 
 
 def _patterns() -> dict[str, re.Pattern[str]]:
-    """How a command line names each engine: its package, in words such as ``python -m package.server``."""
+    """Return each engine's package name, as in words such as ``python -m package.server``."""
     patterns = {}
     for engine in find_engines():
         packages = {

@@ -1,9 +1,9 @@
-"""Make the main thread of another process call a function once, with a single write of its registers.
+"""Makes the main thread of another process call a function once, with a single write of its registers.
 
 The thread is stopped for well under a millisecond. A few instructions are written behind the code of some
-library, into bytes of its last page that belong to nobody; then the thread's instruction pointer is set to
-them. They save every register, call the function, restore the registers and jump back. From that write on
-the thread needs no help: the writer may be killed at any moment, and before it nothing has changed.
+library, into unused bytes of its last page; then the thread's instruction pointer is set to them. They save
+every register, call the function, restore the registers and jump back. From that write on the thread runs
+alone: the writer may be killed at any moment, and before it nothing has changed.
 
 x86-64 Linux only.
 """
@@ -33,12 +33,12 @@ _EVENT_SHIFT = 16
 _REGISTERS = struct.Struct("<27Q")
 _RAX, _ORIG_RAX, _RIP, _RSP = 10, 15, 16, 19
 _REGISTER_SPACE = 1 << 64
-# What is called returns at once, so that its caller is near the top of the stack; 16 KiB of it are registers.
+# The called function returns at once, so its caller is near the top of the stack; 16 KiB of it are registers.
 _STACK_BYTES = 64 << 10
 _NO_SYSCALL = _REGISTER_SPACE - 1
 _EINTR = 4
 _RESTART, _RESTART_BLOCK = (512, 513, 514), 516
-# What glibc's mutexes call: futex, FUTEX_WAIT of this process, while two or more want it.
+# The system call of glibc's contended mutexes: futex, FUTEX_WAIT, private to this process.
 _MUTEX_WAIT = ("202", "0x80", "0x2")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,12 +47,12 @@ _libc.ptrace.restype = ctypes.c_long
 
 #: A call in the other process: the function's address, and its arguments (at most two).
 Call = tuple[int, ...]
-#: In the place of an argument: what the first call returned.
+#: A placeholder for an argument: the result of the first call.
 FIRST_RESULT = -1
 
 
 class Wait(NamedTuple):
-    """A wait of the main thread: system call, stack pointer, instruction, and how often it has waited."""
+    """A wait of the main thread: system call, stack pointer, instruction, and number of waits so far."""
 
     number: int
     stack: int
@@ -61,7 +61,7 @@ class Wait(NamedTuple):
 
     @classmethod
     def of(cls, process_id: int) -> Wait | None:
-        """None while the main thread runs, or waits for a mutex: it may hold others then."""
+        """Return None while the main thread runs, or waits for a mutex: it may hold others then."""
         words = Path(f"/proc/{process_id}/syscall").read_text().split()
         if words[0] in ("running", "-1") or (words[0], *words[2:4]) == _MUTEX_WAIT:
             return None
@@ -70,7 +70,7 @@ class Wait(NamedTuple):
         return cls(int(words[0]), int(words[-2], 16), int(words[-1], 16), switches)
 
     def goes_on(self, registers: Sequence[int]) -> bool:
-        """Whether the stopped main thread was interrupted in it."""
+        """Return whether the stopped main thread was interrupted in it."""
         result = registers[_RAX] - _REGISTER_SPACE
         place = registers[_ORIG_RAX], registers[_RSP], registers[_RIP]
         return place == self[:3] and -result in (*_RESTART, _RESTART_BLOCK, _EINTR)
@@ -84,7 +84,7 @@ def _ptrace(request: int, thread_id: int, data: object = None) -> None:
 
 @contextlib.contextmanager
 def stopped(process_id: int) -> Iterator[None]:
-    """The main thread is stopped in the block, wherever it is. Ctrl-C waits for the end of the block."""
+    """Stop the main thread in the block, wherever it is. Ctrl-C waits for the end of the block."""
     pending = 0
     with _signals_held():
         _ptrace(_SEIZE, process_id)
@@ -93,16 +93,17 @@ def stopped(process_id: int) -> Iterator[None]:
             pending = _wait_for_stop(process_id)
             yield
         finally:
-            with contextlib.suppress(OSError):  # it has ended, or has not stopped: our end detaches it
+            # it has ended, or has not stopped: the end of this process detaches it
+            with contextlib.suppress(OSError):
                 _ptrace(_DETACH, process_id, ctypes.c_void_p(pending))
 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """SIGINT and SIGTERM are answered after the block.
+    """Delay SIGINT and SIGTERM until after the block.
 
     By their handlers, not by the thread's mask: another thread would take a masked signal, and Python would
-    answer it in this one all the same.
+    handle it in this one all the same.
     """
     if threading.current_thread() is not threading.main_thread():  # which no handler interrupts
         yield
@@ -110,7 +111,7 @@ def _signals_held() -> Iterator[None]:
     came: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in handlers.items():
-        if handler is not None:  # None: not Python's, and could not be put back
+        if handler is not None:  # None: not set by Python, and could not be restored
             signal.signal(number, lambda number, _frame: came.append(number))
     try:
         yield
@@ -123,7 +124,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _wait_for_stop(process_id: int) -> int:
-    """The signal that stopped it before we did, and that it has to get; 0: none."""
+    """Return the signal that stopped it earlier, and that must be delivered; 0: none."""
     deadline = time.monotonic() + _STOP_SECONDS
     while True:
         found, status = os.waitpid(process_id, os.WNOHANG | _ALL_THREADS)
@@ -139,10 +140,10 @@ def _wait_for_stop(process_id: int) -> int:
 def call_in_main_thread(
     process_id: int, calls: Sequence[Call], stub_at: int, *, wait: Wait | None = None
 ) -> float | None:
-    """Let the main thread make ``calls``, by code at ``stub_at``; returns the seconds that it stood still.
+    """Make the main thread execute ``calls``, by code at ``stub_at``; returns the seconds of the stop.
 
-    ``wait``: only if it is in this wait, which then ends early, as after a signal; else None, and nothing is
-    done. Without, a call may not sleep: the wait which it interrupts goes on.
+    ``wait``: only if it is in this wait, which then ends early, as after a signal; otherwise returns None,
+    and nothing is done. Without it, a call must not sleep: the interrupted wait goes on.
     """
     with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, stopped(process_id):
         begin = time.perf_counter()
@@ -166,7 +167,7 @@ def write_memory(process_id: int, address: int, data: bytes, *, code: range = ra
 
 
 def _is_inside(process_id: int, memory: int, code: range) -> bool:
-    """Whether the stopped main thread executes ``code``, or will return to it."""
+    """Return whether the stopped main thread executes ``code``, or will return to it."""
     registers = _registers(process_id)
     if registers[_RIP] in code:
         return True
@@ -201,14 +202,14 @@ def _write(memory: int, address: int, data: bytes) -> None:
 
 
 def _leave_system_call(registers: list[int], *, may_sleep: bool) -> None:
-    """Where a system call was interrupted: do what the kernel would do on the way back to it."""
+    """Resume an interrupted system call as the kernel would on the way back to it."""
     number, result = registers[_ORIG_RAX], registers[_RAX] - _REGISTER_SPACE
     registers[_ORIG_RAX] = _NO_SYSCALL
     if number == _NO_SYSCALL:
         return
     if -result in _RESTART:
         registers[_RAX] = number
-        registers[_RIP] -= 2  # the instruction `syscall` once more
+        registers[_RIP] -= 2  # repeat the instruction `syscall`
     elif -result == _RESTART_BLOCK:
         if may_sleep:
             registers[_RAX] = _REGISTER_SPACE - _EINTR
@@ -218,7 +219,7 @@ def _leave_system_call(registers: list[int], *, may_sleep: bool) -> None:
 
 
 _SAVE = bytes.fromhex(
-    "488d642480"  # lea rsp, [rsp-128]: below the bytes that the interrupted function may use unasked
+    "488d642480"  # lea rsp, [rsp-128]: skip the red zone of the interrupted function
     "9c"  # pushfq
     "5051525355565741504151415241534154415541564157"  # push rax, rcx, rdx, rbx, rbp, rsi, rdi, r8 .. r15
     "4889e5"  # mov rbp, rsp
@@ -227,7 +228,7 @@ _SAVE = bytes.fromhex(
     "fc"  # cld
     "31c0"  # xor eax, eax
     "488dbc2400020000"  # lea rdi, [rsp+512]
-    "b908000000f348ab"  # mov ecx, 8; rep stosq: xsave wants an empty header
+    "b908000000f348ab"  # mov ecx, 8; rep stosq: xsave needs an empty header
     "b8ffffffffbaffffffff480fae2424"  # mov eax, -1; mov edx, -1; xsave64 [rsp]
 )
 _RESTORE = bytes.fromhex(
@@ -236,12 +237,12 @@ _RESTORE = bytes.fromhex(
     "415f415e415d415c415b415a415941585f5e5d5b5a5958"  # pop r15 .. r8, rdi, rsi, rbp, rbx, rdx, rcx, rax
     "9d"  # popfq
     "488da42480000000"  # lea rsp, [rsp+128]
-    "ff2500000000"  # jmp [rip+0]: the address that follows
+    "ff2500000000"  # jmp [rip+0]: to the address that follows
 )
 
 
 def machine_code(calls: Sequence[Call], back_to: int) -> bytes:
-    """Instructions that make ``calls`` in order, change no register, and go on at ``back_to``."""
+    """Return instructions that make ``calls`` in order, preserve all registers, and go on at ``back_to``."""
     code = _SAVE
     for number, (function, *arguments) in enumerate(calls):
         for argument, (prefix, from_rbx) in zip(arguments, (("48bf", "89df"), ("48be", "89de"))):

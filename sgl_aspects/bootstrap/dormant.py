@@ -1,8 +1,9 @@
-"""Prepares a process to be attached to without ptrace: a control block, and a signal that says to look at it.
+"""Prepares a process for attaching without ptrace: a control block, and a signal that triggers reading it.
 
 Runs at the start of every interpreter below `sgl-aspects run --dormant`, from the standard library alone: no
 hook is woven, nothing of sgl-aspects is imported, no thread is started. The control block is a file that only
-this user may open, locked for as long as the process lives; `sgl-aspects attach` writes into it what to run.
+this user may open, locked for as long as the process lives; `sgl-aspects attach` writes the script to run
+into it.
 """
 
 import _thread
@@ -20,19 +21,19 @@ _control = -1
 
 
 def folder_of(user: int) -> str:
-    """Where the control blocks of a user's prepared processes are."""
+    """Return the folder of the control blocks of a user's prepared processes."""
     return f"/dev/shm/sgl-aspects-prepared-{user}"
 
 
 def prepare() -> None:
-    """Make this process's control block, and take the signal. In the main thread."""
+    """Make this process's control block, and install the signal handler. In the main thread."""
     global _control
     folder = folder_of(os.geteuid())
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     status = os.lstat(folder)
     if status.st_uid != os.geteuid() or status.st_mode & 0o777 != 0o700:
-        return  # somebody else made it: what is written there is not to be run
+        return  # another user made it: do not run what is written there
     _remove_dead(folder)
     path = os.path.join(folder, str(os.getpid()))
     _control = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -48,7 +49,7 @@ def _remove_dead(folder: str) -> None:
 
 
 def _asked(number: int, frame: object) -> None:
-    """Between two bytecodes of the main thread: what is asked for runs in a thread of its own, which ends."""
+    """Run the requested script in a thread, which ends; called between two bytecodes of the main thread."""
     path = os.pread(_control, _LONGEST, 0).decode()
     os.ftruncate(_control, 0)
     if path:
@@ -61,7 +62,7 @@ def _run(path: str) -> None:
 
 
 def _in_child() -> None:
-    """A forked child has a control block of its own; the lock on its parent's stays with the parent."""
+    """Make a control block for a forked child; the lock on its parent's stays with the parent."""
     global _control
     if _control >= 0:
         os.close(_control)

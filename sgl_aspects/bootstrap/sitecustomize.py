@@ -1,6 +1,6 @@
 """Runs at the start of every interpreter below `sgl-aspects run`: the hooks first, then the program.
 
-Another `sitecustomize` further down the path runs as it would have without us.
+Another `sitecustomize` further down the path runs as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 def _run_the_other_one() -> None:
     here = os.path.dirname(__file__)
-    # The program must not find this folder on its path; its children find it through PYTHONPATH.
+    # Remove this folder from the program's path; its children get it through PYTHONPATH.
     sys.path[:] = [path for path in sys.path if path != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
@@ -29,7 +29,7 @@ def _is_helper_of_multiprocessing() -> bool:
 
 
 def _prepare_to_be_attached_to() -> None:
-    """By its file: importing the package would import wrapt, too."""
+    """Load a module by its file: importing the package would import wrapt, too."""
     spec = importlib.util.spec_from_file_location(
         "sgl_aspects_dormant", os.path.join(os.path.dirname(__file__), "dormant.py")
     )
@@ -48,7 +48,7 @@ try:
 
         load_plugins()
 except SystemExit as stop:
-    # A required hook is missing. At this point of its start Python would print a page of its own.
+    # A required hook is missing. At this point of its start Python would print a long traceback.
     print(stop, file=sys.stderr, flush=True)
     os._exit(1)
 finally:

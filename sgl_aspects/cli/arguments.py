@@ -1,4 +1,4 @@
-"""Types for ``add_argument(type=…)``, whose messages say what to write."""
+"""Types for ``add_argument(type=…)``, whose error messages name valid values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def positive_integer(text: str) -> int:
 
 
 def writable_file(text: str) -> Path:
-    """A file in a folder that exists: checked before the work is done, not after."""
+    """A file in a folder that exists: checked before the work, not after."""
     file = Path(os.path.expanduser(text))
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise argparse.ArgumentTypeError(f"{text!r}: write a file in a folder that exists")

@@ -1,4 +1,4 @@
-"""``sgl-aspects attach PID``: trace an engine that already runs, in all its processes, and detach again."""
+"""``sgl-aspects attach PID``: trace all processes of a running engine, and detach again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sgl_aspects.tracing.settings import TraceSettings
 
 _LEVEL = "3"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-# Beyond its flush a collector needs this to read the rest and to end.
-_COLLECTOR_SECONDS = 60.0  # to read what is left, beside an engine that is still at work
+# Seconds that a collector needs beyond its flush, beside an engine that is still at work.
+_COLLECTOR_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
 _SHOWN = 8
-# Of our environment the process gets what says how to record; where it is exported to is the collector's.
+# The process gets the variables that control recording; where to export is up to the collector.
 _RECORDING = re.compile(r"(ASPECTS_TRACE|OTEL_(?!EXPORTER))")
 
 
@@ -44,17 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for", dest="seconds", type=_seconds, metavar="TIME", help="detach after this time: 60s, 5m, 1h"
     )
-    parser.add_argument(
-        "--force", action="store_true", help="also where it does not say that it is an engine"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and touch nothing")
+    parser.add_argument("--force", action="store_true", help="also if it is not known to be an engine")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be done, and touch nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Attaches, waits for the end of the time, Ctrl-C or `sgl-aspects detach`, and detaches."""
+    """Attach, wait for the end of the time, Ctrl-C or `sgl-aspects detach`, and detach."""
     environment = trace_environment(os.environ, arguments, _LEVEL)
     if arguments.config:
-        config.read(arguments.config)  # its faults are reported here, in one line
+        config.read(arguments.config)  # its errors are reported here, in one line
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
     processes = engine_tree(arguments.pid, is_wanted=arguments.force or bool(arguments.config))
@@ -80,16 +78,17 @@ def _attach(
     run = Run.make()
     collector: CollectorProcess | None = None
     try:
-        told = {name: value for name, value in environment.items() if _RECORDING.match(name)}
-        told["ASPECTS_TRACE_METRICS"] = str(int(bool(settings.metric_exporters)))
+        variables = {name: value for name, value in environment.items() if _RECORDING.match(name)}
+        variables["ASPECTS_TRACE_METRICS"] = str(int(bool(settings.metric_exporters)))
         if arguments.config:
-            told[config.VARIABLE] = str(run.folder / "attach" / "aspects.toml")
-            shutil.copyfile(arguments.config, told[config.VARIABLE])
+            variables[config.VARIABLE] = str(run.folder / "attach" / "aspects.toml")
+            shutil.copyfile(arguments.config, variables[config.VARIABLE])
         run.prepare(processes)
         answers = []
         for process in processes:
-            answers.append(_shown(run.attach(process, told)))
-            # Once there is a ring: a run without any has ended for a collector. And before that ring is full.
+            answers.append(_shown(run.attach(process, variables)))
+            # After the first ring exists: a collector would take a run without rings for ended. Before that
+            # ring is full.
             if collector is None and not answers[-1].error:
                 collector = CollectorProcess(str(run.folder), settings, environment)
         if collector is None:
@@ -105,7 +104,7 @@ def _attach(
 
 
 def _wait(collector: CollectorProcess, seconds: float | None) -> None:
-    """Until the time is over, or the run is: its processes have ended, or another command detached them."""
+    """Wait until the time is over, or the run is: its processes have ended, or were detached from."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while not collector.has_ended and (deadline is None or time.monotonic() < deadline):
         time.sleep(_LOOK_SECONDS)
@@ -159,10 +158,10 @@ def _shown(answer: Answer) -> Answer:
 
 
 def describe_detached(answer: Answer) -> str:
-    """One line: what became of the hooks of a process."""
+    """Return one line: the result of removing a process's hooks."""
     where = f"process {answer.process.id}"
     if answer.error:
         return f"{where}: NOT detached: {answer.error}"
     lost = answer.values["not_restored"]
     text = f"{where}: {answer.values['restored']} originals are back"
-    return text + (f"; NOT back, something else stands there: {', '.join(lost)}" if lost else "")
+    return text + (f"; NOT back, replaced by other code meanwhile: {', '.join(lost)}" if lost else "")

@@ -1,4 +1,4 @@
-"""``sgl-aspects conformance``: does a platform do what its methods promise? A table, JSON, and JUnit."""
+"""``sgl-aspects conformance``: checks of a platform's methods. A table, JSON, and JUnit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 where a check failed."""
     if arguments.platform is not None:
-        # By the variable, so that the processes that checks start choose the same.
+        # Through the variable, so that the processes that checks start choose the same.
         os.environ["SGLANG_PLATFORM"] = arguments.platform
     from sgl_aspects.conformance import run_checks, selected_checks
     from sgl_aspects.conformance.report import ReportHead, counted
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def row(result: Result, width: int) -> list[str]:
-    """One line; for a failure, below it what was found, what was expected, and which method to write."""
+    """Return one line; after a failure also what was found and expected, and the method to write."""
     line = f"{_MARKS[result.status]}  {result.name:<{width}}  {result.seconds:6.2f} s"
     if result.status != "failed":
         return [f"{line}  {result.detail}"]
@@ -113,7 +113,7 @@ def as_json(name: str, platform: SRTPlatform, results: Sequence[Result]) -> dict
 
 
 def as_junit(name: str, results: Sequence[Result]) -> str:
-    """One test suite, a test case for each check."""
+    """Return one test suite, a test case for each check."""
     counts = Counter(result.status for result in results)
     suite = ElementTree.Element(
         "testsuite",

@@ -52,20 +52,20 @@ def add_run_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows what each process records, after changing it where that was asked for."""
+    """Show what each process records, after making the requested changes."""
     if arguments.profile is not None:
         return take_profile(arguments.server, arguments.profile)
     if arguments.on and arguments.level == 0:
-        raise ConfigError("--on and --level 0, which is off, say the opposite: leave one of them out")
-    asked = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}
-    changes = any(value is not None for value in asked.values())
+        raise ConfigError("--on and --level 0, which is off, contradict each other: leave one of them out")
+    requested = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}
+    changes = any(value is not None for value in requested.values())
     changed: dict[Path, Control] = {}
     folders: dict[Path, None] = {}
     for ring in rings(arguments.folder, arguments.pid):
         try:
             control = read_control(ring.path)
             if changes:
-                control = control.changed(**asked)
+                control = control.changed(**requested)
                 write_control(ring.path, control)
                 changed[ring.path.parent] = control
         except FileNotFoundError:  # the run has ended meanwhile
@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def take_profile(server: str, num_steps: int) -> int:
-    """Ask a server for it (the embedded engine's or SGLang's), and print what it answers.
+    """Request a profile from a server (the embedded engine or SGLang), and print its answer.
 
-    ConfigError where there is no such server, or it refuses.
+    ConfigError if there is no such server, or it refuses.
     """
     headers = {"content-type": "application/json"}
     key = env.text("SGL_ASPECTS_API_KEY")

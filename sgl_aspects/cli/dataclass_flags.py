@@ -11,7 +11,7 @@ _TYPES = {"int": int, "float": float, "str": str}
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type[Any], *, but: tuple[str, ...] = ()) -> None:
-    """A flag for each field of ``settings`` but those in ``but``. What is not given is left out."""
+    """Add a flag for each field of ``settings`` except those in ``but``. Flags not given are left out."""
     group = parser.add_argument_group(settings.__name__)
     comments = _comments(settings)
     for field in _fields(settings):
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any], *, but: tupl
 
 
 def given(arguments: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """The fields of ``settings`` that the command line gave."""
+    """Return the fields of ``settings`` that were given on the command line."""
     values = vars(arguments)
     return {field.name: values[field.name] for field in _fields(settings) if field.name in values}
 
@@ -39,7 +39,7 @@ def _fields(settings: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def _comments(settings: type[Any]) -> dict[str, str]:
-    """The ``#:`` lines above each field; none where the source is not at hand."""
+    """Return the ``#:`` lines above each field; none if the source is not available."""
     try:
         lines = inspect.getsource(settings).splitlines()
     except OSError:

@@ -31,7 +31,7 @@ _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything has a default."""
+    """Add the flags; everything has a default."""
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, show, and say where the spans are."""
+    """Serve, show, and print where the spans are."""
     # Imported here to keep --help quick, and first, to report a missing package before anything is fetched.
     from sgl_aspects.platforms import current_platform
     from sgl_aspects.runtime import Engine, SamplingParams
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             service_name=env.text("OTEL_SERVICE_NAME") or "sgl-aspects-demo",
         )
     # OpenMP's threads spin while they wait for each other: beside one busy program a step then takes ten
-    # times as long. Asleep they cost next to nothing. The scheduler process reads this when it loads torch.
+    # times as long. Sleeping costs almost nothing. The scheduler process reads this when it loads torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         begin = time.monotonic()
@@ -113,19 +113,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _exporters(endpoint: str | None) -> list[str]:
-    """The file that the demo reads, and whatever the user has asked for besides."""
-    asked = [name for name in env.names("OTEL_TRACES_EXPORTER") or () if name != "none"]
+    """Return the variables for the file that the demo reads and the exporters that the user configured."""
+    chosen = [name for name in env.names("OTEL_TRACES_EXPORTER") or () if name != "none"]
     if endpoint:
-        asked.append("otlp")
-    return list(dict.fromkeys(["otlp-json-file", *asked]))
+        chosen.append("otlp")
+    return list(dict.fromkeys(["otlp-json-file", *chosen]))
 
 
 @contextlib.contextmanager
 def _silent_children() -> Iterator[None]:
-    """Processes started in the block have no standard error.
+    """Give processes started in the block no standard error.
 
-    The trace collector complains there of an endpoint that is down, in the middle of the live display. The
-    demo says the same at its end, with the count.
+    The trace collector reports an endpoint that is down, in the middle of the live display. The demo reports
+    the same at its end, with the count.
     """
     sys.stderr.flush()
     standard_error = os.dup(2)
@@ -140,7 +140,7 @@ def _silent_children() -> Iterator[None]:
 
 
 def _new_file(folder: Path) -> Path:
-    """A file of this run's own in ``folder``, which is made where it is missing."""
+    """Return a file of this run's own in ``folder``, which is created if missing."""
     file = folder / f"demo-{time.strftime('%Y%m%d-%H%M%S')}.otlp.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)

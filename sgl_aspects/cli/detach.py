@@ -15,11 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Takes every hook off; the collector then sends what it has, and ends."""
+    """Remove every hook; the collector then sends what it has, and ends."""
     folder = run_of(arguments.pid)
     if folder is None:
         raise AttachError(
-            f"process {arguments.pid} is not attached to; sgl-aspects attach {arguments.pid} does that"
+            f"process {arguments.pid} is not attached to; attach with: sgl-aspects attach {arguments.pid}"
         )
     answers = Run(Path(folder)).detach()
     for answer in answers:

@@ -1,4 +1,4 @@
-"""``sgl-aspects doctor --platform NAME -- COMMAND``: what of an engine is still written for CUDA."""
+"""``sgl-aspects doctor --platform NAME -- COMMAND``: an engine's calls that are still written for CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_aspects.errors import ConfigError
 def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
     """Run the command on the platform until it ends, or Ctrl-C; then show each call that was reached.
 
-    Exit status: the command's, where it failed; else 0.
+    Exit status: the command's if it failed; otherwise 0.
     """
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
@@ -37,7 +37,7 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
             try:
                 status = engine.wait()
                 break
-            except KeyboardInterrupt:  # the command got it, too: wait for its end
+            except KeyboardInterrupt:  # the command got the signal too: wait for its end
                 continue
         calls = list(read_reports(Path(folder)))
     if as_json:
@@ -48,7 +48,7 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
 
 
 def lines_of(calls: Iterable[DeviceCall], platform: str | None) -> list[str]:
-    """A paragraph for each call: who answers it, and the places that it is called from."""
+    """Return a paragraph for each call: its implementation, and where it is called from."""
     by_call: dict[str, dict[str, DeviceCall]] = defaultdict(dict)
     processes = set()
     for each in calls:
@@ -70,5 +70,5 @@ def _answer(places: Sequence[DeviceCall]) -> str:
     if all(each.answered_by == "platform" for each in places):
         return "answered by the platform"
     if places[0].answerable:
-        return f"{CALLS_VARIABLE}=platform gives it to the platform, where that has an answer"
-    return "no platform is asked"
+        return f"{CALLS_VARIABLE}=platform passes it to the platform, if that implements it"
+    return "no platform method corresponds to it"

@@ -1,4 +1,4 @@
-"""``sgl-aspects doctor``: what is wrong with the hooks, and what to do about it; what is still for CUDA."""
+"""``sgl-aspects doctor``: problems of hooks and how to solve them; calls that are still for CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_aspects.weaving import HookReport, State
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to look at.
+    """A problem.
 
     :param severity: "error" for a hook that cannot work, "warning" for one that may not.
     """
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 1 where a hook cannot work."""
+    """Exit status 1 if a hook cannot work."""
     if arguments.engine:
         from sgl_aspects.cli import engine_roles
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
-    """What the reports of a run say together: a hook that is idle in one process may be busy in another."""
+    """Combine the reports of a run: a hook that is idle in one process may be busy in another."""
     processes = list(processes)
     hooks: dict[tuple[str, str], list[HookReport]] = {}
     for process in processes:
@@ -98,7 +98,7 @@ def _diagnose_hook(what: str, found: list[HookReport]) -> Iterator[Finding]:
     errors = sum(hook.errors for hook in found)
     if errors:
         yield Finding(
-            "warning", what, f"the observer raised {errors} times; the calls went on", "mend it: see the log"
+            "warning", what, f"the observer raised {errors} times; the calls went on", "fix it: see the log"
         )
     if State.WOVEN in states:
         if not any(hook.calls for hook in found):

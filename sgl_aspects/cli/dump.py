@@ -24,7 +24,9 @@ def _seconds(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--last", type=_seconds, default=10.0, metavar="SECONDS", help="how far back (10)")
+    parser.add_argument(
+        "--last", type=_seconds, default=10.0, metavar="SECONDS", help="seconds to go back (10)"
+    )
     parser.add_argument("--format", choices=_FORMATS, default="text", help="perfetto: for ui.perfetto.dev")
     parser.add_argument("--output", type=Path, metavar="FILE", help="left out: standard output")
     add_run_choice(parser)

@@ -11,7 +11,7 @@ from sgl_aspects.errors import ConfigError
 
 
 def show(paths: Sequence[str], *, as_json: bool) -> int:
-    """A table, roles by version. Exit status 1 where a required role is missing in a version."""
+    """Print a table, roles by version. Exit status 1 if a required role is missing in a version."""
     sources = [Source(path) for path in paths]
     engine = max(find_engines(), key=lambda one: sum(_found(source, one) for source in sources))
     if not any(_found(source, engine) for source in sources):

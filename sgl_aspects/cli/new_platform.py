@@ -12,7 +12,7 @@ from string import Template
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 
-#: The templates, and where each goes; ``$package`` is the package's folder.
+#: The templates, and the path for each; ``$package`` is the package's folder.
 TEMPLATES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the package. ConfigError for a name that cannot be one, and for a folder that is not empty."""
+    """Write the package. ConfigError for an invalid name, and for a folder that is not empty."""
     name = check_name(arguments.name)
     folder = Path(os.path.expanduser(arguments.output or f"{name.replace('_', '-')}-platform"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not empty: give another one with --output")
+        raise ConfigError(f"{folder} is not empty: name another folder with --output")
     written = write_package(name, folder)
     for file in written:
         print(f"wrote {file}")
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_name(name: str) -> str:
-    """``name`` where it can be a platform's: it becomes part of Python names."""
+    """Return ``name`` if it is valid for a platform: it becomes part of Python names."""
     if not name.isidentifier() or not name.isascii() or not name.islower() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r}: a platform's name is lower-case letters, digits and _, as in Python")
     if name in {row.name for row in BUILTIN_PLATFORMS} | {"native"}:
@@ -60,7 +60,7 @@ def check_name(name: str) -> str:
 
 
 def write_package(name: str, folder: Path) -> list[Path]:
-    """Write the package of platform ``name`` to ``folder``; the files."""
+    """Write the package of platform ``name`` to ``folder``; returns the files."""
     values = {
         "name": name,
         "package": f"{name}_platform",

@@ -1,4 +1,4 @@
-"""``sgl-aspects ops``: what each operator resolves to and why; shadow calls and other policies, also live."""
+"""``sgl-aspects ops``: each operator's implementation and why; shadow calls and other policies, also live."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="as SGL_ASPECTS_OP_KEY=VALUE would: shows what would come of it, or does it in live processes",
+        help="as with SGL_ASPECTS_OP_KEY=VALUE: shows the result, or applies it in live processes",
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     live = parser.add_argument_group("live processes of the engine")
@@ -47,12 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--rate", type=float, metavar="SHARE", help="of the calls that are compared (0.01)")
     live.add_argument("--summaries", metavar="OPERATORS", help="sum up their tensors, layer by layer")
     live.add_argument(
-        "--wait", type=float, default=_WAIT_SECONDS, metavar="SECONDS", help="for live processes to answer"
+        "--wait",
+        type=float,
+        default=_WAIT_SECONDS,
+        metavar="SECONDS",
+        help="seconds to wait for live processes",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 1 where a layer differs or a live process refused what was asked."""
+    """Exit status 1 if a layer differs or a live process rejected a change."""
     if arguments.check is not None:
         return _check(arguments.check)
     words = (arguments.live, arguments.control, arguments.pid, arguments.shadow, arguments.summaries)
@@ -65,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(file: Path) -> int:
-    """Everything in the file, as an engine would read it here."""
+    """Print the settings of the file, as an engine would read them here."""
     from sgl_aspects.runtime.dispatch.configuration import merged, read_file
     from sgl_aspects.runtime.dispatch.process import new_registry
 
@@ -82,9 +86,9 @@ def _show(arguments: argparse.Namespace) -> int:
     from sgl_aspects.runtime.dispatch.manager import OpManager
     from sgl_aspects.runtime.dispatch.process import new_registry
 
-    said = _said(arguments.set)
+    given = _parse_settings(arguments.set)
     registry = new_registry()
-    settings = load_settings(registry, said)
+    settings = load_settings(registry, given)
     manager = OpManager(registry, settings.policy)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     device = current_platform.get_device(0)
@@ -111,19 +115,19 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _said(pairs: list[str]) -> dict[str, str]:
-    """``--set`` as keys and values."""
-    said = {}
+def _parse_settings(pairs: list[str]) -> dict[str, str]:
+    """Return ``--set`` as keys and values."""
+    given = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set {pair!r}: write KEY=VALUE")
-        said[key.strip()] = value.strip()
-    return said
+        given[key.strip()] = value.strip()
+    return given
 
 
 def _policy(settings: Settings) -> dict[str, dict[str, str]]:
-    """Each key that was set, and prefer in any case."""
+    """Return each key that was set, and always prefer."""
     return {
         key: {"value": settings.policy.written(key), "from": settings.origin(key)}
         for key in vars(settings.policy)
@@ -137,7 +141,7 @@ def _resolved(manager: OpManager, name: str, dtype: Any, device: Any) -> dict[st
     except OperatorError as error:
         manager.registry.spec(
             name
-        )  # an unknown one is the user's mistake, not an operator without an implementation
+        )  # an unknown operator is the user's mistake, unlike one without an implementation
         return {"operator": name, "implementation": None, "error": str(error), "considered": []}
     return {
         "operator": name,
@@ -159,7 +163,7 @@ def _live(arguments: argparse.Namespace) -> int:
     folder = arguments.control or live.folder_of_environment()
     request: dict[str, Any] = {}
     if arguments.set:
-        request["set"] = _said(arguments.set)
+        request["set"] = _parse_settings(arguments.set)
     if arguments.shadow:
         request["shadow"] = ";".join(word for word in arguments.shadow if word != "off")
     if arguments.summaries or "off" in arguments.shadow:
@@ -175,7 +179,7 @@ def _live(arguments: argparse.Namespace) -> int:
             f"or set SGL_ASPECTS_OP_SHADOW and SGL_ASPECTS_OP_SHADOW_RATE before it starts"
         )
     if len(request) > bool(arguments.pid):
-        # Which operators and vendors there are, the processes know: they may have others than this one.
+        # The live processes check names of operators and vendors: they may have others than this one.
         serial = live.ask(folder, **request)
         deadline = time.monotonic() + arguments.wait
         while time.monotonic() < deadline:
@@ -236,7 +240,7 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
 
 
 def _not_compared(watch: dict[str, Any]) -> list[str]:
-    """What hides calls from the watch, and which operators have nothing to be compared with."""
+    """Yield reasons why calls are not compared, and the operators that have no second implementation."""
     lines = [
         f"{op} is not compared: {why}"
         for op, why in watch["not_compared"].items()
@@ -251,20 +255,20 @@ def _not_compared(watch: dict[str, Any]) -> list[str]:
         )
     if watch["shadow"] and not watch["compared"]:
         lines.append(
-            "nothing was compared yet. Where that stays so, start the engine without device "
+            "nothing was compared yet. If that does not change, start the engine without device "
             "graphs, or raise --rate"
         )
     return lines
 
 
 def _comparison(layer: dict[str, Any]) -> str:
-    said = f"{layer['layer'] or '(no layer)'} {layer['op']}: {layer['impl']} against {layer['shadow']}"
+    given = f"{layer['layer'] or '(no layer)'} {layer['op']}: {layer['impl']} against {layer['shadow']}"
     if layer["error"]:
-        return f"{said}: the shadow failed: {layer['error']}"
+        return f"{given}: the shadow failed: {layer['error']}"
     if layer["mismatch"]:
-        return f"{said}: {layer['differed']} of {layer['compared']} calls differ: {layer['mismatch']}"
+        return f"{given}: {layer['differed']} of {layer['compared']} calls differ: {layer['mismatch']}"
     return (
-        f"{said}: {layer['differed']} of {layer['compared']} calls differ, by up to {layer['worst']:.3g} of "
+        f"{given}: {layer['differed']} of {layer['compared']} calls differ, by up to {layer['worst']:.3g} of "
         f"the largest value ({layer['tolerance']:.3g} is rounding)"
     )
 
@@ -279,7 +283,7 @@ def _summary(tensor: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Convert infinities, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""``sgl-aspects platforms``: which platforms were found, which one runs, and why not the others."""
+"""``sgl-aspects platforms``: the platforms found, the one that runs, and why not the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_aspects.platforms.discovery import find_plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """SGLANG_PLATFORM chooses, here as everywhere."""
+    """Add the flags. SGLANG_PLATFORM chooses, here as everywhere."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.epilog = (
         "SGLANG_PLATFORM=NAME chooses one by name; SGLANG_PLATFORM=NAME=pkg.mod:Cls one that is not packaged."
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table. A choice that fails shows what was found before the error."""
+    """Print the table. If the choice fails, shows the candidates before the error."""
     try:
         choice = current_platform_choice()
     except PlatformError as error:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(choice: PlatformChoice) -> dict[str, object]:
-    """What the table says: the choice, every candidate with its reason, and the platform's own answers."""
+    """Return the content: the choice, every candidate with its reason, and the platform's properties."""
     return {
         "chosen": choice.name,
         "candidates": [asdict(candidate) for candidate in choice.candidates],
@@ -65,13 +65,13 @@ def _details(choice: PlatformChoice) -> dict[str, str]:
         "attention": platform.get_default_attention_backend,
         "graphs": lambda: "yes" if platform.support_cuda_graph() else "no",
     }
-    return {name: _answer(ask) for name, ask in facts.items()}
+    return {name: _answer(query) for name, query in facts.items()}
 
 
-def _answer(ask: Callable[[], str]) -> str:
+def _answer(query: Callable[[], str]) -> str:
     try:
-        return ask()
-    except NotImplementedError as error:  # a vendor's class in the making is shown as far as it goes
+        return query()
+    except NotImplementedError as error:  # an incomplete class of a vendor is shown as far as it works
         return f"not implemented: {error}"
 
 
@@ -86,7 +86,7 @@ def _memory(platform: SRTPlatform) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, two spaces apart."""
+    """Align columns, two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows

@@ -1,4 +1,4 @@
-"""``sgl-aspects report``: a run as one page to look at in a browser."""
+"""``sgl-aspects report``: a run as one page for a browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_aspects.errors import ConfigError
 if TYPE_CHECKING:
     from sgl_aspects.view.sources import Run
 
-# Each with the file that it is written to.
+# Each with the default of its output file.
 _FORMATS = {"page": "report.html", "perfetto": "timeline.json"}
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads the run, writes the page, and says what is in it."""
+    """Read the run, write the page, and print a summary."""
     from sgl_aspects.view.sources import load_runs
 
     found = load_runs(arguments.sources)

@@ -14,25 +14,25 @@ from sgl_aspects.bootstrap import dormant
 from sgl_aspects.errors import ConfigError
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
-# Requests alone: steps, each a trace of its own, would fill a backend's list of traces. `control` adds them.
+# Requests alone: steps, each with a trace of its own, would flood a backend's list. `control` adds them.
 _LEVEL = "1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sgl-aspects run [options] -- COMMAND [ARGUMENT ...]"
     add_trace_arguments(parser, _LEVEL)
-    parser.add_argument("--report", metavar="FOLDER", help="each process writes there what its hooks did")
-    parser.add_argument("--summary", action="store_true", help="say at the end what became of the spans")
+    parser.add_argument("--report", metavar="FOLDER", help="where each process writes a report of its hooks")
+    parser.add_argument("--summary", action="store_true", help="print at the end what became of the spans")
     parser.add_argument(
         "--dormant",
         action="store_true",
-        help="trace nothing, but be ready for sgl-aspects attach where ptrace is refused",
+        help="trace nothing, but allow sgl-aspects attach without ptrace",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, level: str) -> None:
-    """What is traced, by default at ``level``, and where to, for every command that begins a run."""
+    """Add the flags for what is traced, by default at ``level``, and the exporters of a new run."""
     levels = "0 off, 1 request, 2 + scheduler, 3 + forward"
     parser.add_argument("--level", help=f"trace level: {levels} (default: {level})")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
@@ -44,7 +44,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, level: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replaces this process by the command; returns only where that fails."""
+    """Replace this process by the command; returns only if that fails."""
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise ConfigError(
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment = trace_environment(environment, arguments, _LEVEL)
     _begin_file(environment)
     if arguments.config:
-        config.read(arguments.config)  # its faults are reported here, in one line
+        config.read(arguments.config)  # its errors are reported here, in one line
         environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
     if arguments.report:
         environment[env.spelled(process_reports.VARIABLE, environment)] = _made(
@@ -65,12 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
-    print(end="", flush=True)  # also where there is no standard output
+    print(end="", flush=True)  # also without a standard output
     return _become(program, command, environment)
 
 
 def _begin_file(environment: dict[str, str]) -> None:
-    """Empty the files of traces, to which every program that the command starts will append."""
+    """Truncate the trace files, to which every program that the command starts will append."""
     from sgl_aspects.tracing.settings import BEGUN, TraceSettings
 
     with env.reading_from(environment):
@@ -83,7 +83,7 @@ def _begin_file(environment: dict[str, str]) -> None:
 
 
 def program_of(command: Sequence[str]) -> str:
-    """The path of the command's program."""
+    """Return the path of the command's program."""
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"{command[0]!r} is not a program that can be found; check its name and PATH")
@@ -111,19 +111,19 @@ def _made(folder: str) -> str:
 
 
 def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, level: str) -> dict[str, str]:
-    """The variables of a run of its own, by the flags of :func:`add_trace_arguments`, checked."""
+    """Return the variables of a new run, from the flags of :func:`add_trace_arguments`, checked."""
     for flag in ("level", "endpoint", "file", "config"):
-        if getattr(arguments, flag, None) == "":  # an unset variable of a script, as a rule
+        if getattr(arguments, flag, None) == "":  # typically an unset variable of a script
             raise ConfigError(f"--{flag} is empty: give it a value, or leave it out")
     environment = env.shortened(given)
-    environment.pop(_RUN, None)  # even where a traced program requests it
+    environment.pop(_RUN, None)  # even if a traced program requests it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or level
     perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
     environment[perfetto] = os.path.abspath(environment.get(perfetto) or "trace.json")
     chosen = []
     if arguments.endpoint:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint
-        environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would go first
+        environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would take precedence
         chosen.append("otlp")
     if arguments.file:
         environment["ASPECTS_TRACE_FILE"] = os.path.abspath(arguments.file)

@@ -12,7 +12,7 @@ from sgl_aspects.plugins import load_plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # Plugins come before anything that they may hook: what is imported next is.
+    # Load plugins before the modules that they may hook, which are imported next.
     load_plugins()
     from sgl_aspects.runtime.server.settings import ServerSettings
     from sgl_aspects.runtime.server_args import ServerArgs
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         default="warning",
         choices=("debug", "info", "warning", "error"),
-        help="Of what goes to standard error. Default: warning.",
+        help="Of the log on standard error. Default: warning.",
     )
     dataclass_flags.add_flags(parser, ServerSettings)
     dataclass_flags.add_flags(parser, ServerArgs, but=("model_path",))

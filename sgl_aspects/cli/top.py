@@ -16,7 +16,7 @@ from sgl_aspects.tracing.control import rings
 if TYPE_CHECKING:
     from sgl_aspects.view.live import LiveRun
 
-# How long `--once` watches before it shows what it saw.
+# Seconds that `--once` collects before it shows the screen.
 _ONCE_SECONDS = 1.0
 
 
@@ -26,16 +26,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pid", type=int, help="the run of this process")
     parser.add_argument(
-        "--window", type=positive_integer, default=60, metavar="SECONDS", help="what is counted (the last 60)"
+        "--window",
+        type=positive_integer,
+        default=60,
+        metavar="SECONDS",
+        help="seconds that are counted (the last 60)",
     )
     parser.add_argument(
-        "--interval", type=float, default=0.5, metavar="SECONDS", help="between two looks at the rings (0.5)"
+        "--interval",
+        type=float,
+        default=0.5,
+        metavar="SECONDS",
+        help="seconds between two reads of the rings (0.5)",
     )
     parser.add_argument("--once", action="store_true", help="show the screen once, without a terminal")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Until the run ends or ``q`` is pressed; says at last how many requests it saw."""
+    """Run until the run ends or ``q`` is pressed; prints how many requests finished."""
     from sgl_aspects.view.live import LiveRun
 
     live = LiveRun(_folder(arguments), arguments.window)

@@ -1,4 +1,4 @@
-"""The terminal application of ``sgl-aspects top``: a screen that is drawn again and again, and its keys."""
+"""The terminal application of ``sgl-aspects top``: a screen that is redrawn periodically, and its keys."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class TopApp(App[None]):
         self._draw()
 
     def action_sample(self) -> None:
-        """All of the requests, a tenth, a hundredth, and all again."""
+        """Cycle the sampling: all of the requests, a tenth, a hundredth."""
         self._live.change(
             lambda control: control.changed(sample=1.0 if control.sample < 0.05 else control.sample / 10)
         )
         self._draw()
 
     def _look(self) -> None:
-        self._live.poll()  # even while paused: what is not read in time is lost
+        self._live.poll()  # even while paused: records that are not read in time are lost
         if self._live.has_ended():
             self.exit()
         elif not self._is_paused:

@@ -1,4 +1,4 @@
-"""``sgl-aspects version``: what to paste into a report."""
+"""``sgl-aspects version``: the versions to paste into an issue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STANDS_ON = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No flags."""
+    """Add no flags."""
     del parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One line each. Nothing is imported to find out."""
+    """Print one line each, without importing the packages."""
     del arguments
     print(f"sgl-aspects {__version__}")
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")

@@ -1,4 +1,4 @@
-"""One request as bars on a line of time: its spans, and the scheduler's steps that are linked to it."""
+"""One request as bars on a time line: its spans, and the scheduler's steps linked to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NARROWEST_BAR = 12
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the waterfall; times in nanoseconds, ``seconds`` where it is not their difference."""
+    """A line of the waterfall; times in nanoseconds, ``seconds`` if it is not their difference."""
 
     label: str
     kind: str
@@ -38,7 +38,7 @@ class Row:
 
 
 def most_telling_request(report: RunReport, spans: Sequence[Span]) -> Span:
-    """The request worth looking at: prefilled in the most chunks, then the one that took longest."""
+    """Return the most interesting request: prefilled in the most chunks, then the longest."""
 
     def score(span: Span) -> tuple[int, int]:
         chunks = sum(child.name == "prefill" for child in children_of(spans, span))
@@ -48,7 +48,7 @@ def most_telling_request(report: RunReport, spans: Sequence[Span]) -> Span:
 
 
 def rows_of(request: Span, spans: Sequence[Span]) -> tuple[list[Row], list[Row]]:
-    """(the request's own spans, the steps linked to it by phase)."""
+    """Return (the request's own spans, the steps linked to it by phase)."""
     children = children_of(spans, request)
     own = [_row(request, "request")]
     own += [_row(child, _branch(index, len(children)) + child.name) for index, child in enumerate(children)]
@@ -68,12 +68,12 @@ def rows_of(request: Span, spans: Sequence[Span]) -> tuple[list[Row], list[Row]]
 
 
 def print_waterfall(console: Console, request: Span, spans: Sequence[Span]) -> None:
-    """The bars share one scale, from the request's receipt to its end."""
+    """Draw the bars on one scale, from the request's receipt to its end."""
     own, linked = rows_of(request, spans)
     label_width = max(len(row.label) for row in (*own, *linked))
     note_width = max(len(row.note) for row in (*own, *linked))
     bar_width = console.width - label_width - note_width - 16
-    if bar_width < _NARROWEST_BAR:  # a narrow terminal: the notes go
+    if bar_width < _NARROWEST_BAR:  # a narrow terminal: drop the notes
         note_width = 0
         bar_width = max(console.width - label_width - 14, _NARROWEST_BAR)
     console.print(Text(f"{request.name}   trace {request.trace_id}", style="bold"), no_wrap=True)
@@ -123,9 +123,9 @@ def _branch(index: int, count: int) -> str:
 
 
 def _bar(start_ns: int, end_ns: int, request: Span, width: int, ascii_only: bool) -> str:
-    """Blanks up to the start, then the bar, in half cells; what is shorter is a thin line.
+    """Draw blanks up to the start, then the bar, in half cells; a shorter one is a thin line.
 
-    What lies outside the request is cut off.
+    Parts outside the request are cut off.
     """
     scale = 2 * width / max(request.end_ns - request.start_ns, 1)
     start = min(max(round(start_ns * scale), 0), 2 * width - 1)

@@ -1,16 +1,16 @@
-"""The conformance kit: does a platform do what its methods promise?
+"""The conformance kit: checks that a platform does what its methods declare.
 
 It runs the embedded runtime's operators, pools, attention backends and engine on the platform. The command
 ``sgl-aspects conformance`` prints what it finds.
 
-    check.py          what a check is, and how it passes, fails or does not apply
+    check.py          the definition of a check, and how it passes, fails or is skipped
     suite.py          runs the checks
     identity.py       names, classes, devices        operations.py   copies, streams, variables
     memory.py         against real allocations        events.py       against the host's clock
     operators.py      against float64                 kv_pools.py     pages, slots, the allocator
     attention.py      over ragged batches             graphs.py       capture and replay
-    capabilities.py   what is declared
-    determinism.py    the same again                  distributed.py  two processes
+    capabilities.py   what a platform declares
+    determinism.py    repeated runs                   distributed.py  two processes
     generation.py     a whole model, against transformers or reference_model.py
 """
 

@@ -20,17 +20,17 @@ from sgl_aspects.runtime.ops import Attention
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
 
 PAGES, HEAD_DIM, LAYER = 64, 16, 1
-#: (tokens in the cache before the step, tokens of the step) of each request; about the edges of pages.
+#: (tokens in the cache before the step, tokens of the step) of each request; near the edges of pages.
 _DECODES = ((0, 1), (1, 1), (3, 1), (4, 1), (5, 1), (22, 1))
 _PROMPTS = ((0, 1), (0, 4), (0, 13), (0, 5))
 _CHUNKS = ((4, 4), (7, 6), (1, 9), (0, 3))
-#: What is in slots that no request owns: read unmasked, it would drown everything.
+#: The value of slots that no request owns: read unmasked, it would dominate the output.
 _POISON = 3e4
 
 
 @dataclass
 class RaggedStep:
-    """One step's tensors, and what each request's attention has to see."""
+    """One step's tensors, and the expected attention of each request."""
 
     batch: ForwardBatch
     backend: Any
@@ -56,7 +56,7 @@ def make_step(
     kv_heads: int,
     dtype: torch.dtype,
 ) -> RaggedStep:
-    """Requests on scattered pages; those that feed one token after others are decodes, and come first."""
+    """Build requests on scattered pages, decodes (one token after others) first."""
     requests = tuple(sorted(requests, key=lambda sizes: sizes[1] != 1 or sizes[0] == 0))
     num_decodes = sum(1 for before, new in requests if new == 1 and before > 0)
     pool = make_pool(bench, dtype, pages=PAGES, layers=LAYER + 1, head_num=kv_heads, head_dim=HEAD_DIM)
@@ -65,7 +65,7 @@ def make_step(
     table = PageTable(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
     pages = iter(random.Random(1).sample(range(1, PAGES + 1), PAGES))
     owned = [list(itertools.islice(pages, -(-sum(sizes) // PAGE_SIZE))) for sizes in requests]
-    # Before anything is written there: a pool that clears other pages shows in a check of its own.
+    # Before anything is written there: a separate check covers a pool that clears other pages.
     if hasattr(pool, "clear"):
         pool.clear([page for mine in owned for page in mine])
     rows, queries, keys, values, expected = [], [], [], [], []
@@ -75,7 +75,7 @@ def make_step(
         query = random_tensor(new, heads, HEAD_DIM, dtype=dtype, seed=seed)
         key = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 1)
         value = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 2)
-        # What was computed before the step is put in its place past set_kv_buffer, which is on trial too.
+        # Tokens before the step are stored without set_kv_buffer, which is under test too.
         slots = [mine[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(before)]
         old = torch.tensor(slots, dtype=torch.int64, device=bench.device)
         pool.get_key_buffer(LAYER)[old] = key[:before].to(bench.device)
@@ -111,7 +111,9 @@ def make_step(
 
 
 def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int) -> torch.Tensor:
-    """One request: query [new, heads, dim] of the tokens after ``before`` others, key and value of all."""
+    """Compute one request: query [new, heads, dim] of the tokens after ``before`` others, key and value of
+    all.
+    """
     group = query.shape[1] // key.shape[1]
     keys, values = (t.double().repeat_interleave(group, dim=1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * query.shape[2] ** -0.5
@@ -121,7 +123,7 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def backend_names(bench: Bench) -> list[str]:
-    """The platform's default, and all that it adds."""
+    """Return the platform's default, and all backends that it adds."""
     platform = bench.platform
     return list(dict.fromkeys([platform.get_default_attention_backend(), *platform.get_attention_backends()]))
 

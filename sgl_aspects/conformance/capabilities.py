@@ -1,4 +1,4 @@
-"""What a platform declares in ``capabilities``: each of them is tried. Graphs have checks of their own."""
+"""Checks of each capability that a platform declares. Graphs have checks of their own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def fp8(bench: Bench) -> str:
 
 @check(
     write="get_quantization_config",
-    expects="each declared quantization to give the tokens of weights that were rounded alike",
+    expects="each declared quantization to give the tokens of equally rounded weights",
 )
 def quantized(bench: Bench) -> str:
     platform = bench.platform
@@ -89,7 +89,7 @@ def quantized(bench: Bench) -> str:
 
 
 def _rounded(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What weight-only quantization makes of a checkpoint's linears."""
+    """Return a checkpoint's linears after weight-only quantization."""
     rounded = dict(weights)
     largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
     for name, weight in weights.items():

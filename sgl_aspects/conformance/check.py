@@ -1,4 +1,4 @@
-"""What a check is: it tests one promise, and names the method to write where the promise is broken."""
+"""The definition of a check: it tests one promise, and names the method to write if the promise is broken."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sgl_aspects.platforms import SRTPlatform
 
 @dataclass(frozen=True)
 class Bench:
-    """What checks work with."""
+    """The environment of the checks."""
 
     platform: SRTPlatform
     #: ``platform.get_device(0)``.
     device: torch.device
-    #: A folder for files that live as long as the run.
+    #: A folder for files, until the end of the run.
     folder: Path
-    #: What generated texts are compared with: "transformers" or "float64".
+    #: The reference of generated texts: "transformers" or "float64".
     reference: str = "float64"
 
 
 class BrokenPromiseError(Exception):
-    """Raised by a check that fails. ``write``: the method to look at, where it is not the check's."""
+    """Raised by a check that fails. ``write``: the method to look at, if not the check's."""
 
     def __init__(self, expected: str, found: str, write: str) -> None:
         super().__init__(f"expected {expected}; found {found}")
@@ -36,15 +36,15 @@ class BrokenPromiseError(Exception):
 
 
 class NotApplicableError(Exception):
-    """Raised by a check of something that the platform does not declare; the message names it."""
+    """Raised by a check of something that the platform does not declare, with its name."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table. ``run`` returns what was found, in a few words."""
+    """One row of the table. ``run`` returns its finding in a few words."""
 
     name: str
-    #: The method that a vendor looks at first where the check fails.
+    #: The method for a vendor to look at first if the check fails.
     write: str
     #: The promise, in a few words.
     expects: str
@@ -57,15 +57,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a check."""
+    """The result of a check."""
 
     name: str
     #: "passed", "failed" or "skipped".
     status: str
-    #: What was found; for a skipped check why.
+    #: The finding; for a skipped check the reason.
     detail: str
     seconds: float
-    #: Where it failed: the method to write, and what was expected of it.
+    #: For a failure: the method to write, and its expected behaviour.
     write: str = ""
     expected: str = ""
 
@@ -77,7 +77,7 @@ CHECKS: list[Check] = []
 
 
 def check(*, write: str, expects: str, name: str = "") -> Callable[[F], F]:
-    """Adds the function to the table of checks, by its own name. It is called with a Bench alone."""
+    """Add the function to the table of checks, by its own name. It is called with a Bench alone."""
 
     def add(function: F) -> F:
         group = function.__module__.rpartition(".")[2]
@@ -88,13 +88,13 @@ def check(*, write: str, expects: str, name: str = "") -> Callable[[F], F]:
 
 
 def require(condition: bool, expected: str, found: object, write: str = "") -> None:
-    """The check fails where ``condition`` is False; ``write``: the method to write, where not the check's."""
+    """Fail the check if ``condition`` is False; ``write``: the method to write, if not the check's."""
     if not condition:
         raise BrokenPromiseError(expected, str(found), write)
 
 
 def run_check(check: Check, bench: Bench | None) -> Result:
-    """An exception of a check is its result, and the next check runs."""
+    """Run a check; an exception is its result, and the next check runs."""
     start = time.perf_counter()
 
     def result(status: str, detail: str, write: str = "", expected: str = "") -> Result:

@@ -1,4 +1,4 @@
-"""The same again: seeds, operators and attention."""
+"""Repeatability: seeds, operators and attention."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _WORLD = 2
 
 
 def join_group(rank: int, store: str) -> dict[str, list[float]]:
-    """Joins the group as ``rank``; what each collective gave."""
+    """Join the group as ``rank``; returns the result of each collective."""
     import torch.distributed as dist
 
     platform = current_platform

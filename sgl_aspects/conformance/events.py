@@ -9,7 +9,7 @@ import torch
 from sgl_aspects.conformance.check import Bench, check, require
 from sgl_aspects.platforms import DeviceEvent
 
-#: Work for so long is measured; the device's time and the host's then differ by far less.
+#: Seconds of work to measure, long enough that the device's time and the host's differ little.
 _BUSY_SECONDS = 0.06
 
 
@@ -21,7 +21,7 @@ def _events(bench: Bench) -> tuple[DeviceEvent, DeviceEvent]:
 
 
 def _work(bench: Bench, seconds: float) -> float:
-    """Keep the device busy, waiting for each piece; the seconds that it took."""
+    """Keep the device busy, waiting for each piece; returns the seconds."""
     square = torch.ones(256, 256, device=bench.device)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
@@ -30,7 +30,7 @@ def _work(bench: Bench, seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-@check(write="create_event", expects="an event that was not recorded to say so")
+@check(write="create_event", expects="an unrecorded event to report that")
 def unrecorded(bench: Bench) -> str:
     start, end = _events(bench)
     require(not start.query(), "False before record()", True, "DeviceEvent.query")

@@ -12,7 +12,7 @@ _TOKENS = 16
 
 
 def prompts() -> list[list[int]]:
-    """Lengths about the edges of pages (8) and chunks (24)."""
+    """Lengths near the edges of pages (8) and chunks (24)."""
     draw = random.Random(5)
     return [[draw.randrange(256) for _ in range(length)] for length in (1, 7, 8, 25, 40)]
 

@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def _captured(bench: Bench) -> tuple[DeviceGraph, torch.Tensor, torch.Tensor, list[bool]]:
-    """A graph of ``x * 2 + 1``: itself, x, the output, and what is_capturing said while it was captured."""
+    """Capture ``x * 2 + 1``: returns the graph, x, the output, and is_capturing() during the capture."""
     platform = bench.platform
     try:
         graph = platform.create_graph()
@@ -40,7 +40,7 @@ def _captured(bench: Bench) -> tuple[DeviceGraph, torch.Tensor, torch.Tensor, li
     return graph, x, output, seen
 
 
-@check(write="create_graph", expects="a replay to compute anew from what its input holds")
+@check(write="create_graph", expects="a replay to compute from the current values of its input")
 def replay(bench: Bench) -> str:
     with bench.platform.inference_mode():
         graph, x, output, _ = _captured(bench)
@@ -63,7 +63,7 @@ def capturing(bench: Bench) -> str:
         _, _, _, seen = _captured(bench)
     require(bool(seen) and all(seen), "True while capture() runs the work", seen)
     require(not bench.platform.is_capturing(), "False after a capture", True)
-    return "told rightly"
+    return "as declared"
 
 
 @check(write="DeviceGraph.replay", expects="replays to allocate nothing")
@@ -73,7 +73,7 @@ def memory(bench: Bench) -> str:
         graph, _, _, _ = _captured(bench)
         graph.replay()
         grown = _growth(bench, graph.replay, rounds)
-    allowed = rounds * MIB // 4  # a quarter of what it would be if each replay kept its output
+    allowed = rounds * MIB // 4  # a quarter of the growth if each replay kept its output
     require(grown <= allowed, f"no new memory in {rounds} replays", f"{grown} bytes")
     return f"{max(grown, 0) / MIB:.1f} MiB in {rounds} replays"
 
@@ -107,7 +107,9 @@ def decode_steps(bench: Bench) -> str:
 
 
 def _growth(bench: Bench, work: Callable[[], None], rounds: int) -> int:
-    """Bytes that the device has less after ``rounds`` of work; the least of three, as hosts are shared."""
+    """Return the bytes that the device has less after ``rounds`` of work; the least of three, as hosts are
+    shared.
+    """
     grown = []
     for _ in range(3):
         bench.platform.synchronize()

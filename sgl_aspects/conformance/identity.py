@@ -1,4 +1,4 @@
-"""Who the platform is, and whether everything that it names is there."""
+"""The platform's identity, and whether everything that it names exists."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def capabilities(bench: Bench) -> str:
     return ", ".join(names) or "none declared"
 
 
-@check(write="get_kv_pool_cls", expects="every class that is named to be there")
+@check(write="get_kv_pool_cls", expects="every named class to exist")
 def classes(bench: Bench) -> str:
     platform = bench.platform
     factories = {

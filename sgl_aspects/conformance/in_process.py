@@ -1,4 +1,4 @@
-"""An engine's scheduler in this process, for checks that look at its parts while it generates."""
+"""An engine's scheduler in this process, for checks that inspect it while it generates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Generating:
         return [req.output_ids for req in reqs]
 
     def count_replays(self) -> list[int]:
-        """The batch size of each replay from now on, as they come."""
+        """Record the batch size of each replay from now on."""
         runner: Any = self.scheduler.model_runner.graph_runner
         found: list[int] = []
         replay = runner.replay
@@ -56,7 +56,7 @@ class Generating:
 
 @contextmanager
 def generating(folder: Path, **fields: Any) -> Iterator[Generating]:
-    """A scheduler on the current platform with the model in ``folder``; ``fields`` of ServerArgs."""
+    """Make a scheduler on the current platform with the model in ``folder``; ``fields`` of ServerArgs."""
     ours, theirs = multiprocessing.Pipe()
     settings = {"dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4}
     args = with_platform_defaults(ServerArgs(folder, **{**settings, **fields}))

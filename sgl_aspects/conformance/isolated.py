@@ -1,4 +1,4 @@
-"""Checks that need processes of their own: a fresh one to measure, two to talk to each other."""
+"""Checks in processes of their own: a fresh one to measure, two to communicate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SECONDS = 180.0
 
 
 def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
-    """``function(*arguments[i])`` in spawned process ``i``; the answers in order. RuntimeError: one failed.
+    """Run ``function(*arguments[i])`` in spawned process ``i``; answers in order. RuntimeError: one failed.
 
-    The platform of such a process is the one that SGLANG_PLATFORM chooses.
+    Such a process runs the platform that SGLANG_PLATFORM chooses.
     """
     spawn = multiprocessing.get_context("spawn")
     links = []
@@ -26,7 +26,7 @@ def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, .
         process.start()
         theirs.close()
         links.append((process, ours))
-    patience = 0.0  # where one failed, the others may wait for it endlessly
+    patience = 0.0  # if one failed, the others may wait for it endlessly
     try:
         answers = [_answer(process, link) for process, link in links]
         patience = 10.0

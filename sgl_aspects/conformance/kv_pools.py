@@ -1,4 +1,4 @@
-"""Key-value pools of each kind, and the page allocator: what is written is read, and nothing else changes."""
+"""Key-value pools of each kind, and the page allocator: written values are read, and others do not change."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.platforms import resolve_qualified_name
 
 LAYERS, PAGE_SIZE, PAGES = 2, 4, 9
-SLOTS = (PAGES + 1) * PAGE_SIZE  # the size asked for, and page 0
+SLOTS = (PAGES + 1) * PAGE_SIZE  # the requested size, and page 0
 _DTYPES = (torch.float32, torch.bfloat16)
-#: What a pool of each kind is made with.
+#: The arguments of a pool of each kind.
 ROWS: dict[str, dict[str, int]] = {
     "mha": {"head_num": 3, "head_dim": 8},
     "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4},
     "dsa": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "kv_cache_dim": 16, "index_head_dim": 6},
 }
-#: What a token has in a pool of each kind: the part, and the shape of it.
+#: The parts of a token in a pool of each kind, and their shapes.
 _PARTS: dict[str, dict[str, tuple[int, ...]]] = {
     "mha": {"key": (3, 8), "value": (3, 8)},
     "mla": {"key": (1, 16)},
     "dsa": {"key": (1, 16), "index_key": (6,)},
 }
-#: [layer][part]: what a pool holds, on the host.
+#: [layer][part]: a pool's contents, on the host.
 Contents = list[dict[str, torch.Tensor]]
 
 
@@ -56,9 +56,9 @@ def _buffer(pool: Any, part: str, layer: int) -> torch.Tensor:
 # -- what every kind promises: checks of "mha", and called for the others ----------------------------------
 
 
-@check(write="get_kv_pool_cls", expects="buffers [slots, heads, head_dim] of the type asked for")
+@check(write="get_kv_pool_cls", expects="buffers [slots, heads, head_dim] of the requested type")
 def shape(bench: Bench, kind: str = "mha") -> str:
-    """Buffers of the type asked for, on the device, one row a slot."""
+    """Buffers of the requested type, on the device, one row per slot."""
     for dtype in _DTYPES:
         pool = make_pool(bench, dtype, kind)
         require(getattr(pool, "dtype", None) == dtype, f"pool.dtype {dtype}", pool.dtype, "get_kv_pool_cls")
@@ -109,7 +109,7 @@ def write(bench: Bench, kind: str = "mha") -> str:
 
 @check(write="clear of the pool", expects="the pages named to be zero, others unchanged")
 def clear(bench: Bench, kind: str = "mha") -> str:
-    """Two pages are zeroed. Optional: a pool without it begins with zeros."""
+    """Clear two pages. Optional: a pool without it begins with zeros."""
     if not hasattr(make_pool(bench, _DTYPES[0], kind), "clear"):
         pool = make_pool(bench, _DTYPES[0], kind)
         for part in _PARTS[kind]:
@@ -130,7 +130,7 @@ def clear(bench: Bench, kind: str = "mha") -> str:
 
 @check(write="get_key_buffer of the pool", expects="a page that is moved through the buffers to arrive")
 def move(bench: Bench, kind: str = "mha") -> str:
-    """A page is copied to another through the buffers."""
+    """Copy a page to another through the buffers."""
     source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
     target = torch.arange(8 * PAGE_SIZE, 9 * PAGE_SIZE)
     for dtype in _DTYPES:
@@ -192,7 +192,7 @@ def _compressed(bench: Bench, kind: str) -> str:
 
 
 def _filled(bench: Bench, dtype: torch.dtype, kind: str) -> tuple[Any, Contents]:
-    """A pool whose every slot has been written, and what it holds."""
+    """Return a pool whose every slot has been written, and its contents."""
     pool = make_pool(bench, dtype, kind)
     expected: Contents = []
     for layer in range(LAYERS):

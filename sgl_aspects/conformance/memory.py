@@ -1,4 +1,4 @@
-"""What the platform says of memory, against allocations of a known size in a fresh process."""
+"""The platform's figures of memory, against allocations of a known size in a fresh process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_aspects.platforms import current_platform
 
 MIB = 2**20
 BLOCK = 128 * MIB
-#: Tries: on a shared host the free memory changes by itself, so one good measurement is enough.
+#: Attempts: on a shared host the free memory changes by itself, so one good measurement is enough.
 _ATTEMPTS = 5
 
 
@@ -27,13 +27,13 @@ class Measured:
     peak_before: float
     peak_with_block: float
     peak_after: float
-    #: How much less was free with the block than before, and more again without it; for each attempt.
+    #: The decrease of free memory with the block and the increase after it; for each attempt.
     taken: list[int]
     returned: list[int]
 
 
 def measure() -> Measured:
-    """In a process of its own: a peak never falls, and this process's past would hide the block."""
+    """Measure in a process of its own: a peak never falls, and this process's past would hide the block."""
     platform = current_platform
     device = platform.get_device(0)
     platform.set_device(device)
@@ -78,7 +78,7 @@ def _measured(class_name: str) -> Measured:
 
 
 def measured(bench: Bench) -> Measured:
-    """Once for all the checks of a platform."""
+    """Measure once for all the checks of a platform."""
     return _measured(f"{type(bench.platform).__module__}:{type(bench.platform).__qualname__}")
 
 
@@ -98,7 +98,7 @@ def total(bench: Bench) -> str:
     found = measured(bench)
     require(
         abs(found.device_total - found.total) <= 0.05 * found.total,
-        f"{found.total} bytes, as get_available_memory says, give or take 5 %",
+        f"{found.total} bytes, as in get_available_memory, within 5 %",
         found.device_total,
     )
     return f"{found.device_total / MIB:.0f} MiB"
@@ -114,7 +114,7 @@ def allocating(bench: Bench) -> str:
 @check(write="empty_cache", expects="freed memory to be given back after empty_cache")
 def releasing(bench: Bench) -> str:
     if bench.platform.shares_host_memory():
-        raise NotApplicableError("the host's memory, which the system gives back when it likes")
+        raise NotApplicableError("the host's memory, which the system releases at any time")
     returned = _nearest(measured(bench).returned)
     _require_block(returned, "more free once it was freed and empty_cache called")
     return f"{returned / MIB:.0f} MiB given back"

@@ -1,4 +1,4 @@
-"""What an engine does with a device besides computing."""
+"""Operations of a device besides computing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def reindex(bench: Bench) -> str:
 
 
 class _DeliberateError(Exception):
-    """Raised to see what is left behind."""
+    """Raised to check the state that is left behind."""
 
 
 @check(write="verify_quantization", expects="an unknown method to be refused")

@@ -21,13 +21,13 @@ from sgl_aspects.runtime.ops import (
     SiluAndMul,
 )
 
-#: The largest error, as a share of the largest value of the reference.
+#: The largest error, as a fraction of the largest value of the reference.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _ROWS = (1, 3, 17)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """On the host, the same on every machine."""
+    """Return random numbers on the host, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
@@ -78,7 +78,7 @@ def _compare(
 
 
 def _serving(layer: Operator, op_name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The implementation that serves, by its id; or the method that overrides the layer."""
+    """Return the id of the implementation that serves; or the method that overrides the layer."""
     if layer.overriding is not None:
         return f"{type(layer).__name__}: {getattr(layer.overriding, '__qualname__', layer.overriding)}"
     return get_manager().select(op_name, dtype, device).impl.impl_id

@@ -52,9 +52,9 @@ def greedy_in_float64(
 def largest_gap(
     weights: Mapping[str, torch.Tensor], prompts: list[list[int]], answers: list[list[int]]
 ) -> float:
-    """How far a token of the answers is from the best one at its place, in standard deviations of the logits.
+    """Return the largest gap of an answer token to the best one, in standard deviations of the logits.
 
-    0: all are the best. What arithmetic in half precision prefers to the best is close to it.
+    0: each is the best. Half precision may prefer one close to it.
     """
     exact = {name: tensor.double() for name, tensor in weights.items()}
     largest = 0.0

@@ -1,4 +1,4 @@
-"""A run of the kit as a page: who ran, where and when, and each result. Read back for docs/hardware.md."""
+"""A run of the kit as a page: platform, place and time, and each result. Read back for docs/hardware.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReportHead:
         return cls(**{field.name: rows[field.name] for field in fields(cls)})
 
     def markdown(self, lines: Sequence[str]) -> str:
-        """The report; ``lines`` are those of its results."""
+        """Format the report; ``lines`` are those of its results."""
         rows = [f"| {field.name} | {getattr(self, field.name)} |" for field in fields(self)]
         head = [
             f"# Conformance of {self.platform}, {self.engine} engine",

@@ -1,4 +1,4 @@
-"""Runs the checks, in the order of this list: what later ones stand on comes first."""
+"""Runs the checks in the order of this list: prerequisites of later ones come first."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GROUPS = (
 
 
 EMBEDDED = "embedded"
-#: By name: the engines import the kit, not the other way round.
+#: By name, since the engines import the kit.
 _ROOMS = "sgl_aspects.engines"
 
 
 def selected_checks(only: Sequence[str] = (), *, engine: str = EMBEDDED) -> list[Check]:
-    """All checks of an engine, or those that ``only`` names, by group or by name.
+    """Return all checks of an engine, or those in ``only``, by group or by name.
 
     Another engine's are in the module ``conformance`` of its room. ConfigError for an unknown check, and for
     an engine that has none.
@@ -71,9 +71,9 @@ def _checks_of(engine: str) -> list[Check]:
 
 
 def run_checks(checks: Iterable[Check], *, reference: str = "float64") -> Iterator[Result]:
-    """One result for each check, as it is there, on the current platform.
+    """Run the checks on the current platform, yielding each result at once.
 
-    Where the device cannot even be set up, that is the only result. Checks that start processes expect
+    If the device cannot even be set up, that is the only result. Checks that start processes expect
     SGLANG_PLATFORM to choose the same platform there.
     """
     platform = current_platform_choice().platform

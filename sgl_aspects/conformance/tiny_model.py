@@ -28,9 +28,9 @@ CONFIG = {
 
 
 def write_tiny_model(folder: Path, other_config: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """Write it to ``folder``; its weights under their Hugging Face names.
+    """Write it to ``folder``; returns its weights under their Hugging Face names.
 
-    ``other_config``: what stands otherwise in the configuration.
+    ``other_config``: changed values of the configuration.
     """
     from safetensors.torch import save_file
 
@@ -43,7 +43,7 @@ def write_tiny_model(folder: Path, other_config: Mapping[str, Any] | None = None
 
 
 def random_weights() -> dict[str, torch.Tensor]:
-    """Large ones, so that rounding does not decide which token is likeliest."""
+    """Return large weights, so that rounding does not decide which token is likeliest."""
     generator = torch.Generator().manual_seed(11)
     hidden, inner, vocab = 64, 112, 256
 
@@ -73,7 +73,7 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 def _byte_tokenizer() -> str:
-    """One token a byte."""
+    """Return a tokenizer with one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""The smallest Triton kernel: whether it runs says whether Triton does."""
+"""The smallest Triton kernel, to check whether Triton works."""
 
 from __future__ import annotations
 

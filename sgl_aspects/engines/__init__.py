@@ -1,8 +1,8 @@
-"""One room for each engine: which function plays which role, and how to read its attributes.
+"""Engine rooms, one per engine: which function plays which role, and how to read its attributes.
 
-All else that is specific to an engine is in its room. ``engines/NAME/plugin.py``, where there is one, has an
+All code specific to an engine is in its room. ``engines/NAME/plugin.py``, where there is one, has an
 ``activate()`` that each process calls before the plugins; what it returns is called once their hooks are in
-place. A room that is a package of its own brings the same as an entry point of group ``sgl_aspects.plugins``.
+place. A room in a package of its own registers these as an entry point of group ``sgl_aspects.plugins``.
 """
 
 from sgl_aspects.engines.base import Engine, Outcome, Role, find_engines

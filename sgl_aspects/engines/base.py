@@ -1,10 +1,10 @@
-"""The contract of an engine's room: which functions play which roles, and how to read what they say.
+"""The contract of an engine's room: which functions play which roles, and how to read their arguments.
 
 An engine is one :class:`Engine`, found by the entry-point group ``sgl_aspects.engines`` (name → object). It
 names everything as text: reading it imports nothing of the engine. The observers of
-:mod:`sgl_aspects.tracing.observers` are written against roles ("run_batch") and nouns ("batch"), and tell
-the trackers of :mod:`sgl_aspects.tracing.lifecycle` what happened; they fit every engine that has a room.
-What no generic observer can translate, the room observes itself (``Engine.observers``).
+:mod:`sgl_aspects.tracing.observers` are written against roles ("run_batch") and nouns ("batch"), and report
+to the trackers of :mod:`sgl_aspects.tracing.lifecycle`; they fit every engine that has a room. A room adds
+observers of its own for what generic ones cannot read (``Engine.observers``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sgl_aspects.generated import execute
 
 logger = logging.getLogger("sgl_aspects")
 
-#: ``(args, kwargs, result=None)`` → one thing of a whole call: its arguments as the caller wrote them, and
-#: its result, which on entry is None.
+#: ``(args, kwargs, result=None)`` → one value of a call: its arguments as the caller wrote them, and its
+#: result, which on entry is None.
 CallReader: TypeAlias = Callable[..., Any]
 AttributeReader: TypeAlias = Callable[[Any], Any]
 ValuesReader: TypeAlias = Callable[[Any], Sequence[Any]]
@@ -34,10 +34,10 @@ GROUP = "sgl_aspects.engines"
 
 
 class Outcome(str, enum.Enum):
-    """How a request ended, whatever its engine calls it.
+    """How a request ended, in any engine's terms.
 
-    FINISHED: as long as it was to be. STOPPED: by a token or a text that ends an answer. ABORTED: somebody
-    gave it up. FAILED: the engine could not answer it.
+    FINISHED: at its length limit. STOPPED: by a stop token or text. ABORTED: by its caller or the server.
+    FAILED: the engine could not answer it.
     """
 
     FINISHED = "finished"
@@ -47,12 +47,12 @@ class Outcome(str, enum.Enum):
 
     @property
     def problem(self) -> str:
-        """What ``error.type`` says of it; "" where there is an answer."""
+        """Return its ``error.type``; "" if there is an answer."""
         return _PROBLEMS.get(self, "")
 
 
 _PROBLEMS = {Outcome.ABORTED: "abort", Outcome.FAILED: "error"}
-#: The words that most engines have from OpenAI's interface.
+#: Reasons that most engines have from OpenAI's interface.
 _OUTCOMES = {
     "length": Outcome.FINISHED,
     "stop": Outcome.STOPPED,
@@ -65,10 +65,10 @@ _OUTCOMES = {
 class Role:
     """A function of the engine, by its target (alternates for its versions: the first that exists).
 
-    ``parameters``: the nouns that its parameters stand for, in order, ``self`` included; the engine's own
-    name for one goes after a colon (``"state:request_state"``) where it differs. ``reads``: nouns that are
-    not simply a parameter, each with its reader of the whole call. ``required``: without it the engine's
-    requests or steps cannot be traced; a version that lacks it is an error.
+    ``parameters``: the nouns of its parameters, in order, ``self`` included; the engine's own name for one
+    follows a colon (``"state:request_state"``) if it differs. ``reads``: nouns that are not simply a
+    parameter, each with its reader of the whole call. ``required``: without it the engine's requests or steps
+    cannot be traced; a version that lacks it is an error.
     """
 
     targets: tuple[str, ...]
@@ -78,11 +78,11 @@ class Role:
 
     def __post_init__(self) -> None:
         given: Any = self.targets
-        if isinstance(given, str):  # which would be as many targets as it has letters
+        if isinstance(given, str):  # a string would be one target per letter
             object.__setattr__(self, "targets", (given,))
 
     def reader(self, noun: str) -> CallReader:
-        """Reads a noun from a call; None where the role does not have it or the call leaves it out."""
+        """Read a noun from a call; None if the role does not have it or the call leaves it out."""
         if noun in self.reads:
             return self.reads[noun]
         nouns = [parameter.partition(":")[0] for parameter in self.parameters]
@@ -102,10 +102,10 @@ class Engine:
     """One engine: its provider name for spans, its roles, and the attributes of its nouns.
 
     ``attributes`` maps ``"noun.attribute"`` to an attribute path (``"sampling_params.top_p"``) or to a
-    function of the object. What an engine or a version does not have is left out, or reads as None.
+    function of the object. Attributes that an engine or a version lacks are left out, or read as None.
     ``observers``: observations of the room's own, beside the generic ones: ``(trackers) -> observations``.
-    ``outcomes``: what the engine's words for why a request ended mean, where they are not the usual ones:
-    ``"length"`` (finished), ``"stop"`` (stopped), ``"abort"`` (aborted), ``"error"`` (failed).
+    ``outcomes``: the engine's reasons why a request ended, if they are not the usual ones: ``"length"``
+    (finished), ``"stop"`` (stopped), ``"abort"`` (aborted), ``"error"`` (failed).
     """
 
     name: str
@@ -118,7 +118,7 @@ class Engine:
     def __post_init__(self) -> None:
         for name in (self.name, self.provider_name):
             if not (isinstance(name, str) and name):
-                raise ConfigError(f"engine {self.name!r}: its names are texts, and {name!r} is not one")
+                raise ConfigError(f"engine {self.name!r}: its names must be non-empty texts, not {name!r}")
         if not isinstance(self.roles, Mapping):
             raise ConfigError(f"engine {self.name!r}: roles = {self.roles!r}: write {{name: Role(...)}}")
         for name, role in self.roles.items():
@@ -126,34 +126,35 @@ class Engine:
                 raise ConfigError(f"engine {self.name!r}: role {name!r} is {role!r}: write Role((target,))")
 
     def outcome(self, reason: str) -> Outcome:
-        """How a request ended, by the engine's own word for it: ``outcomes``, else the usual words."""
+        """Return how a request ended, by the engine's reason: ``outcomes``, else the usual words."""
         return self.outcomes.get(reason) or _OUTCOMES.get(reason, Outcome.FINISHED)
 
     def position(self, role: str, noun: str) -> int:
-        """Where a noun stands among a call's positional arguments; beyond any where it is read otherwise.
+        """Return a noun's index among a call's positional arguments; beyond any if it is not positional.
 
-        For calls of each step: ``args[position]`` where ``args`` is that long, else ``call_reader``.
+        For calls of each step: ``args[position]`` if ``args`` is that long, else ``call_reader``.
         """
         found = self.roles.get(role)
         nouns = [name.partition(":")[0] for name in found.parameters] if found is not None else []
         return nouns.index(noun) if noun in nouns else sys.maxsize
 
     def call_reader(self, role: str, noun: str) -> CallReader:
-        """Reads a noun from a call of the function that plays ``role``; None where there is no such thing."""
+        """Return a reader of a noun from calls of the function in ``role``; None if there is neither."""
         found = self.roles.get(role)
         return _no_noun if found is None else found.reader(noun)
 
     def reader(self, name: str, usual: str | AttributeReader | None = None) -> AttributeReader:
-        """Reads ``"noun.attribute"`` from a noun's object; None where the object does not have it.
+        """Return a reader of ``"noun.attribute"`` from a noun's object; it returns None for a missing
+        attribute.
 
-        ``usual``: how it is read where the room does not say.
+        ``usual``: how to read it unless the room defines it.
         """
         source = self.attributes.get(name, usual or _nothing)
         read: AttributeReader = _make_reader("{}", [source], _nothing)
         return read
 
     def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
-        """Reads several attributes of a noun's object at once, in order; None for what it does not have."""
+        """Return a reader of several attributes of a noun's object, in order; None for missing ones."""
         each = [self.reader(f"{noun}.{name}") for name in names]
         sources = [self.attributes.get(f"{noun}.{name}", _nothing) for name in names]
         otherwise: ValuesReader = lambda subject: [read(subject) for read in each]  # noqa: E731
@@ -161,16 +162,16 @@ class Engine:
         return read_all
 
 
-@functools.cache  # asked with each forward pass
+@functools.cache  # called with each forward pass
 def platform_of(device: str) -> Any:
-    """The platform of a device, as PyTorch names it; importing it imports torch."""
+    """Return the platform of a device by PyTorch's name; importing it imports torch."""
     from sgl_aspects.engines import device as devices
 
     return devices.platform_of(device)
 
 
 def find_engines() -> tuple[Engine, ...]:
-    """Every engine that has a room: the built-in ones, then those of installed packages, by name.
+    """Return every engine that has a room: the built-in ones, then those of installed packages, by name.
 
     An entry point that fails, is not an :class:`Engine`, or takes an existing name is logged and left out.
     """
@@ -186,7 +187,7 @@ def find_engines() -> tuple[Engine, ...]:
             raise
         except ConfigError as error:
             logger.error("%s is left out; the other engines are traced: %s", where, error)
-        except BaseException:  # whatever a package raises, the others' engines are traced
+        except BaseException:  # any error of a package, which must not affect the other engines
             logger.exception("%s failed; the other engines are traced", where)
         else:
             found[engine.name] = engine
@@ -214,7 +215,7 @@ def read(subject):
 
 
 def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise: AttributeReader) -> Any:
-    """One function that reads all of them in one expression: it is called with each step of an engine."""
+    """Generate a function that reads all of them in one expression: it is called with each step."""
     known: dict[str, Any] = {"otherwise": otherwise}
     terms = []
     for number, source in enumerate(sources):

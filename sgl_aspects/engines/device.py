@@ -1,4 +1,4 @@
-"""The device that an engine of its own runs on, as a platform of ours: traces take its events from there."""
+"""The device of an engine as a platform: traces take its events from there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from sgl_aspects.platforms.torch_device import TorchDeviceMixin
 
 
 def platform_of(device: str) -> DeviceMixin | None:
-    """The platform of a torch device ("cuda", "npu:0"): the built-in one, else whatever ``torch.<type>``
-    offers. None where that has no events.
+    """Return the platform of a torch device ("cuda", "npu:0"): a built-in one, else one over
+    ``torch.<type>``.
+
+    None if that has no events.
     """
     device_type = device.partition(":")[0]
     for row in BUILTIN_PLATFORMS:
@@ -25,7 +27,7 @@ def platform_of(device: str) -> DeviceMixin | None:
 
 
 def _torch_device(device_type: str) -> DeviceMixin | None:
-    """A device of somebody's extension of torch."""
+    """A device of a third-party extension of torch."""
     import torch
 
     if not hasattr(getattr(torch, device_type, None), "Event"):

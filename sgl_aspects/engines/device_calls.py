@@ -1,11 +1,11 @@
-"""Calls of an engine that are written for CUDA: found out with their callers, answered by the platform.
+"""Calls of an engine that are written for CUDA: reported with their callers, or answered by the platform.
 
     SGL_ASPECTS_DEVICE_REPORT=FOLDER     each process writes there which of them were reached, and from where
-    SGL_ASPECTS_DEVICE_CALLS=platform    those that the platform can answer go to it
+    SGL_ASPECTS_DEVICE_CALLS=platform    those that the platform implements are passed to it
 
 The second concerns ``torch.cuda`` (memory, synchronize, empty_cache, streams, names) and an engine's guards,
-``is_cuda()``, ``is_npu()`` and so on, which are woven when their module has loaded, before anybody copies
-what they say. Only for callers outside torch: what torch asks of itself stays between torch and its devices.
+``is_cuda()``, ``is_npu()`` and so on, which are woven when their module has loaded, before their results are
+copied. Only for callers outside torch: torch's own calls are not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sgl_aspects.weaving import HookRegistry, HookType
 CALLS_VARIABLE = "SGL_ASPECTS_DEVICE_CALLS"
 REPORT_VARIABLE = "SGL_ASPECTS_DEVICE_REPORT"
 
-#: What a platform answers a call with; None: it cannot.
+#: A platform's implementation of a call; None: it has none.
 Answer = Callable[..., Any]
 
 #: Functions of torch.cuda, by the module that defines them.
@@ -47,7 +47,7 @@ _WATCHED = {
 
 
 def _index(device: Any = None) -> int:
-    """Of a torch device, its name or its number."""
+    """Return the index of a torch device, its name or its number."""
     if device is None:
         return 0
     if isinstance(device, int):
@@ -62,7 +62,7 @@ def _capability(platform: Any, device: Any = None) -> Any:
     return None if found is None else tuple(found)
 
 
-#: Target → what of the platform answers it.
+#: Target → the platform's implementation.
 ANSWERS: dict[str, Answer] = {
     "torch.cuda:synchronize": lambda platform, device=None: _done(platform.synchronize()),
     "torch.cuda:set_device": lambda platform, device: _done(
@@ -86,7 +86,7 @@ ANSWERS: dict[str, Answer] = {
     ),
     "torch.cuda.graphs:is_current_stream_capturing": lambda platform: platform.is_capturing(),
 }
-#: The answer of a call that returns nothing.
+#: The result of a call that returns nothing.
 _NOTHING = object()
 
 
@@ -96,13 +96,13 @@ def _done(_: Any) -> Any:
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """A call that was reached: its name, the place it was called from, and who answered."""
+    """A call that was reached: its name, the place it was called from, and its implementation."""
 
     call: str
     caller: str
-    #: "platform", or "engine": torch as ever, or the engine's own guard.
+    #: "platform", or "engine": torch itself, or the engine's own guard.
     answered_by: str
-    #: Whether platforms answer it where SGL_ASPECTS_DEVICE_CALLS=platform.
+    #: Whether platforms implement it with SGL_ASPECTS_DEVICE_CALLS=platform.
     answerable: bool
     process_id: int
 
@@ -115,11 +115,11 @@ class DeviceCalls:
         self._routed = routed
         self._folder = folder
         self._seen: set[tuple[str, str]] = set()
-        #: While the platform answers, what it calls is what it means.
+        #: Set while the platform runs, whose own calls are not redirected.
         self._answering = threading.local()
 
     def register(self, guards: Mapping[str, str]) -> None:
-        """For all targets; each is woven once its module is there. ``guards``: target → platform's query."""
+        """Weave all targets, each once its module is loaded. ``guards``: target → platform's query."""
         for module, names in _WATCHED.items():
             for name in names:
                 self._hook(f"{module}:{name}", None)
@@ -156,7 +156,7 @@ class DeviceCalls:
         HookRegistry.register(target, device_call, HookType.AROUND)
 
     def _write(self, call: str, caller: str, by_platform: bool, answerable: bool) -> None:
-        """Once for each call and place, and at once: engines kill their processes."""
+        """Record each call and place once, at once: engines kill their processes."""
         if self._folder is None or (call, caller) in self._seen:
             return
         self._seen.add((call, caller))
@@ -166,7 +166,7 @@ class DeviceCalls:
 
 
 def attach(guards: Mapping[str, str], platform: Callable[[], Any]) -> None:
-    """By the environment; nothing where neither variable is set. ConfigError for a wrong value."""
+    """Weave as the environment configures, if at all. ConfigError for a wrong value."""
     routed = env.choice(CALLS_VARIABLE, ("platform", "engine"), "engine") == "platform"
     folder = env.text(REPORT_VARIABLE)
     if not routed and folder is None:
@@ -178,19 +178,19 @@ def attach(guards: Mapping[str, str], platform: Callable[[], Any]) -> None:
 
 
 def read_reports(folder: Path) -> Iterator[DeviceCall]:
-    """What the processes of a run wrote."""
+    """Read the reports of a run's processes."""
     for path in sorted(folder.glob("*.device-calls")):
         for line in path.read_text(encoding="utf-8").splitlines():
             call, caller, answered_by, answerable = json.loads(line)
             yield DeviceCall(call, caller, answered_by, answerable, int(path.name.partition(".")[0]))
 
 
-#: Frames of these belong to the way from the caller to here.
+#: Frames of these are between the caller and this function.
 _OWN = ("sgl_aspects.weaving", "wrapt", __name__)
 
 
 def _caller(module: str, name: str) -> str | None:
-    """``file:line in function`` of who called the target; None where torch, or a platform of ours, did."""
+    """Return the target's caller as ``file:line in function``; None if that is torch or a platform class."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         place = str(frame.f_globals.get("__name__", ""))

@@ -1,6 +1,6 @@
-"""Which of an engine's targets an engine's source defines: read from a wheel or a folder, nothing is run.
+"""Targets that an engine's source defines: read from a wheel or a folder, without running anything.
 
-A method counts where its class or one of the bases that can be followed through imports defines it.
+A method counts if its class or one of the bases that can be followed through imports defines it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_aspects.errors import ConfigError
 
 @dataclass(frozen=True)
 class FoundRole:
-    """A role in one version: the first of its targets that is there, or None."""
+    """A role in one version: the first of its targets that exists, or None."""
 
     role: str
     target: str | None
@@ -50,7 +50,7 @@ class Source:
         return parts[1] if self._archive is not None and len(parts) > 1 else name
 
     def find_roles(self, engine: Engine) -> Iterator[FoundRole]:
-        """Every role of ``engine`` that is this package's to play, in their order."""
+        """Return every role of ``engine`` whose targets are in this package, in order."""
         packages = {name.partition(".")[0] for name in self.modules}
         for name, role in engine.roles.items():
             if not any(re.split(r"[.:]", target)[0] in packages for target in role.targets):
@@ -59,7 +59,7 @@ class Source:
             yield FoundRole(name, found, role.targets)
 
     def defines(self, target: str) -> bool:
-        """Whether ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or any match of a pattern is there.
+        """Return whether ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or a match of a pattern exists.
 
         ``"pkg.mod:Class+.method"``: the class or one that derives from it has the method.
         """
@@ -74,7 +74,9 @@ class Source:
         return any(self._matches(name, names) for name in self.modules if fits(name))
 
     def _matches(self, module: str, names: list[str]) -> bool:
-        """Whether the module itself defines a class that the first name fits, and in it the last one."""
+        """Return whether the module itself defines a class that matches the first name, with the last one in
+        it.
+        """
         text = self._read(module.replace(".", "/") + ".py")
         if text is None or names[-1].encode() not in text:
             return False
@@ -86,7 +88,9 @@ class Source:
         )
 
     def _subclass_has(self, module: str, names: list[str]) -> bool:
-        """Whether a class anywhere that derives from the first name defines the last one itself."""
+        """Return whether a class that derives from the first name, in any module, defines the last one
+        itself.
+        """
         root = self._origin(module, names[0])
         for other in self.modules:
             text = self._read(other.replace(".", "/") + ".py") or b""
@@ -118,7 +122,7 @@ class Source:
         return False
 
     def _origin(self, module: str, name: str) -> tuple[str, str]:
-        """Where the class called ``name`` in ``module`` is defined, as far as imports can be followed."""
+        """Find the definition of the class ``name`` in ``module``, as far as imports can be followed."""
         seen: set[tuple[str, str]] = set()
         while (module, name) not in seen:
             seen.add((module, name))
@@ -158,7 +162,7 @@ class Source:
             text = self._read(name)
             if text is not None:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the engine's own spelling
+                    warnings.simplefilter("ignore")  # in the engine's own spelling
                     return ast.parse(text)
         return None
 
@@ -184,12 +188,12 @@ class Source:
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
-    """``*`` stays within a segment, ``**`` goes over any number of them."""
+    """Match a pattern: ``*`` stays within a segment, ``**`` spans any number of them."""
     return re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when the body does, inside ``if`` and ``try``, too."""
+    """Yield statements that run when the body does, also inside ``if`` and ``try``."""
     for node in body:
         yield node
         for part in ("body", "orelse", "finalbody"):

@@ -1,1 +1,1 @@
-"""Runs to look at: spans read back, their numbers, the report page and the live terminal view."""
+"""Views of runs: spans read back, their numbers, the report page and the live terminal view."""

@@ -1,8 +1,8 @@
-"""The clocks of hosts, compared by what requests that crossed them did in a known order.
+"""The clocks of hosts, compared through requests that crossed them.
 
-A span that another one led to began after it. And a prefill server has the keys and values before the decode
-server does, which answers before it decodes on. Each pair of moments bounds how far one host's clock can be
-ahead of another's; nothing is known beyond those bounds, so a clock is corrected no further than to them.
+A span that another one caused began after it, and a prefill server has the keys and values before the decode
+server does, which answers before it decodes on. Each pair of times bounds the difference between two clocks;
+a clock is corrected only as far as these bounds require.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from sgl_aspects.view.spans import Span
 
-# Of one request on two servers: what happens on the first before what happens on the second, as
-# (phase, whether its end is meant) of each.
+# Of one request on two servers: events on the first that precede events on the second, each as (phase,
+# whether its end is meant).
 _BEFORE_DECODE = (
     (("prefill", True), ("decode", False)),
     (("kv_transfer", False), ("kv_transfer", True)),
@@ -27,7 +27,7 @@ _BEFORE_PREFILL = ((("kv_transfer", False), ("kv_transfer", True)),)
 class ClockBounds:
     """How far the clock of ``host`` is ahead of that of ``reference``, in seconds: from ``low`` to ``high``.
 
-    ``shift``: what was added to the host's times, 0 where its clock may be right.
+    ``shift``: added to the host's times, 0 if its clock may be right.
     """
 
     host: str
@@ -38,7 +38,7 @@ class ClockBounds:
 
     def __str__(self) -> str:
         if math.isinf(self.low) and math.isinf(self.high):
-            return f"{self.host}: no request tells its clock from that of {self.reference}"
+            return f"{self.host}: no request compares its clock with that of {self.reference}"
         bounds = " and ".join(
             f"{'at least' if name == 'low' else 'at most'} {value * 1e3:+.3f} ms"
             for name, value in (("low", self.low), ("high", self.high))
@@ -49,9 +49,9 @@ class ClockBounds:
 
 
 def align(spans: Sequence[Span]) -> tuple[list[Span], list[ClockBounds]]:
-    """The spans with each host's times moved no further than they must be, and what is known of the clocks.
+    """Return the spans with each host's times moved no further than necessary, and the clocks' bounds.
 
-    The host with most spans is the reference; others are compared with it, or over hosts in between.
+    The host with the most spans is the reference; others are compared with it, directly or over other hosts.
     """
     counts: dict[str, int] = defaultdict(int)
     for span in spans:
@@ -79,7 +79,7 @@ def align(spans: Sequence[Span]) -> tuple[list[Span], list[ClockBounds]]:
 
 
 def _nearest(low: float, high: float) -> float:
-    """Of the numbers from ``low`` to ``high`` the one nearest to 0; their middle where they contradict."""
+    """Return the number from ``low`` to ``high`` nearest to 0; their middle if they contradict."""
     if low > high:
         return (low + high) / 2
     return min(max(0.0, low), high)
@@ -90,7 +90,7 @@ def _moved(span: Span, by_ns: int) -> Span:
 
 
 def _most_ahead(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
-    """By pairs of hosts: the most seconds that the second one's clock can be ahead of the first one's."""
+    """Return, by pair of hosts, the most seconds that the second clock can be ahead of the first."""
     most: dict[tuple[str, str], float] = {}
 
     def happened(before: Span, at_ns: int, after: Span, after_ns: int) -> None:
@@ -117,7 +117,7 @@ def _most_ahead(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
 
 
 def _requests_on_two_servers(spans: Iterable[Span]) -> Iterable[tuple[dict[str, Span], dict[str, Span]]]:
-    """The phases of each request on its prefill and on its decode server, by name."""
+    """Yield the phases of each request on its prefill and on its decode server, by name."""
     traces: dict[str, dict[str, dict[str, Span]]] = defaultdict(lambda: {"prefill": {}, "decode": {}})
     for span in spans:
         if span.role in ("prefill", "decode") and span.name in ("prefill", "decode", "kv_transfer"):

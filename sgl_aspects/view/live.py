@@ -1,7 +1,6 @@
-"""A live run: what its rings hold, counted second by second. A collector is not disturbed.
+"""A live run: the records in its rings, counted second by second, without disturbing a collector.
 
-Requests come from the process that receives them, steps and phases from the scheduler's; nothing is joined
-but the ids.
+Requests come from the process that receives them, steps and phases from the scheduler's; only ids are joined.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ REQUEST_PHASES = ("queue", "prefill", "decode")
 STEP_PARTS = tuple(
     one.name for one in (schema.SCHEDULE, schema.FORWARD, schema.SAMPLE, schema.PROCESS_RESULT)
 )
-# More requests than these are not followed at once; the oldest are forgotten.
+# Cap on requests followed at once; the oldest are forgotten.
 _MOST_REQUESTS = 20_000
-# A ring that says nothing for so long is looked through: its collector may have let it be overwritten.
+# A ring without new records for this long is scanned: its collector may have let it be overwritten.
 _SILENCE_SECONDS = 2.0
 
 
 @dataclass
 class Request:
-    """A request, open where ``end_ns`` is 0. Times in nanoseconds, spans of time in seconds."""
+    """A request; ``end_ns`` is 0 while it is open. Times in nanoseconds, durations in seconds."""
 
     id: str
     start_ns: int
@@ -61,7 +60,7 @@ class Request:
 
 @dataclass
 class Phases:
-    """How long a request was in each phase so far, in seconds, and since when it is in the current one."""
+    """The seconds of a request in each phase so far, and since when it is in the current one."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
@@ -76,7 +75,7 @@ class Phases:
 
 @dataclass
 class Gauges:
-    """What a scheduler said with its last step, which ended at ``time_ns``."""
+    """The state of a scheduler after its last step, which ended at ``time_ns``."""
 
     time_ns: int = 0
     batch_size: int = 0
@@ -87,7 +86,7 @@ class Gauges:
 
 @dataclass
 class Second:
-    """What ended in one second: steps (the seconds that each adds, by phase), parts, tokens, requests."""
+    """Counts of one second: steps (the seconds that each adds, by phase), parts, tokens, requests."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
     step_tokens: dict[str, int] = field(default_factory=dict)
@@ -100,10 +99,10 @@ class Second:
 
 
 class LiveRun:
-    """Follows the rings of a run folder; ``poll()`` now and then, and look at the attributes.
+    """Follows the rings of a run folder; call ``poll()`` now and then, and read the attributes.
 
-    ``seconds``: the last ``window`` of them by their number (Unix time). ``open``: requests without an
-    end. ``phases``: by request id.
+    ``seconds``: the last ``window`` of them by Unix time. ``open``: requests without an end. ``phases``: by
+    request id.
     """
 
     def __init__(self, folder: Path, window: int = 60) -> None:
@@ -131,7 +130,7 @@ class LiveRun:
         return sum(ring.dropped for ring in self.rings.values())
 
     def gauges_at(self, now_ns: int) -> list[Gauges]:
-        """What each scheduler's state is; one without a step for a while, and without requests, is idle."""
+        """The state of each scheduler; one without a recent step and without requests is idle."""
         return [
             gauge if self._is_busy(gauge, now_ns) else Gauges(kv_usage=gauge.kv_usage)
             for gauge in self.gauges.values()
@@ -143,7 +142,7 @@ class LiveRun:
         return bool(self.open and (gauge.running or gauge.waiting))
 
     def poll(self) -> None:
-        """Reads what was written since the last time; adds new processes and drops dead ones."""
+        """Read what was written since the last call; add new processes and drop dead ones."""
         self._find()
         for name, ring in list(self.rings.items()):
             alive = ring.is_alive()
@@ -158,7 +157,7 @@ class LiveRun:
         _bound(self._ids)
 
     def controls(self) -> dict[int, Control]:
-        """What each process of the run records, by its id."""
+        """Return the control block of each process of the run, by process id."""
         found = {}
         for ring in self.rings.values():
             with contextlib.suppress(OSError, struct.error):  # the run has just ended
@@ -190,7 +189,7 @@ class LiveRun:
             try:
                 ring = RingReader(path, read_only=True)
             except (DamagedError, OSError):
-                continue  # being made, or already gone
+                continue  # being created, or already gone
             ring.skip_to_newest()
             self.rings[name] = ring
             self._take(name, ring.history())
@@ -259,7 +258,7 @@ class LiveRun:
         mode = values.get(schema.MODE)
         seconds = self._added.of(name, record.start_ns, record.end_ns) / 1e9
         second = self._second(record.end_ns)
-        if mode is not None:  # else a scheduler says that it is idle
+        if mode is not None:  # otherwise a scheduler reports that it is idle
             phase = PHASES.get(str(mode), "other")
             tokens = int(_number(values.get(schema.BATCH_TOKENS)))
             second.steps.setdefault(phase, []).append(seconds)
@@ -276,7 +275,7 @@ class LiveRun:
     def _end(self, record: SpanEnd) -> None:
         request = self.open.pop(record.span_id, None)
         if request is None:
-            return  # its beginning was overwritten
+            return  # its start was overwritten
         values = _values(record)
         first = values.get(schema.TIME_TO_FIRST_TOKEN)
         request.end_ns = record.end_ns
@@ -301,6 +300,6 @@ def _number(value: Any) -> float:
 
 
 def _bound(found: dict[Any, Any]) -> None:
-    """Forgets the oldest entries of a dictionary that has grown too large."""
+    """Remove the oldest entries of a dictionary that has grown too large."""
     for key in list(found)[: max(0, len(found) - _MOST_REQUESTS)]:
         del found[key]

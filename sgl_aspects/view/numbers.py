@@ -10,7 +10,7 @@ from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.view.spans import Span
 
 STEP = schema.STEP.name
-#: What the scheduler calls its batches, and what people call the phase. Mixed steps do some of both.
+#: The scheduler's names of its batches, and the phase of each. Mixed steps do some of both.
 PHASES = {"extend": "prefill", "mixed": "mixed", "decode": "decode"}
 
 
@@ -22,24 +22,24 @@ class RequestNumbers:
     prompt_tokens: int
     output_tokens: int
     time_to_first_token: float
-    #: (duration - time to first token) / tokens after the first; None where there was one token at most.
+    #: (duration - time to first token) / tokens after the first; None for a single token.
     time_per_output_token: float | None
 
 
 @dataclass(frozen=True)
 class PhaseNumbers:
-    """The steps of one phase. Times in seconds, summed over the steps: of each the time that it adds."""
+    """The steps of one phase. Times in seconds, summed over the steps, each by the time that it adds."""
 
     phase: str
     steps: tuple[Span, ...]
-    #: Tokens that the model was fed.
+    #: Tokens fed to the model.
     tokens: int
     step_seconds: float
     forward_seconds: float
 
     @property
     def forward_share(self) -> float:
-        """The part of the steps' time that the model's forward pass took, 0 to 1."""
+        """The fraction of the steps' time in the model's forward pass, 0 to 1."""
         return self.forward_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
@@ -66,14 +66,14 @@ class RunReport:
 
     @property
     def forward_share(self) -> float:
-        """The part of the steps' time that the model's forward pass took, 0 to 1."""
+        """The fraction of the steps' time in the model's forward pass, 0 to 1."""
         step_seconds = sum(phase.step_seconds for phase in self.phases)
         forward_seconds = sum(phase.forward_seconds for phase in self.phases)
         return forward_seconds / step_seconds if step_seconds else 0.0
 
 
 def report_run(spans: Sequence[Span]) -> RunReport:
-    """Everything that the demo shows of a run. Without requests among the spans it is empty."""
+    """Compute the demo's numbers of a run. Empty without requests among the spans."""
     requests = tuple(_request_numbers(span) for span in spans if span.is_server)
     seconds = 0.0
     if requests:
@@ -83,10 +83,10 @@ def report_run(spans: Sequence[Span]) -> RunReport:
 
 
 def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNumbers, ...]:
-    """``steps`` by phase, with the time of the forward passes that ``spans`` has of them."""
+    """Return ``steps`` by phase, with the time of their forward passes among ``spans``."""
     forward_seconds: dict[str, float] = {}
     for span in spans:
-        if span.name == "forward":  # in the trace of its step, which has no other spans than the step's
+        if span.name == "forward":  # in its step's trace, which has no other spans
             forward_seconds[span.trace_id] = forward_seconds.get(span.trace_id, 0.0) + span.seconds
     times = AddedTime()
     added = {

@@ -33,7 +33,7 @@ _NONE = -1
 
 
 def payload_of(run: Run) -> dict[str, Any]:
-    """The object that the page shows; it holds nothing that JSON cannot."""
+    """Return the object that the page shows; all of its values are valid JSON."""
     spans = run.spans
     t0_ns = max(0, min((span.start_ns for span in spans), default=0))
     index_of: dict[str, int] = {}
@@ -84,7 +84,7 @@ def _time(ns: int) -> int:
 
 
 def _value(value: Any) -> Any:
-    """A value as JSON has it: texts of a bounded length, numbers that are numbers, lists of those."""
+    """Return a JSON value: text of bounded length, a finite number, or a list of these."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

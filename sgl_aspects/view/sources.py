@@ -1,4 +1,4 @@
-"""Where a run's spans come from: a file that an exporter wrote, or the rings of its processes."""
+"""Sources of a run's spans: a file that an exporter wrote, or the rings of its processes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.view.clocks import ClockBounds, align
 from sgl_aspects.view.spans import Span, read_spans, span_of
 
-# Further back than anything that a ring holds, in seconds.
+# In seconds, longer than any ring's contents.
 _EVERYTHING = 1e9
 
 
 @dataclass(frozen=True)
 class Run:
-    """The spans of a run, by start time, and what is known to be missing among them."""
+    """The spans of a run, by start time, and the number of missing ones."""
 
     source: str
     spans: list[Span]
     is_live: bool = False
-    #: Records that a process had no room for; None where the source does not say.
+    #: Records lost because a ring was full; None if the source does not count them.
     dropped: int | None = None
-    #: Records that could not be read; None where the source does not say.
+    #: Records that could not be read; None if the source does not count them.
     damaged: int | None = None
-    #: What is known of the clocks of several hosts.
+    #: The compared clocks of several hosts.
     clocks: tuple[ClockBounds, ...] = ()
 
 
 def load_runs(sources: Sequence[str]) -> Run:
-    """The spans of all of these files and folders; those of several hosts by clocks that agree.
+    """Read the spans of all of these files and folders; those of several hosts with adjusted clocks.
 
-    Without sources the only traced run there is. Raises ``ConfigError`` where one has nothing to read.
+    Without sources, of the only traced run. Raises ``ConfigError`` if one has nothing to read.
     """
     runs = [load_run(source) for source in sources] or [load_run(None)]
     spans = [span for run in runs for span in run.spans]
@@ -56,9 +56,9 @@ def _sum(counts: Iterable[int | None]) -> int | None:
 
 
 def load_run(source: str | None) -> Run:
-    """A run from an OTLP-JSON file, or from a run folder, live or dead; from the only traced run where None.
+    """Read a run from an OTLP-JSON file or a run folder, live or dead; None: the only traced run.
 
-    Raises ``ConfigError`` where there is nothing to read.
+    Raises ``ConfigError`` if there is nothing to read.
     """
     if source is None:
         return _of_rings(None)

@@ -1,4 +1,4 @@
-"""Spans read back, from an OTLP-JSON file or from a process's ring: what is shown is what was traced."""
+"""Spans read back from an OTLP-JSON file or a process's ring."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Span:
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Any]
-    #: Ids of the spans that it is linked to.
+    #: Ids of the linked spans.
     links: tuple[str, ...]
-    #: 0 where it is not known.
+    #: 0 if unknown.
     process_id: int = 0
     is_error: bool = False
-    #: The name of its host; "" where it is not known.
+    #: The name of its host; "" if unknown.
     host: str = ""
-    #: What its server does where prefill and decode are apart: "prefill" or "decode".
+    #: The role of its server in disaggregation: "prefill" or "decode".
     role: str = ""
 
     @property
@@ -46,15 +46,15 @@ class Span:
         return (self.end_ns - self.start_ns) / 1e9
 
     def number(self, attribute: str) -> float:
-        """The attribute as a number; 0 where it is absent."""
+        """Return the attribute as a number; 0 if it is absent."""
         value = self.attributes.get(attribute, 0)
         return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Every span of the file, by start time. Raises ConfigError where the file is not OTLP-JSON lines.
+    """Read every span of the file, by start time. Raises ConfigError if the file is not OTLP-JSON lines.
 
-    A last line without its end is left out: the file's writer is at work, or was killed.
+    An incomplete last line is left out: the file's writer is at work, or was killed.
     """
     spans: list[Span] = []
     with path.open("rb") as lines:
@@ -71,7 +71,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def span_of(readable: ReadableSpan) -> Span:
-    """A span of OpenTelemetry's SDK, as it would be read back from a file."""
+    """Convert a span of OpenTelemetry's SDK to the form that is read back from a file."""
     from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
     context = readable.get_span_context()
@@ -95,7 +95,7 @@ def span_of(readable: ReadableSpan) -> Span:
 
 
 def readable_of(span: Span) -> ReadableSpan:
-    """The other way round, without links, for what writes spans of OpenTelemetry's SDK."""
+    """Convert back, without links, for exporters that take the SDK's spans."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, SpanKind
@@ -115,7 +115,7 @@ def readable_of(span: Span) -> ReadableSpan:
 
 
 def children_of(spans: Iterable[Span], parent: Span) -> list[Span]:
-    """The spans directly below ``parent``, in the order of ``spans``."""
+    """Return the spans directly below ``parent``, in the order of ``spans``."""
     return [span for span in spans if span.parent_id == parent.span_id and span.trace_id == parent.trace_id]
 
 
@@ -150,14 +150,14 @@ def _process_id(value: Any) -> int:
 
 
 def _value_of(value: dict[str, Any] | None) -> Any:
-    """OTLP's typed value as Python's; 64-bit integers are text in JSON."""
+    """Return OTLP's typed value as Python's; 64-bit integers are text in JSON."""
     if not value:
-        return None  # an empty one
+        return None  # an empty value
     kind, content = next(iter(value.items()))
     if kind == "intValue":
         return int(content)
     if kind == "doubleValue":
-        return float(content)  # may be "NaN" and the like
+        return float(content)  # "NaN" and the like
     if kind == "arrayValue":
         return [_value_of(item) for item in content.get("values", ())]
     return content

@@ -1,10 +1,10 @@
-"""Numbers and names as they are shown on a terminal."""
+"""Formatting of numbers and names for a terminal."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit: ``"850 µs"``, ``"12.3 ms"``, ``"1.24 s"``."""
+    """Format a duration with three digits and a unit: ``"850 µs"``, ``"12.3 ms"``, ``"1.24 s"``."""
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if seconds < limit:
             value = seconds * factor
@@ -17,9 +17,9 @@ def _decimals(value: float) -> int:
 
 
 def one_line(text: str, width: int) -> str:
-    """The beginning of ``text`` on one line of at most ``width`` characters.
+    """Return the start of ``text`` on one line of at most ``width`` characters.
 
-    What a terminal would take for a command is shown as a dot: the text may be a stranger's.
+    Control characters are shown as dots: the text is untrusted.
     """
     line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
     return line if len(line) <= width else line[: width - 1].rstrip() + "…"

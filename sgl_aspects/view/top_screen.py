@@ -1,4 +1,4 @@
-"""What ``sgl-aspects top`` shows of a live run, for a terminal of any width from about 60 columns."""
+"""The screen of ``sgl-aspects top``, for a terminal of any width from about 60 columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLES = {
     "sample": "magenta",
     schema.PROCESS_RESULT.name: "yellow",
 }
-# Phases differ without colours, too.
+# Phases are distinct without colours, too.
 _GLYPHS = {"queue": "▒", "prefill": "▓", "decode": "█"}
 _LEVELS = {0: "off", 1: "requests", 2: "+ scheduler", 3: "+ forward", 4: "+ layers"}
 _WIDE = 120
@@ -36,7 +36,7 @@ _MOST_SPARKS = 40
 
 
 def screen(run: LiveRun, controls: dict[int, Control], width: int, height: int, note: str = "") -> Group:
-    """The whole screen. ``controls``: what each process records, by its id."""
+    """Return the whole screen. ``controls``: the control block of each process, by its id."""
     now = time.time_ns()
     seconds = [run.seconds.get(int(now / 1e9) - age, Second()) for age in range(run.window, -1, -1)]
     finished = [request for second in seconds for request in second.finished]
@@ -89,9 +89,9 @@ def _requests(run: LiveRun, seconds: Sequence[Second], finished: Sequence[Reques
     cached = sum(request.cached_tokens for request in finished)
     fed = sum(second.fed_tokens for second in seconds)
     prefilled = sum(second.prefilled_tokens for second in seconds)
-    if fed:  # every token that is fed and is not of a prompt makes the next one; so does a prompt's last
+    if fed:  # every token fed outside a prompt yields the next one; so does a prompt's last
         output = max(0, fed - prefilled) + sum(second.decodes_begun for second in seconds)
-    else:  # level 1: only what a finished request says
+    else:  # level 1: only the numbers of finished requests
         output = sum(request.output_tokens for request in finished)
     failed = sum(request.is_error for request in finished)
     return _numbers(
@@ -124,7 +124,7 @@ def _scheduler(run: LiveRun, seconds: Sequence[Second], now_ns: int, width: int)
     def history(value: Callable[[Second], float]) -> list[float]:
         return [value(second) for second in seconds[-sparks:]]
 
-    def told(name: str, value: str, values: list[float], style: str, top: float | None = None) -> Text:
+    def line(name: str, value: str, values: list[float], style: str, top: float | None = None) -> Text:
         return Text.assemble((f"{name} ", "dim"), (f"{value} ", "bold"), (spark(values, top), style))
 
     kv = max((gauge.kv_usage for gauge in gauges), default=0.0)
@@ -133,10 +133,10 @@ def _scheduler(run: LiveRun, seconds: Sequence[Second], now_ns: int, width: int)
     usage = history(lambda second: max((gauge.kv_usage for gauge in second.gauges.values()), default=0.0))
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(
-        told("running", str(sum(gauge.running for gauge in gauges)), running, "green"),
-        told("waiting", str(sum(gauge.waiting for gauge in gauges)), waiting, "yellow"),
-        told("KV", f"{kv:.0%}", usage, "red" if kv > 0.95 else "cyan", 1.0),
-        told("batch", str(max((gauge.batch_size for gauge in gauges), default=0)), [], ""),
+        line("running", str(sum(gauge.running for gauge in gauges)), running, "green"),
+        line("waiting", str(sum(gauge.waiting for gauge in gauges)), waiting, "yellow"),
+        line("KV", f"{kv:.0%}", usage, "red" if kv > 0.95 else "cyan", 1.0),
+        line("batch", str(max((gauge.batch_size for gauge in gauges), default=0)), [], ""),
     )
     return table
 
@@ -222,7 +222,7 @@ def _bar(times: dict[str, float], seconds: float, longest: float, width: int) ->
 
 
 def spark(values: Sequence[float], top: float | None = None) -> str:
-    """One character for each value, as high as it is large; blank where all are 0."""
+    """Return one character per value, as high as it is large; blank if all are 0."""
     highest = max([*values, 0.0]) if top is None else top
     if highest <= 0:
         return ""
@@ -230,7 +230,7 @@ def spark(values: Sequence[float], top: float | None = None) -> str:
 
 
 def _busy(seconds: Sequence[Second]) -> Iterable[Second]:
-    """From the first second in which something happened: nothing is averaged over what was before."""
+    """Return seconds from the first activity on, so that averages leave out the time before."""
     started = False
     for second in seconds:
         started = started or bool(second.steps or second.finished or second.parts)

@@ -170,7 +170,7 @@ def test_output_onto_a_full_disk_is_an_error_without_a_traceback() -> None:
         words = [sys.executable, "-m", "sgl_aspects", "version"]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "No space left on device: what was to be written is not whole" in done.stderr
+    assert "No space left on device: the output is incomplete" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -25,7 +25,7 @@ exit 3
 """
 
 
-def test_the_first_error_is_told_besides_what_the_parent_says(
+def test_a_failure_names_the_first_error_and_the_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tmp_path / "python"
@@ -34,7 +34,7 @@ def test_the_first_error_is_told_besides_what_the_parent_says(
     monkeypatch.setattr(sys, "executable", str(engine))
     bench = Bench(current_platform, current_platform.get_device(0), tmp_path)
     with pytest.raises(BrokenPromiseError) as caught:
-        conformance.ask(bench, "greedy")
+        conformance.run_child(bench, "greedy")
     assert "exit code 3: torch.OutOfMemoryError: the device has no room for the pool" in caught.value.found
     assert "Rank 0 scheduler died" in caught.value.found
 

@@ -63,7 +63,7 @@ def test_hosts_that_no_request_joins_stay_as_they_are() -> None:
     spans = [Span("a", "1", "1", "", True, 5, 6, {}, (), host=host) for host in ("one", "two")]
     found, (clock,) = align(spans)
     assert found == spans
-    assert "no request tells its clock" in str(clock)
+    assert "no request compares its clock" in str(clock)
 
 
 def message(spans: list[Span], host: str) -> dict[str, Any]:

@@ -14,14 +14,14 @@ _RUNNER = "sgl_aspects.runtime.execution.model_runner:ModelRunner"
 
 
 def _kv_usage(scheduler: Any) -> float | None:
-    """The share of the KV cache that is in use, from 0 to 1."""
+    """Return the fraction of the KV cache that is in use, from 0 to 1."""
     cache = scheduler.kv_cache
     total = cache.total_size
     return 1.0 - cache.available_size() / total if total else None
 
 
 def _prefills(batch: Any) -> list[tuple[Any, int, bool]]:
-    """The requests whose prompts a batch works on: tokens of each in it, and whether it is the last part."""
+    """Return the requests that a batch prefills: tokens of each in it, and whether it is the last chunk."""
     found = []
     for req, tokens in zip(batch.reqs, batch.num_new_tokens):
         left = req.prefill_tokens_left
@@ -31,12 +31,12 @@ def _prefills(batch: Any) -> list[tuple[Any, int, bool]]:
 
 
 def _in_flight(manager: Any) -> dict[str, Any]:
-    """The requests under way, by id; other threads add and remove some."""
+    """Return the open requests, by id; other threads add and remove some."""
     return {rid: handle.request for rid, handle in dict(manager._under_way).items()}
 
 
 def _messages(request: Any) -> list[tuple[str, str]] | None:
-    """The prompt by roles; None where it comes as token ids."""
+    """Return the prompt by roles; None if it comes as token ids."""
     if isinstance(request.prompt, str):
         return [("user", request.prompt)]
     if not request.is_chat:
@@ -45,7 +45,7 @@ def _messages(request: Any) -> list[tuple[str, str]] | None:
 
 
 def _text(content: Any) -> str:
-    """A message's content is a text, or a list of parts."""
+    """Return a message's text, whose content is a text or a list of parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

@@ -1,9 +1,9 @@
-"""SGLang's other plugins: the hooks that they register with SGLang's registry are woven by ours.
+"""SGLang's other plugins: weaves the hooks that they register with SGLang's registry.
 
-SGLang applies a hook by importing its target and setting one attribute. With ours in its place nothing is
-imported, and copies are found wherever they are. Asked, SGLang's registry answers as before: what it
-refuses, forgets, warns of and lists as patched is the same, and a hook gets its arguments as they were
-written. ``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
+SGLang applies a hook by importing its target and setting one attribute. Woven hooks import nothing, and
+copies of the target are found wherever they are. SGLang's registry gives the same answers as before: the
+hooks it rejects, forgets, warns of and lists as patched are the same, and a hook gets its arguments as they
+were written. ``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from sgl_aspects.weaving import Advice, HookRegistry, HookSource, HookType, Stat
 logger = logging.getLogger("sgl_aspects")
 
 _MODULE = "sglang.srt.plugins.hook_registry"
-# A hook's error is reported where its author looks for it.
+# Report a hook's error in the log where its author looks for it.
 _their_logger = logging.getLogger(_MODULE)
 
-# What SGLang's registry holds of a hook: its type, the hook, its source; newer ones may add to that.
+# The fields of an entry in SGLang's registry: type, hook, source; newer versions may add to that.
 Entry = tuple[Any, ...]
-# By registry (SGLang has a second one for diffusion models) and target, what we made of its entries. What a
-# registry has forgotten since is still here, because it still is in place.
+# By registry (SGLang has a second one for diffusion models) and target, the advice for its entries. Entries
+# that a registry has forgotten since are kept: their hooks are still in place.
 _adopted: dict[type, dict[str, list[tuple[Entry, Advice]]]] = {}
-_is_asked = False
+_is_installed = False
 
 
 def adopt() -> None:
-    """Take over what SGLang's registry applies from now on, as soon as there is such a registry."""
-    global _is_asked
-    if _is_asked or not env.flag("SGL_ASPECTS_ADOPT", True):
+    """Replace the application of hooks in SGLang's registry, as soon as it exists."""
+    global _is_installed
+    if _is_installed or not env.flag("SGL_ASPECTS_ADOPT", True):
         return
     if "sglang" in sys.modules or importlib.util.find_spec("sglang") is not None:
-        _is_asked = True
+        _is_installed = True
         weaver.when_loaded(_MODULE, _take_over)
 
 
 def apply_orphans() -> None:
-    """Apply what plugins have registered with SGLang's registry where SGLang itself never will.
+    """Apply hooks that plugins registered with SGLang's registry if SGLang itself never will.
 
     That is in another engine's process, which runs plugins that were written for SGLang.
     """
@@ -55,9 +55,9 @@ def apply_orphans() -> None:
 
 
 def reach_children() -> None:
-    """Have the interpreters that SGLang starts from now on hooked from their start.
+    """Hook the interpreters that SGLang starts from now on from their start.
 
-    Its registry is asked in some of them only: not in the workers of its HTTP server, and before 0.5.23
+    SGLang applies its registry in some of them only: not in the workers of its HTTP server, and before 0.5.23
     neither in the detokenizer nor in the controller of data parallelism.
     """
     if "sglang" in sys.modules and bootstrap.SWITCH not in os.environ and weaver.advices:
@@ -80,7 +80,7 @@ def _take_over(module: Any) -> None:
 
 
 def _apply_hooks(registry: Any) -> None:
-    """In place of SGLang's: the hooks of every target that it does not list as patched."""
+    """Replace SGLang's method: weave the hooks of every target that it does not list as patched."""
     adopted = _adopted.setdefault(registry, {})
     fresh = {name: list(found) for name, found in registry._hooks.items() if name not in registry._patched}
     faults: dict[str, AspectsError] = {}
@@ -91,8 +91,8 @@ def _apply_hooks(registry: Any) -> None:
             faults[target] = error
             continue
         before = adopted.get(target, [])
-        # What failed before is tried again. A registry that was reset has forgotten its hooks and left them
-        # in place: a REPLACE hook covers them.
+        # Failed hooks are retried. A registry that was reset has forgotten its hooks but left them in place:
+        # a REPLACE hook covers them.
         covers = any(advice.hook_type is HookType.REPLACE for advice in advices)
         gone = [pair for pair in before if covers or _holds(entries, pair[0])]
         HookRegistry.disown(advice for _, advice in gone)
@@ -127,7 +127,7 @@ def _advice(target: str, hook_type: Any, hook: Any, source: Any) -> Advice:
 
 
 def _fault(advice: Advice) -> HookError | None:
-    """Why SGLang would not count the hook as applied; one that waits for its module will be."""
+    """Return why SGLang would not count the hook as applied; one that waits for its module will be."""
     if advice.state in (State.MISSING, State.FAILED):
         return HookError(advice.detail)
     if advice.state is State.PENDING and not _has_module(str(advice.target).replace(":", ".")):
@@ -136,17 +136,17 @@ def _fault(advice: Advice) -> HookError | None:
 
 
 def _has_module(target: str) -> bool:
-    """Whether there is a module to wait for.
+    """Return whether there is a module to wait for.
 
-    Nothing is imported for that, so that what a package makes up when it is asked is not known.
+    Nothing is imported for that, so attributes that a package creates on access are not found.
     """
     first, *rest = target.split(".")
     try:
         spec = importlib.util.find_spec(first)
-    except ValueError:  # somebody made the module by hand
+    except ValueError:  # a module without a spec, created by hand
         return True
     while spec is not None and spec.submodule_search_locations is not None and rest:
-        # By its last name: of a dotted one the finder may want the parent imported.
+        # By its last name: for a dotted one the finder may import the parent.
         inner = PathFinder.find_spec(rest[0], list(spec.submodule_search_locations))
         if inner is None:
             break
@@ -171,7 +171,7 @@ def _is_hook_applied_by(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_hook_applied
 
 
-# -- what SGLang says of hooks that get into each other's way --------------------------------------------
+# -- SGLang's messages about conflicting hooks ------------------------------------------------------------
 
 
 def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
@@ -181,7 +181,7 @@ def _tell(registry: Any, target: str, entries: list[Entry]) -> None:
     classes = [entry[1] for entry in registry._hooks.get(owner, ()) if isinstance(entry[1], type)]
     if "replace" in types and classes and owner in registry._patched and name in vars(classes[-1]):
         _their_logger.warning(
-            # SGLang's tests, and perhaps somebody's alarm, look for the words "will override".
+            # SGLang's tests, and possibly log alerts, search for the words "will override".
             "the REPLACE hook of %s (from: %s) will override %s of %s, the class in the place of %s: wrap it "
             "with an AROUND hook, or change that class",
             target,

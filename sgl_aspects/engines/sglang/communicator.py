@@ -18,7 +18,7 @@ _attached = False
 
 
 def attach(class_name: str) -> None:
-    """Once in each process.
+    """Weave the hooks, once in each process.
 
     :raises ConfigError: no communicator class has this name.
     """
@@ -59,7 +59,7 @@ def all_reduce(communicator: Any, input_: Any) -> Any:
 
 
 def all_gather(communicator: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None) -> Any:
-    """Only into a new tensor: SGLang also gathers into several that it brings."""
+    """Only with a new tensor: SGLang also passes a list of output tensors."""
     return NotImplemented if output_tensor_list is not None else communicator.all_gather(input_, dim)
 
 

@@ -1,4 +1,4 @@
-"""What SGLang gets for SGLANG_PLATFORM=sgl_aspects_cpu. Importing this imports SGLang's interface."""
+"""The platform class for SGLANG_PLATFORM=sgl_aspects_cpu. Importing this imports SGLang's interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sgl_aspects.platforms.cpu import CpuPlatform
 
 
 class _PlainCpu(CpuPlatform):
-    """SGLang's own ``forward_cpu`` operators need its CPU kernels; the native ones need only torch."""
+    """Uses native operators: SGLang's own ``forward_cpu`` needs its CPU kernels."""
 
     def get_dispatch_key_name(self) -> str:
         return "native"

@@ -1,4 +1,4 @@
-"""The device that real SGLang runs on, as a platform of ours: traces take its events from there."""
+"""The platform of the device that real SGLang runs on: traces take its events from there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_aspects.platforms.device_mixin import DeviceMixin
 
 
 def platform_of(device: str) -> DeviceMixin | None:
-    """The platform that SGLang runs on where it is a bridge to one of ours, else that of the torch device."""
+    """Return the bridged platform that SGLang runs on, else that of the torch device."""
     of_sglang = getattr(sys.modules.get("sglang.srt.platforms"), "current_platform", None)
     bridged = getattr(of_sglang, "platform", None)
     return bridged if isinstance(bridged, DeviceMixin) else any_device.platform_of(device)

@@ -1,10 +1,10 @@
-"""Prefill and decode on two servers: what SGLang's queues between them mean for a request.
+"""Prefill and decode on two servers: the phases of a request in SGLang's queues between them.
 
     prefill server   bootstrap → queue → prefill … → kv_transfer
     decode server    bootstrap → kv_transfer → queue → decode
 
-``bootstrap``: both servers meet and the decode server finds room for the keys and values. The request is the
-same on both but for its id; what they share is ``bootstrap_room``, from which both derive the trace.
+``bootstrap``: both servers connect and the decode server allocates room for the keys and values. The request
+is the same on both except for its id; they share ``bootstrap_room``, from which both derive the trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREFILL = "sglang.srt.disaggregation.prefill"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-# The host in requests that have no other server: warm-ups, and a decode server that is tried alone.
+# The host in requests without another server: warm-ups, and a decode server that is tested alone.
 _NO_OTHER_SERVER = "2.2.2.2"
 
 ROLES = {
@@ -43,7 +43,7 @@ ROLES = {
         tuple(f"{owner}.process_batch_result_prebuilt" for owner in (_PROCESSOR, _SCHEDULER)),
         ("processor:self", "batch"),
     ),
-    # On any server: what ends a request outside of a batch's result.
+    # On any server: calls that end a request outside of a batch's result.
     "give_up_request": Role(
         ("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "message:error_message", "status_code")
     ),
@@ -57,19 +57,19 @@ _FAILURES = {"bootstrap": _BOOTSTRAP_FAILED, "kv_transfer": _TRANSFER_FAILED}
 
 
 def bootstrap_room(request: Any) -> int | None:
-    """What both servers know of a request; None where there is no other server."""
+    """Return the number that both servers have of a request; None if there is no other server."""
     room, host = getattr(request, "bootstrap_room", None), getattr(request, "bootstrap_host", None)
     room, host = (each[0] if isinstance(each, list) and each else each for each in (room, host))
     return room if isinstance(room, int) and host != _NO_OTHER_SERVER else None
 
 
 def is_first_server(manager: Any) -> bool:
-    """Whether it is the prefill server: the request's span there is the root of the trace of both."""
+    """Return whether it is the prefill server: the request's span there is the root on both."""
     return str(getattr(manager.server_args, "disaggregation_mode", "")) == "prefill"
 
 
 def observers(trackers: Trackers) -> Iterable[Observation]:
-    """Observers that report to the tracker where requests are."""
+    """Observers that report the phases of requests to the tracker."""
     from sgl_aspects.tracing.observers.observation import Observation
 
     observer = _DisaggregationObserver(trackers)
@@ -117,7 +117,7 @@ class _DisaggregationObserver:
             self._requests.begins_in(self._decode_req(args, kwargs).rid, "bootstrap")
 
     def waits(self, token: None, reqs: Any, error: BaseException | None) -> None:
-        for req in reqs or ():  # most often nothing: asked in each turn of the loop
+        for req in reqs or ():  # most often empty: called in each turn of the loop
             self._requests.enter(req.rid, "queue")
 
     def receives(self, token: None, result: Any, error: BaseException | None) -> None:
@@ -156,11 +156,11 @@ class _DisaggregationObserver:
             self._requests.finished(rid, None, "abort", problem)
 
     def is_refused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """By its server, before it did anything for it."""
+        """Rejected by its server before any work on it."""
         self._requests.finished(self._retired(args, kwargs).rid, None, "abort", "rejected")
 
     def is_aborted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """While it waited: by its caller, or because the queue is full or it waited too long."""
+        """Ended while it waited: by its caller, or because the queue is full or it waited too long."""
         reason = getattr(self._abort_message(args, kwargs), "finished_reason", None) or {}
         self._requests.finished(
             self._aborted(args, kwargs).rid, None, "abort", _refusal(reason.get("status_code"))
@@ -168,5 +168,5 @@ class _DisaggregationObserver:
 
 
 def _refusal(status: int | None) -> str:
-    """Whether a status says that the server did not want the request; None is its caller's abort."""
+    """Return whether a status means that the server rejected the request; None is its caller's abort."""
     return "rejected" if status is not None and (status < 500 or status == 503) else ""

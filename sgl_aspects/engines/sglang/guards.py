@@ -1,4 +1,4 @@
-"""SGLang's helpers that ask for one vendor's hardware, and which query of the platform answers each."""
+"""SGLang's helpers that check for one vendor's hardware, and the platform's query for each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ GUARDS = {
 
 
 def attach() -> None:
-    """By the environment: see :mod:`sgl_aspects.engines.device_calls`."""
+    """Weave as the environment configures: see :mod:`sgl_aspects.engines.device_calls`."""
     device_calls.attach(GUARDS, _platform)
 
 
 def _platform() -> Any:
-    """That of this process, by the variable by which SGLang chooses its own."""
+    """Return the platform of this process, from the variable by which SGLang chooses its own."""
     return CpuPlatform() if env.text("SGLANG_PLATFORM") == CPU_NAME else current_platform

@@ -1,7 +1,7 @@
-"""From an engine's layer to the operator: the call as SGLang's and vLLM's fused layers are called.
+"""Adapters from the calls of SGLang's and vLLM's fused layers to the operators.
 
-Each is named after the operator, and takes the layer and its call's arguments. NotImplemented: the
-operator does not do what the call asks for, and the bridge runs the layer's own forward.
+Each is named after the operator, and takes the layer and its call's arguments. NotImplemented: the operator
+does not support the call, and the bridge runs the layer's own forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rms_norm(
 ) -> Any:
     """(normalized, sum) with a residual; ``post_residual_addition`` is added to it first.
 
-    ``quant_linear``: the product that takes the output; the layer may know it, too.
+    ``quant_linear``: the product that takes the output; the layer may have it, too.
     """
     takers = (quant_linear, getattr(layer, "_quant_linear", None))
     if _asks(*others.values()) or not _is_plain_norm(layer) or any(map(_scales_its_input, takers)):
@@ -60,7 +60,7 @@ def rotary_embedding(
     fused_set_kv_buffer_arg: Any = None,
     **others: Any,
 ) -> Any:
-    """query and key [tokens, heads * head_size] or with the heads apart; returned in their own shape."""
+    """Rotate query and key [tokens, heads * head_size] or [tokens, heads, head_size]; shapes are kept."""
     if fused_set_kv_buffer_arg is not None or others or positions.ndim != 1 or key is None:
         return NotImplemented
     if offsets is not None:
@@ -98,7 +98,7 @@ def topk(
     *more: Any,
     **others: Any,
 ) -> Any:
-    """Not a layer but a function, as SGLang's ``fused_topk``; ids in int32, as it has them."""
+    """A function, not a layer, like SGLang's ``fused_topk``; ids in int32, as there."""
     if scoring_func not in ("softmax", "sigmoid") or _asks(correction_bias, *more, *others.values()):
         return NotImplemented
     weights, ids = operators.topk(gating_output, topk, renormalize, scoring_func)
@@ -119,8 +119,9 @@ def fused_moe(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -
 
 
 def fused_moe_method(method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """As SGLang's ``UnquantizedFusedMoEMethod.forward_cuda``, where its Triton kernels would run: for all
-    others the weights are repacked, or swapped."""
+    """Like SGLang's ``UnquantizedFusedMoEMethod.forward_cuda`` with its Triton kernels; other kernels repack
+    or swap the weights.
+    """
     x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
     others = (
         "use_flashinfer_cutlass",
@@ -149,7 +150,7 @@ def _turned(
     positions: Tensor,
     *more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """query and key, turned by a rotary operator, in their own shapes."""
+    """Return query and key, rotated by a rotary operator, in their own shapes."""
     cos, sin = layer.cos_sin_cache.chunk(2, dim=-1)
     heads = (each.view(positions.shape[-1], -1, layer.head_size) for each in (query, key))
     turned_query, turned_key = operator(*heads, cos, sin, positions, *more)
@@ -161,12 +162,12 @@ def _added(residual: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def _asks(*values: Any) -> bool:
-    """Whether any of a call's further arguments requests something; a tensor always does."""
+    """Return whether any of a call's further arguments requests something; a tensor always does."""
     return any(isinstance(value, Tensor) or bool(value) for value in values)
 
 
 def _is_plain_norm(layer: Any) -> bool:
-    """Not over a part of the row, not padded, not with another type than its input's."""
+    """Return whether the norm is over the whole row, unpadded, in its input's type."""
     odd = (
         "variance_size_override",
         "override_orig_dtype",
@@ -178,5 +179,7 @@ def _is_plain_norm(layer: Any) -> bool:
 
 
 def _scales_its_input(linear: Any) -> bool:
-    """Whether a product wants its input quantized with a scale of its own: norms may be fused with that."""
+    """Return whether a product needs its input quantized with a scale of its own: norms may be fused with
+    that.
+    """
     return getattr(linear, "input_scale", None) is not None

@@ -1,8 +1,8 @@
-"""An MMPlatform of ours, offered to SGLang's image and video engine (``sglang.multimodal_gen``).
+"""A bridge from an MMPlatform to SGLang's image and video engine (``sglang.multimodal_gen``).
 
     group ``sglang.multimodal_gen.platforms``: name -> a function that returns the name of a class made here
 
-That engine calls many of the questions on the class, so that all of the answers are static.
+That engine calls many of the methods on the class, so all of them are static.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BASE_COMMUNICATOR = (
     "sglang.multimodal_gen.runtime.distributed.device_communicators."
     "base_device_communicator.DeviceCommunicatorBase"
 )
-#: With the same meaning on both sides.
+#: Methods with the same meaning on both sides.
 _SAME = (
     "init_backend",
     "apply_server_args_defaults",
@@ -36,18 +36,18 @@ _SAME = (
     "seed_everything",
     "optimize_vae",
 )
-#: What torch's dispatcher calls devices; all that extensions of torch add are "private use".
+#: The dispatcher keys of torch's devices; all extensions of torch are "private use".
 _DISPATCH_KEYS = {name: name.upper() for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla")}
 
 
 def bridged_multimodal(platform_class: type[MMPlatform]) -> type:
-    """A class that answers as ``platform_class`` does.
+    """Return a class that delegates to ``platform_class``.
 
     :raises ModuleNotFoundError: this SGLang has no engine for images and video.
     """
     from sglang.multimodal_gen.runtime.platforms import interface
 
-    ours = cache(platform_class)  # made when SGLang first asks
+    ours = cache(platform_class)  # made on SGLang's first call
     members: dict[str, Any] = {
         "__doc__": f"{platform_class.__qualname__} as SGLang's multimodal engine sees it.",
         "_enum": interface.PlatformEnum.OOT,
@@ -103,7 +103,7 @@ def _available_gib(
     empty_cache: bool = True,
     cpu_group: Any = None,
 ) -> float:
-    """Of all ranks the least, where ``distributed``."""
+    """Return the least of all ranks if ``distributed``."""
     if empty_cache:
         platform.empty_cache()
     free = platform.get_available_memory(device_id or 0)[0] / 2**30

@@ -1,4 +1,4 @@
-"""SGLang's fused operators: where they are, by version, and where SGLang decides which forward they run."""
+"""The targets of SGLang's fused operators, by version, and of its choice of their forward."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "fused_moe": ("sglang.srt.layers.moe.fused_moe_native:moe_forward_native",),
 }
 
-#: Function of our layers.py → the method of SGLang that it stands in for. On GPUs a method runs the experts,
-#: and what that calls depends on how their weights were repacked.
+#: Function of layers.py → the method of SGLang that it replaces. On GPUs a method runs the experts, and the
+#: kernels depend on how their weights were repacked.
 METHODS: dict[str, tuple[str, ...]] = {
     "fused_moe_method": ("sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cuda",),
 }
 #: And the operator that it calls.
 METHOD_OPERATORS = {"fused_moe_method": "fused_moe"}
 
-#: Classes with ``register_oot_forward(op_cls, fn, platform_key)``: for platforms that are out of SGLang's
-#: tree.
+#: Classes with ``register_oot_forward(op_cls, fn, platform_key)``, for platforms outside SGLang's tree.
 REGISTRATIONS = (
     "sglang.kernels.fused_op:BaseFusedOp",  # 0.5.20 and later
     "sglang.srt.layers.utils.multi_platform:MultiPlatformOp",  # 0.5.12 to 0.5.16
 )
 
-#: What returns the forward that a layer runs, on every platform.
+#: The function that returns the forward of a layer, on every platform.
 RESOLVERS = (
     "sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method",  # 0.5.20 and later
     "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.dispatch_forward",  # 0.5.10 to 0.5.16
@@ -50,5 +49,5 @@ RESOLVERS = (
     "sglang.srt.custom_op:CustomOp.dispatch_forward",  # up to 0.5.6
 )
 
-#: What SGLang's ranks talk through.
+#: The class of the ranks' communication in SGLang.
 GROUP_COORDINATOR = "sglang.srt.distributed.parallel_state:GroupCoordinator"

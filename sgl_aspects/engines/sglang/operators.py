@@ -1,8 +1,8 @@
-"""Dispatch for SGLang's fused operators: our implementations where the policy says so, its own elsewhere.
+"""Dispatch for SGLang's fused operators: runs the implementations that the policy selects, else SGLang's.
 
-On a platform that is out of SGLang's tree the forwards are registered with SGLang, as it provides for; on
-its own platforms a hook on what resolves a layer's forward returns ours. Either way once per layer: then it
-is a plain call.
+On a platform outside SGLang's tree the forwards are registered with SGLang, as it provides for; on its own
+platforms a hook replaces the result of a layer's resolver. Either way once per layer: then it is a plain
+call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _attached = False
 
 
 def attach() -> None:
-    """Once in each process; nothing of SGLang is imported by it."""
+    """Weave the hooks, once in each process; imports nothing of SGLang."""
     global _attached
     if _attached:
         return
@@ -50,7 +50,7 @@ def attach() -> None:
 
 
 def _layers_loaded(module: Any) -> None:
-    """A module with fused layers was imported: from here on the configuration must be right."""
+    """Check the configuration: a module with fused layers was imported."""
     try:
         manager = _manager()
     except AspectsError as error:
@@ -68,7 +68,7 @@ def _layers_loaded(module: Any) -> None:
 
 
 def _before(own: Callable[..., Any], function: str) -> Callable[..., Any]:
-    """That function of layers.py, and ``own`` for what it does not do."""
+    """Return that function of layers.py, falling back to ``own`` if it does not support the call."""
     from sgl_aspects.engines.sglang import layers
 
     ours: Callable[..., Any] = getattr(layers, function)
@@ -85,7 +85,7 @@ def _native(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _resolved(result: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    """AFTER hook on the resolver: ours before what SGLang chose."""
+    """AFTER hook on the resolver: the selected implementation instead of SGLang's choice."""
     op_name = _OPERATORS.get(_name_of(type(self)))
     if op_name is None or getattr(result, "__name__", "") == "forward_dispatched":
         return None
@@ -104,7 +104,7 @@ def _function_hook(op_name: str, function: str) -> Callable[..., Any]:
 
 
 def _graph_replayed(*args: Any, **kwargs: Any) -> None:
-    """BEFORE hook: shadow mode sees nothing of a graph, and says so."""
+    """BEFORE hook: log that shadow mode does not compare calls inside a graph."""
     from sgl_aspects.runtime.dispatch.process import process_manager
 
     manager = process_manager()
@@ -117,7 +117,7 @@ def _name_of(layer_class: type) -> str:
 
 
 def _loaded(targets: tuple[str, ...]) -> Any:
-    """The first of the targets that is there, without importing anything."""
+    """Return the first target that exists, without importing anything."""
     for target in targets:
         module_name, _, name = target.partition(":")
         found = getattr(sys.modules.get(module_name), name, None)
@@ -127,7 +127,7 @@ def _loaded(targets: tuple[str, ...]) -> Any:
 
 
 def _out_of_tree_key() -> str | None:
-    """SGLang's dispatch key for the platform; None on its own platforms."""
+    """Return SGLang's dispatch key for the platform; None on its own platforms."""
     platforms = sys.modules.get("sglang.srt.platforms")
     platform = getattr(platforms, "current_platform", None)
     return (
@@ -136,7 +136,7 @@ def _out_of_tree_key() -> str | None:
 
 
 def _manager() -> Any:
-    """The process's manager, on the platform that SGLang has chosen."""
+    """Return the process's manager, on the platform that SGLang has chosen."""
     from sgl_aspects.runtime import dispatch
     from sgl_aspects.runtime.dispatch.process import process_manager
 
@@ -148,7 +148,7 @@ def _manager() -> Any:
 
 
 def _adopt_platform() -> None:
-    """SGLang's platform, where one class of ours is behind it; its device's built-in elsewhere."""
+    """Return the bridged platform behind SGLang's; the built-in one of its device otherwise."""
     from sgl_aspects.platforms import SRTPlatform, resolve_qualified_name, set_current_platform
     from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 

@@ -1,11 +1,10 @@
-"""A platform class of ours, offered to real SGLang under the method names of its version.
+"""A bridge from a platform class to real SGLang, under the method names of its version.
 
     group ``sglang.srt.platforms``: name -> a function that returns the name of a class made here
 
 ``bridged(MyPlatform)`` makes a subclass of SGLang's ``SRTPlatform`` whose device operations are those of
-``MyPlatform``. A class (KV pool, allocator, graph runner) goes over where the vendor wrote one. Classes of
-the embedded runtime never do: in their place SGLang takes its own, for graphs on devices whose graphs are
-those of torch.cuda.
+``MyPlatform``. Vendor classes (KV pool, allocator, graph runner) are passed on. Classes of the embedded
+runtime are not: SGLang uses its own instead, for graphs on devices whose graphs are those of torch.cuda.
 
 SGLang is imported when a bridge is made, never with this module.
 """
@@ -25,7 +24,7 @@ from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 CPU_NAME = "sgl_aspects_cpu"
 
-#: Asked of the device itself, with the same meaning on both sides.
+#: Device queries, with the same meaning on both sides.
 _DEVICE_METHODS = (
     "set_device",
     "get_device_name",
@@ -45,14 +44,14 @@ _DEVICE_METHODS = (
     "init_backend",
     "post_load_model",
 )
-#: Passed on where the vendor wrote them, else SGLang's answer stands.
+#: Passed on if the vendor overrides them; otherwise SGLang's result stands.
 _FACTORIES = (
     "get_compile_backend",
     "get_quantization_config",
     "verify_quantization",
     "supports_speculative_algorithm",
 )
-#: Likewise, and the answer is a class or its name.
+#: Likewise, returning a class or its name.
 _CLASS_FACTORIES = (
     "get_paged_allocator_cls",
     "get_graph_runner_cls",
@@ -71,9 +70,9 @@ _CUDA_CLASSES = {
     ),
     "get_piecewise_backend_cls": ("sglang.srt.compilation.cuda_piecewise_backend:CUDAPiecewiseBackend",),
 }
-#: Capabilities that are worth nothing without a class.
+#: Capabilities that need a class.
 _NEEDS = {"graph_capture": "get_graph_runner_cls", "piecewise_graph": "get_piecewise_backend_cls"}
-#: SGLang's capability to ours.
+#: SGLang's capability → the platform's.
 _CAPABILITIES = (
     "supports_triton",
     "graph_capture",
@@ -81,8 +80,8 @@ _CAPABILITIES = (
     "hicache_device_kernels",
     "supports_pynccl",
 )
-#: What SGLang up to 0.5.22 demands of a platform where newer ones take None for "yours will do": kinds of
-#: pools by SGLang's method, and its own classes.
+#: Required by SGLang up to 0.5.22, for which newer versions accept None and use their own: kinds of pools by
+#: SGLang's method, and its own classes.
 _POOL_KINDS = {
     "get_mha_kv_pool_cls": "mha",
     "get_mla_kv_pool_cls": "mla",
@@ -100,15 +99,16 @@ _IN_TREE = {
 
 
 def activate_cpu() -> str | None:
-    """SGLang on any CPU, without its CPU kernels. Only where it is asked for by name, never by itself."""
+    """SGLang on any CPU, without its CPU kernels. Only if selected by name."""
     if env.text("SGLANG_PLATFORM") != CPU_NAME:
         return None
     return "sgl_aspects.engines.sglang.cpu_platform.SGLangCpuPlatform"
 
 
 def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
-    """A class for SGLang's group ``sglang.srt.platforms`` that answers as ``platform_class`` does; of an
-    MMPlatform one for ``sglang.multimodal_gen.platforms``.
+    """Return a class for SGLang's group ``sglang.srt.platforms`` that delegates to ``platform_class``.
+
+    For an MMPlatform one for ``sglang.multimodal_gen.platforms``.
 
     :raises ModuleNotFoundError: SGLang is not installed, or is too old for platforms (before 0.5.12).
     """
@@ -152,8 +152,8 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
         "supports_fp8",
     ):
         members[name] = _forward(name)
-    # Methods that exist in SGLang only, where the platform's author wrote them for SGLang.
-    for name in asked_by(base):
+    # Methods of SGLang's interface only, if the platform's author wrote them for SGLang.
+    for name in interface_methods(base):
         if name not in members and hasattr(platform_class, name) and not hasattr(SRTPlatform, name):
             members[name] = _forward(name)
     # SGLang's messages name the platform's class.
@@ -161,11 +161,11 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
     return type(platform_class.__name__, (base,), members)
 
 
-def asked_by(interface: type) -> list[str]:
-    """What SGLang may ask of a platform: the public methods of its interface, but for who the platform is."""
+def interface_methods(interface: type) -> list[str]:
+    """Return the public methods of SGLang's platform interface, without those of its identity."""
     names = {name for cls in interface.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}
-    asked = [name for name in names if callable(getattr(interface, name, None))]
-    return sorted(name for name in asked if not name.startswith("is_") or name == "is_pin_memory_available")
+    methods = [name for name in names if callable(getattr(interface, name, None))]
+    return sorted(name for name in methods if not name.startswith("is_") or name == "is_pin_memory_available")
 
 
 def _init(self: Any) -> None:
@@ -181,7 +181,7 @@ def _forward(name: str) -> Any:
 
 
 def _forward_class(name: str) -> Any:
-    """A factory of the vendor's; where it names none that SGLang can use, SGLang's own class."""
+    """Wrap a vendor's factory; SGLang's own class is used if it names none that SGLang can use."""
 
     def factory(self: Any, *args: Any, **kwargs: Any) -> type | None:
         cls = type(self.platform)
@@ -209,7 +209,7 @@ def _forward_class(name: str) -> Any:
 
 
 def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that ``method`` takes: newer versions of SGLang pass more."""
+    """Return the keywords that ``method`` accepts: newer versions of SGLang pass more."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return keywords
@@ -228,7 +228,7 @@ def _method_name(cls: type, name: str) -> str:
 
 
 def _cuda_class(platform_class: type, name: str) -> type | None:
-    """SGLang's own class for devices that torch.cuda drives; None on others."""
+    """Return SGLang's own class for devices that torch.cuda drives; None on others."""
     if getattr(platform_class, "device_type", "") != "cuda":
         return None
     names = _CUDA_CLASSES.get(name, ())
@@ -239,17 +239,17 @@ def _cuda_class(platform_class: type, name: str) -> type | None:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a package on the way
+    except ModuleNotFoundError:  # a parent package
         return False
 
 
 def _get_device(self: Any, device_id: int | None = 0) -> Any:
-    """SGLang asks for None where no device was chosen, and wants the name of the device's type then."""
+    """Map None, SGLang's device before one is chosen, to the name of the device's type."""
     return self.device_type if device_id is None else self.platform.get_device(device_id)
 
 
 def _get_current_memory_usage(self: Any, device: Any = None) -> float:
-    """Bytes in use: SGLang takes this from the total to know what is free."""
+    """Return the bytes in use: SGLang subtracts them from the total."""
     free, total = self.platform.get_available_memory()
     return float(total - free)
 
@@ -280,13 +280,13 @@ def _get_torch_profiler_activity_str(self: Any) -> str:
 
 
 def _is_vendors(platform_class: type, name: str) -> bool:
-    """Whether the platform's author wrote the method, or it comes with sgl_aspects."""
+    """Return whether the platform's author wrote the method, rather than sgl_aspects."""
     method = getattr(platform_class, name, None)
     return method is not None and not str(method.__module__).startswith("sgl_aspects.")
 
 
 def _known_capabilities(platform_class: type[SRTPlatform], capabilities: Any) -> dict[str, bool]:
-    """Our capabilities under SGLang's names, without those whose class the platform does not have."""
+    """Return the capabilities under SGLang's names, without those whose class the platform lacks."""
     known = getattr(capabilities, "__struct_fields__", ()) or capabilities.__annotations__
     ours = platform_class.capabilities
     found = {
@@ -295,26 +295,26 @@ def _known_capabilities(platform_class: type[SRTPlatform], capabilities: Any) ->
         if name in known and hasattr(ours, name)
     }
     if "piecewise_graph" in found and not _is_vendors(platform_class, _NEEDS["piecewise_graph"]):
-        # Not what the embedded engine replays, but what SGLang's own class does.
+        # What SGLang's own class does, not what the embedded engine replays.
         found["piecewise_graph"] = found["graph_capture"] and platform_class.device_type == "cuda"
     return found
 
 
 def _has_class(platform_class: type[SRTPlatform], factory: str) -> bool:
-    """Decided without an import: a bridge is made while SGLang's modules are half imported."""
+    """Decided without an import: a bridge is made while SGLang's modules are partly imported."""
     on_cuda = platform_class.device_type == "cuda" and factory in _CUDA_CLASSES
     return on_cuda or _is_vendors(platform_class, factory)
 
 
 def _pools(platform_class: type[SRTPlatform], base: type) -> dict[str, Any]:
-    """KV pools and allocator, by the names that this SGLang calls."""
+    """Add KV pools and allocator, under the names of this SGLang version."""
     if hasattr(base, "get_kv_pool_cls"):
         return {"get_kv_pool_cls": _get_kv_pool_cls}
     return {name: _or_in_tree(name) for name in _IN_TREE if hasattr(base, name)}
 
 
 def _get_kv_pool_cls(self: Any, *, kind: str) -> type | None:
-    """None lets SGLang take its own pool, which runs on every torch device."""
+    """Return None, so that SGLang uses its own pool, which runs on every torch device."""
     own = {"mha": "get_mha_kv_pool_cls", "mla": "get_mla_kv_pool_cls", "dsa": "get_nsa_kv_pool_cls"}
     if _is_vendors(type(self.platform), "get_kv_pool_cls"):
         found: type | None = _forward_class("get_kv_pool_cls")(self, kind=kind)
@@ -324,7 +324,7 @@ def _get_kv_pool_cls(self: Any, *, kind: str) -> type | None:
 
 
 def _or_in_tree(name: str) -> Any:
-    """An older SGLang does without None: it gets its own class."""
+    """Return SGLang's own class for an older version, which does not accept None."""
 
     def factory(self: Any) -> type:
         kind = _POOL_KINDS.get(name)

@@ -1,9 +1,9 @@
-"""What SGLang's room does in each of SGLang's processes, where it is asked for; else it imports nothing.
+"""Activates the parts of SGLang's room in each SGLang process, as configured; imports nothing otherwise.
 
 hooks that other plugins register with SGLang's registry    SGL_ASPECTS_ADOPT (on)
 operator dispatch in its fused layers                       SGL_ASPECTS_OP_ATTACH
 a vendor's communicator in its groups                       SGL_ASPECTS_COMMUNICATOR
-calls of torch.cuda: told with their callers                SGL_ASPECTS_DEVICE_REPORT
+calls of torch.cuda: reported with their callers            SGL_ASPECTS_DEVICE_REPORT
                      answered by the platform               SGL_ASPECTS_DEVICE_CALLS=platform
 """
 
@@ -22,9 +22,9 @@ REPORT_VARIABLE = "SGL_ASPECTS_DEVICE_REPORT"
 
 
 def activate() -> Callable[[], None]:
-    """Called in each process before the plugins; what it returns, once their hooks are in place.
+    """Called in each process before the plugins; the result is called once their hooks are in place.
 
-    :raises Stop: what is asked for cannot be: the engine would serve without it.
+    :raises Stop: a configured part cannot work: the engine would serve without it.
     """
     try:
         adoption.adopt()

@@ -1,7 +1,7 @@
-"""What each of a server's processes is: the model that it serves, its role among servers, its rank.
+"""The description of each server process: its model, its role among servers, its rank.
 
-The nodes of an engine get its requests as messages. What a request takes along in pickled form anyway, its
-time statistics, carries its trace to the other nodes: their steps are linked to it.
+The nodes of an engine get its requests as messages. A request's time statistics, which are pickled with it
+anyway, carry its trace to the other nodes: their steps are linked to it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sgl_aspects.engines.base import Role
 
 _CONTEXT = "sglang.srt.runtime_context"
-# What the time statistics carry; SGLang makes attributes of them of all that comes.
+# The field of the time statistics; SGLang makes attributes of all fields that arrive.
 _CARRIED = "sgl_aspects_trace"
 
 
@@ -43,7 +43,7 @@ def _describe_scheduler(
 
 
 def _rank(scheduler: Any) -> str | None:
-    """As in ``tp0 pp0``: the process's rank in each kind of parallelism; None before it is known."""
+    """Return the process's rank in each kind of parallelism, as in ``tp0 pp0``; None before it is known."""
     context = sys.modules.get(_CONTEXT)
     holder = context.get_parallel() if context is not None and hasattr(context, "get_parallel") else scheduler
     names = {"tp": "tp_rank", "pp": "pp_rank", "dp": "dp_rank", "ep": "moe_ep_rank"}
@@ -71,12 +71,12 @@ ROLES = {
 
 
 def carried(message: Any) -> tuple[int, int, bool] | None:
-    """The trace and the span of a request that came from another node, and whether it is wanted."""
+    """Return trace id, span id and sampled flag of a request that came from another node."""
     return getattr(getattr(message, "time_stats", None), _CARRIED, None)
 
 
 def observers(trackers: Any) -> Iterable[Any]:
-    """What has requests carry their trace, where an engine has several nodes."""
+    """Yield observers that add the trace to requests, for engines with several nodes."""
     from sgl_aspects.tracing.observers.observation import Observation
 
     carrier = _Carrier()
@@ -95,7 +95,7 @@ class _Carrier:
         self._has_nodes = (getattr(server_args, "nnodes", None) or 1) > 1
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A scheduler hands on what it got; where the request is received, its span is the current one."""
+        """Pass on the trace at a scheduler; where the request is received, its span is the current one."""
         known = getattr(args[0], _CARRIED, None)
         if known is not None or not self._has_nodes:
             return known

@@ -1,7 +1,6 @@
 """SGLang, 0.5.10 to 0.5.23 and newer: which of its functions plays which role.
 
-What moved is given as alternates, newest first. Readers tolerate what a version does not have: it reads as
-None and the attribute is left out.
+Targets that moved have alternates, newest first. A missing attribute reads as None and is left out.
 
 Three things differ from an engine with a plain loop. A scheduler without work spins, thousands of times a
 second, through ``schedule``: nothing may be recorded there without a batch. With its overlapped loop the
@@ -25,7 +24,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _REQ = "sglang.srt.managers.schedule_batch:Req"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
-# Which prefix cache a server has, its options decide.
+# The prefix cache's class depends on the server's options.
 _CACHES = "sglang.srt.mem_cache.*_cache:*Cache"
 
 # SGLang's own health checks are requests, too; their ids begin so.
@@ -33,7 +32,7 @@ _PROBE = "HEALTH_CHECK"
 
 
 def _rids(request: Any) -> tuple[str, ...]:
-    """The ids of a request: one, or one for each prompt of a batch."""
+    """Return the ids of a request: one, or one for each prompt of a batch."""
     rid = request.rid
     return tuple(rid) if isinstance(rid, list) else (rid,)
 
@@ -43,7 +42,7 @@ def _is_probe(request: Any) -> bool:
 
 
 def _received_ns(request: Any) -> int | None:
-    """When the HTTP server got it, since the epoch; SGLang notes it on a clock of its own."""
+    """Return when the HTTP server got it, since the epoch; SGLang notes it on a clock of its own."""
     received = request.received_time
     if not received:
         return None
@@ -65,7 +64,7 @@ def _sampling(name: str) -> Any:
 
 
 def _max_tokens(request: Any) -> Any:
-    """Of an embedding SGLang asks for 0 tokens, which its caller never said."""
+    """Return the token limit; for an embedding SGLang sets 0 tokens, which its caller did not request."""
     tokens = _sampling("max_new_tokens")(request)
     return None if hasattr(request, "is_cross_encoder_request") and not tokens else tokens
 
@@ -81,18 +80,18 @@ def _samples(request: Any) -> int | None:
 
 
 def _answer_rids(request: Any) -> tuple[str, ...] | None:
-    """Of a batch of prompts. For n > 1 the answers get their ids one by one, later."""
+    """Return the ids of a batch of prompts. For n > 1 the answers get their ids one by one, later."""
     return None if request.is_single or _samples(request) else _rids(request)
 
 
 def _answer_count(request: Any) -> int:
-    """For n > 1 SGLang runs each prompt once more, before its samples."""
+    """Return the number of answers; for n > 1 SGLang runs each prompt once more, before its samples."""
     count = _samples(request)
     return len(_rids(request)) if count is None else request.batch_size * (count + 1)
 
 
 def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]:
-    """Prompt, completion and cached tokens of one request in a message to the tokenizer manager."""
+    """Return prompt, completion and cached tokens of one request in a message to the tokenizer manager."""
     batch, index = place
     lists = [getattr(batch, f"{name}_tokens", None) for name in ("prompt", "completion", "cached")]
     prompt, completion, cached = [values[index] if values else None for values in lists]
@@ -100,7 +99,7 @@ def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]
 
 
 def _reason_text(reason: Any) -> str | None:
-    """``{"type": "stop", …}`` on the wire, an object with ``to_json`` in the scheduler."""
+    """Return the reason: ``{"type": "stop", …}`` on the wire, an object with ``to_json`` in the scheduler."""
     if reason is None:
         return None
     if hasattr(reason, "to_json"):
@@ -113,7 +112,7 @@ class _Mode(NamedTuple):
     feeds_prompts: bool
 
 
-@functools.cache  # asked several times a step
+@functools.cache  # called several times a step
 def _mode_of(forward_mode: Any) -> _Mode:
     feeds_prompts = forward_mode.is_extend() if hasattr(forward_mode, "is_extend") else False
     return _Mode(str(getattr(forward_mode, "name", forward_mode)).lower(), feeds_prompts)
@@ -125,27 +124,29 @@ def _batch_size(batch: Any) -> int:
 
 
 def _num_tokens(batch: Any) -> int:
-    """Tokens fed to the model: those of the prompts, or one for each request that is decoded."""
+    """Return the tokens fed to the model: those of the prompts, or one per decoding request."""
     feeds_prompts = _mode_of(batch.forward_mode).feeds_prompts
     return int(batch.extend_num_tokens) if feeds_prompts and batch.extend_num_tokens else _batch_size(batch)
 
 
 def _prefills(batch: Any) -> list[tuple[Any, int, None]]:
-    """The requests whose prompts a batch works on, with the tokens of each in it.
+    """Return the requests that a batch prefills, with the tokens of each in it.
 
-    Whether more is to come of a prompt is known when the result is processed.
+    Whether a prompt has further chunks is known when the result is processed.
     """
     lengths = getattr(batch, "extend_lens", None)
     return [(req, tokens, None) for req, tokens in zip(batch.reqs, lengths)] if lengths else []
 
 
 def _is_middle_chunk(req: Any) -> bool:
-    """Whether more of the prompt is to come after the chunk whose result is being processed."""
+    """Return whether the prompt has further chunks after the one whose result is being processed."""
     return bool(getattr(req, "inflight_middle_chunks", None) or getattr(req, "is_chunked", 0))
 
 
 def _kv_usage(scheduler: Any) -> float | None:
-    """The share of the KV cache that requests use, from 0 to 1: what only the prefix cache holds is free."""
+    """Return the fraction of the KV cache in use by requests, 0 to 1: pages of the prefix cache alone are
+    free.
+    """
     allocator = scheduler.token_to_kv_pool_allocator
     total = allocator.size
     free = allocator.available_size() + scheduler.tree_cache.evictable_size()
@@ -153,12 +154,12 @@ def _kv_usage(scheduler: Any) -> float | None:
 
 
 def _is_follower(scheduler: Any) -> bool:
-    """Whether it is a rank that runs the same requests as another one, which answers them."""
+    """Return whether it is a rank that runs the same requests as another one, which answers them."""
     channels = getattr(scheduler, "ipc_channels", scheduler)
     return channels.send_to_detokenizer.socket is None
 
 
-@functools.cache  # asked with each forward pass
+@functools.cache  # called with each forward pass
 def _platform_of(device: Any) -> Any:
     from sgl_aspects.engines.sglang.device import platform_of
 
@@ -166,14 +167,14 @@ def _platform_of(device: Any) -> Any:
 
 
 def _messages(request: Any) -> list[tuple[str, str]] | None:
-    """The prompt as the model gets it, or each of a batch; None where it comes as token ids."""
+    """Return the prompt as the model gets it, or each of a batch; None if it comes as token ids."""
     text = getattr(request, "text", None)
     texts = text if isinstance(text, list) else [text]
     return [("user", one) for one in texts if isinstance(one, str)] or None
 
 
 def _piece(place: tuple[Any, int]) -> str | None:
-    """What a message to the tokenizer manager adds to one request's answer."""
+    """Return the text that a message to the tokenizer manager adds to one request's answer."""
     batch, index = place
     texts = getattr(batch, "output_strs", None)
     return texts[index] if texts and isinstance(texts[index], str) else None
@@ -223,14 +224,14 @@ SGLANG = Engine(
         "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
         "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",), required=True),
         "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch"), required=True),
-        # Where a grammar has to see the tokens of the batch before: after those were processed.
+        # For a grammar that needs the tokens of the previous batch: after those were processed.
         "launch_sample": Role(
             (f"{_SCHEDULER}.launch_batch_sample_if_needed",), ("scheduler:self", "result:batch_result")
         ),
         "process_batch_result": Role(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result"), required=True
         ),
-        # A request may have ended: what it held is given back.
+        # Releases the memory of a request that may have ended.
         "release_request": Role(
             ("sglang.srt.mem_cache.common:release_kv_cache", f"{_CACHES}.cache_finished_req"), ("req",)
         ),
@@ -249,7 +250,7 @@ SGLANG = Engine(
         "graph_replay": Role(
             ("sglang.srt.**:*GraphRunner.execute", "sglang.srt.**:*GraphRunner.replay"), ("runner:self",)
         ),
-        # The launch itself; where a version has no backends, with what the runner prepares for it.
+        # The launch itself; in versions without backends, with the runner's preparation.
         "graph_launch": Role(
             (
                 "sglang.srt.model_executor.runner_backend.*:*Backend.replay",
@@ -336,7 +337,7 @@ SGLANG = Engine(
         "manager.in_flight": lambda manager: {rid: state.obj for rid, state in manager.rid_to_state.items()},
         "tokenized.rid": "rid",
         "tokenized.count": lambda tokenized: len(tokenized.input_ids),
-        # Asked for each request with each token: what is not needed each time is read apart.
+        # Read for each request with each token: attributes not needed each time are read separately.
         "outputs.each": lambda outputs: zip(outputs.rids, outputs.finished_reasons),
         "outputs.counts": _counts,
         "outputs.text": _piece,

@@ -24,8 +24,8 @@ _ASKED = Role((), ("manager:self", "model", "processor", "inputs", "settings:gen
 _inputs, _settings, _rid = (_ASKED.reader(noun) for noun in ("inputs", "settings", "rid"))
 
 
-def _asked(streams: bool) -> Callable[..., Any]:
-    """What an HTTP handler asks a manager to generate. ``streams``: the answer is an object that grows."""
+def _generation(streams: bool) -> Callable[..., Any]:
+    """Return a reader of the generation's inputs. ``streams``: the answer is an object that grows."""
     return lambda *call: SimpleNamespace(
         inputs=_inputs(*call), settings=_settings(*call), rid=_rid(*call), streams=streams
     )
@@ -37,14 +37,14 @@ def _prompt_length(inputs: Any) -> int:
 
 
 def _counts(answer: tuple[Any, Any]) -> tuple[int, int | None, None]:
-    """Of what a manager gave: a queue and a streamer, or a text, the prompt's length and the tokens."""
-    asked, given = answer
-    output = None if given is None else int(given[1].total_tokens) if asked.streams else len(given[2])
-    return _prompt_length(asked.inputs), output, None
+    """Return counts from an answer: a queue and a streamer, or a text, the prompt's length and the tokens."""
+    generation, given = answer
+    output = None if given is None else int(given[1].total_tokens) if generation.streams else len(given[2])
+    return _prompt_length(generation.inputs), output, None
 
 
 def _generated(args: Any, kwargs: dict[str, Any], result: Any = None) -> int | None:
-    """New tokens by now; a result holds the prompt, too."""
+    """Return the number of new tokens so far; a result includes the prompt."""
     if kwargs.get("streamer") is not None:
         return int(kwargs["streamer"].total_tokens)
     return None if result is None else int(result.shape[-1]) - _prompt_length(kwargs)
@@ -55,7 +55,7 @@ def _reason(count: int | None, most: int | None) -> str:
 
 
 def _batch(args: Any, kwargs: dict[str, Any], result: Any = None) -> Any:
-    """The batch at hand; where batches overlap there are two sets of inputs and outputs."""
+    """Return the current batch; with overlap there are two sets of inputs and outputs."""
     inputs = args[0].inputs_and_outputs
     pairs = getattr(inputs, "io_pairs", None)
     return (pairs[inputs.current_pair].host_io if pairs else inputs).requests_in_batch
@@ -96,8 +96,10 @@ TRANSFORMERS = Engine(
     roles={
         "serve_request": Role((f"{_SERVING}.*:*Handler.handle_request",), reads=_SERVED, required=True),
         "tokenize_request": Role(("transformers.tokenization_utils_base:PreTrainedTokenizerBase.__call__",)),
-        "begin_request": Role((f"{_MANAGERS}.generate_non_streaming",), reads={"request": _asked(False)}),
-        "begin_stream": Role((f"{_MANAGERS}.generate_streaming",), reads={"request": _asked(True)}),
+        "begin_request": Role(
+            (f"{_MANAGERS}.generate_non_streaming",), reads={"request": _generation(False)}
+        ),
+        "begin_stream": Role((f"{_MANAGERS}.generate_streaming",), reads={"request": _generation(True)}),
         "queue_alone": Role((f"{_SERVING}.utils:GenerateManager.generate_*streaming",), reads=_QUEUED),
         "run_alone": Role((f"{_MODEL}.generate",), reads=_RUN),
         "prefill_alone": Role((f"{_MODEL}._prefill",)),
@@ -117,7 +119,7 @@ TRANSFORMERS = Engine(
     },
     attributes={
         "manager.model": "",
-        "request.rids": lambda asked: (asked.rid,),
+        "request.rids": lambda generation: (generation.rid,),
         "request.stream": "streams",
         "request.ends_with_exchange": "streams",
         "request.max_tokens": "settings.max_new_tokens",

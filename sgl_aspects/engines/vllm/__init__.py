@@ -1,6 +1,5 @@
-"""vLLM's room: which of its functions plays which role (roles.py), what each of its processes is
-(processes.py), and what of its scheduler no generic observer can translate (scheduler.py). Importing it
-imports nothing of the engine.
+"""vLLM's room: roles.py maps functions to roles, processes.py describes its processes, and scheduler.py
+observes what no generic observer can read of its scheduler. Importing it imports nothing of the engine.
 """
 
 from sgl_aspects.engines.vllm.roles import VLLM

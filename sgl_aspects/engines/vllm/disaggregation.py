@@ -1,4 +1,4 @@
-"""Prefill and decode on two servers: what both know of a request, from which both derive its trace.
+"""Prefill and decode on two servers: the number that both have of a request, to derive its trace.
 
 Connectors put it into ``kv_transfer_params``: mooncake and MoRIIO one ``transfer_id`` on both servers; NIXL
 gives the decode server the prefill server's request id (``remote_request_id``).
@@ -17,12 +17,12 @@ def _parameters(request: Any) -> dict[str, Any]:
 
 
 def is_first_server(request: Any) -> bool:
-    """Whether the request's prompt is worked on here, and its answer decoded elsewhere."""
+    """Return whether the request's prompt is prefilled here, and its answer decoded elsewhere."""
     return bool(_parameters(request).get("do_remote_decode"))
 
 
 def shared_key(request: Any) -> int | None:
-    """A number that both servers can tell; None where there is no other server, or nothing is shared."""
+    """Return a number that both servers can derive; None if there is no other server or no such number."""
     parameters = _parameters(request)
     shared = parameters.get("transfer_id") or parameters.get("remote_request_id")
     if not shared and parameters.get("do_remote_decode"):

@@ -1,4 +1,4 @@
-"""What each of a server's processes is: the model that it serves, and a worker's or an engine core's rank."""
+"""The description of each server process: its model, and a worker's or an engine core's rank."""
 
 from __future__ import annotations
 

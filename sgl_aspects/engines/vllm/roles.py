@@ -1,8 +1,8 @@
 """vLLM 0.32 (its V1 engine, on GPUs and on the CPU): which of its functions plays which role.
 
-Processes: API servers, an engine core, workers; the first tokenize before there is a request, and hand over
-what they got in messages; the last run the forward passes. A batch is one message from the engine core to all
-of its workers (``SchedulerOutput``), and prompts and decodes are mixed in it.
+Processes: API servers, an engine core, workers; the first tokenize before there is a request, and process
+outputs by message; the last run the forward passes. A batch is one message from the engine core to all of its
+workers (``SchedulerOutput``), and prompts and decodes are mixed in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OUTPUTS = f"{_ENGINE}.output_processor:OutputProcessor"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
-# There are two of that name, the newer in a package `gpu`; the one for the CPU is a subclass of either.
+# Two classes have that name, the newer in a package `gpu`; the one for the CPU is a subclass of either.
 _RUNNER = "vllm.v1.worker.**:GPUModelRunner"
 
 
@@ -36,7 +36,7 @@ def _sampling(name: str) -> Any:
 
 
 def _answers(request: Any) -> int:
-    """How many answers are asked for; a request for embeddings has no sampling parameters."""
+    """Return the requested number of answers; a request for embeddings has no sampling parameters."""
     return getattr(request.sampling_params, "n", 1) or 1
 
 
@@ -46,7 +46,7 @@ def _choice_count(request: Any) -> int | None:
 
 
 def _answer_rids(request: Any) -> tuple[str, ...] | None:
-    """For n > 1 each answer is a request of its own in the engine."""
+    """Return the ids; for n > 1 each answer is a request of its own in the engine."""
     count = _answers(request)
     return tuple(f"{index}_{request.request_id}" for index in range(count)) if count > 1 else None
 
@@ -58,7 +58,7 @@ def _streams(request: Any) -> bool:
 
 def _top_k(request: Any) -> int | None:
     top_k = _sampling("top_k")(request)
-    return top_k if top_k and top_k > 0 else None  # 0 and -1: all
+    return top_k if top_k and top_k > 0 else None  # 0 and -1: no limit
 
 
 def _tokenized_count(prompt: Any) -> int | None:
@@ -67,8 +67,9 @@ def _tokenized_count(prompt: Any) -> int | None:
 
 
 class _Outputs(NamedTuple):
-    """A message of the engine, processed. ``stopped``: requests whose text holds a stop string, which the
-    engine does not see.
+    """A processed message of the engine.
+
+    ``stopped``: requests whose text has a stop string, which the engine does not see.
     """
 
     outputs: Iterable[Any]
@@ -79,7 +80,7 @@ class _Outputs(NamedTuple):
             yield output.request_id, self._reason(output)
 
     def new(self) -> Iterator[tuple[str, str | None, int, int | None, int | None]]:
-        """Of each request: why it ended, new tokens, and once its prompt's tokens, all and cached ones."""
+        """Yield of each request: why it ended, new tokens, and with its prompt also all and cached ones."""
         for output in self.outputs:
             prefill = output.prefill_stats
             prompt, cached = (
@@ -104,7 +105,7 @@ def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) 
 
 
 def _launched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
-    """The batch; None for one without requests, which only lists for the workers which ones have ended."""
+    """Return the batch; None for one without requests, which only lists ended ones for the workers."""
     batch = args[1] if len(args) > 1 else kwargs["scheduler_output"]
     return batch if batch.num_scheduled_tokens else None
 
@@ -127,17 +128,18 @@ def _mode(batch: Any) -> _Mode:
     if not prompts:
         if batch.total_num_scheduled_tokens == len(tokens):
             return _DECODE
-        # Of one that gave way prompt and output are worked on again, chunk by chunk; or tokens are guessed.
+        # A preempted request is prefilled again with prompt and output, chunk by chunk; or tokens are
+        # speculative.
         guessed = batch.scheduled_spec_decode_tokens
         prompts = sum(count > 1 + len(guessed.get(rid, ())) for rid, count in tokens.items())
     return _DECODE if not prompts else _PREFILL if prompts >= len(tokens) else _MIXED
 
 
 def shared_id(batch: Any) -> int | None:
-    """A number for a batch that the engine core and each of its workers can tell from the message itself.
+    """Return a number for a batch that the engine core and each worker can derive from the message.
 
-    Of its first request: the id, and how far it is. A request is never twice in the same place: each batch
-    takes it on, and one that was preempted begins anew with more output.
+    From its first request: the id, and its progress. A request never has the same progress twice: each batch
+    advances it, and a preempted one starts again with more output.
     """
     cached = batch.scheduled_cached_reqs
     if cached.req_ids:
@@ -152,7 +154,7 @@ def shared_id(batch: Any) -> int | None:
 
 
 def _graph(result: Any) -> str | None:
-    """What a runner decided for a forward pass: its first value is a mode, or a batch that has one."""
+    """Return a runner's choice for a forward pass: its first value is a mode, or a batch that has one."""
     mode = getattr(result[0], "cg_mode", result[0]) if isinstance(result, tuple) and result else None
     return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
 
@@ -165,7 +167,7 @@ def _scheduled() -> Any:
 
 
 def _reqs(batch: Any) -> Any:
-    """The ids of its requests; the same object as long as they are the same ones."""
+    """Return the ids of its requests; the same object while they are the same."""
     global _latest
     reqs = batch.num_scheduled_tokens
     if reqs.keys() != _latest.keys():

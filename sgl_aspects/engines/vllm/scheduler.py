@@ -1,7 +1,7 @@
-"""What a batch of vLLM does not say of itself: which of its requests are still working on their prompts.
+"""The requests of a vLLM batch that are still in prefill, which its message does not contain.
 
-Prompts and decodes are mixed in a batch, and the message that it is names tokens only. The scheduler knows,
-right after it has scheduled: what it says then is kept until the batch is launched.
+Prompts and decodes are mixed in a batch, and its message names tokens only. The scheduler has the rest right
+after scheduling: it is kept until the batch is launched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ class Scheduled:
     def __init__(self) -> None:
         self._batch: Any = None
         self._prompts: list[tuple[str, int, bool]] = []
-        #: Requests that have begun, and have more of their prompt to come.
+        #: Requests that have begun, with more chunks of their prompt to come.
         self._begun: dict[str, None] = {}
 
     def prompts(self, batch: Any) -> list[tuple[str, int, bool]]:
-        """Of each request: its id, the tokens of its prompt that are worked on, and whether these end it."""
+        """Return of each request: its id, the tokens of its prompt in the batch, and whether these complete
+        it.
+        """
         return self._prompts if batch is self._batch else []
 
     def observations(self, trackers: Trackers) -> Iterable[Observation]:

@@ -1,8 +1,7 @@
-"""The report page: one HTML file that holds its data, style and program, and needs no network.
+"""The report page: one HTML file that contains its data, style and program, and needs no network.
 
-What spans say is text of strangers. It is in the page as compressed, base64-coded data, which cannot end a
-script or a tag; the program puts it on the screen as text only; and the page's content security policy
-allows no script but its own.
+Texts in spans are untrusted. The page has them as compressed, base64-coded data, which cannot end a script or
+a tag; the program displays them as text only; and the page's content security policy allows no other script.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sgl_aspects.view.payload import payload_of
 from sgl_aspects.view.sources import Run
 
 STYLES = ("vendor/uPlot.min.css", "page.css")
-# In the order in which they need each other; they share one scope.
+# In order of dependency; they share one scope.
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     "text.js",
@@ -51,7 +50,7 @@ def page_of(run: Run) -> str:
         "script": script,
         "data": base64.b64encode(gzip.compress(data, 6, mtime=0)).decode(),
     }
-    # In one pass: no part can name another.
+    # In one pass: inserted text is not searched for other parts.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
 
 
@@ -60,5 +59,5 @@ def _file(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """As a content security policy names an inline script or style."""
+    """Return the digest by which a content security policy allows an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

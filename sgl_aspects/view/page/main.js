@@ -109,7 +109,7 @@ function hint(run) {
     el(
       "ol",
       {},
-      el("li", {}, "Open a request: the list begins with the slowest. Its colours say where its time went."),
+      el("li", {}, "Open a request: the list begins with the slowest. Its colours show where its time went."),
       el("li", {}, "Read what stands out against the run's median, and open its slowest step."),
       el("li", {}, "See what that step did, and whom else it kept waiting."),
     ),

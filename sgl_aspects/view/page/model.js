@@ -109,7 +109,7 @@ class Run {
   }
 }
 
-/** A request: times in nanoseconds, null where the trace does not say. */
+/** A request: times in nanoseconds, null if the trace does not have it. */
 class Request {
   constructor(run, index) {
     const value = (name) => run.value(index, name);

@@ -28,12 +28,12 @@ function header(run) {
   );
 }
 
-/** How the clocks of several hosts go together, by what their requests tell of it. */
+/** The compared clocks of several hosts. */
 function clocks(run) {
   return run.clocks.length ? el("p", { class: "muted" }, `Clocks: ${run.clocks.join("; ")}.`) : null;
 }
 
-/** A line where something is missing, so that nobody reads the numbers as complete. */
+/** A note on missing records, so that the numbers are not taken as complete. */
 function losses(run) {
   const unfinished = run.errors.filter((index) => run.value(index, "sgl_aspects.unfinished") === true).length;
   const parts = [
@@ -68,7 +68,7 @@ function numbers(run) {
       measured.length ? "of the time in steps" : "recorded at level 3",
     ),
     fact("In scheduler steps", steps.length ? percent(Math.min(1, inSteps / run.end)) : "–", "of the run's time"),
-    fact("Dropped spans", count(run.dropped), run.dropped === null ? "a file of spans does not say" : ""),
+    fact("Dropped spans", count(run.dropped), run.dropped === null ? "not counted in a file of spans" : ""),
   );
 }
 
@@ -98,7 +98,7 @@ function distributions(run, filter) {
         el("dl", { class: "facts" }, quantiles.map(([name, value]) => fact(name, value))),
         values.length
           ? el("div", { role: "img", "aria-label": `${title}: ${quantiles.map((pair) => pair.join(" ")).join(", ")}` }, host)
-          : el("p", { class: "muted" }, "No finished request says."),
+          : el("p", { class: "muted" }, "No finished request has it."),
       );
     }),
   );

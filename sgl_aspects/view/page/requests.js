@@ -60,7 +60,7 @@ function requestList(run, open) {
 const largestPhase = (request) =>
   PHASES.reduce((main, phase) => (request.phases[phase] > request.phases[main] ? phase : main));
 
-/** What an operator would say of it, in a sentence or two. */
+/** A summary in a sentence or two. */
 function verdict(request) {
   const { run, duration: total } = request;
   const { phase, excess, time, usual } = request.standout;
@@ -79,7 +79,7 @@ function verdict(request) {
       `${percent(request.phases[main] / Math.max(total, 1))} of it in ${labelOf(main)}.`,
     ];
   }
-  const said = [
+  const parts = [
     el("strong", {}, `${times(total / Math.max(run.typical.duration, 1))} the median duration, mostly because of ${labelOf(phase)}: `),
     `${duration(time)}, ${percent(share)} of its time; `,
     usual > 0 ? `the median request spends ${duration(usual)} there.` : "most requests spend no time there.",
@@ -87,7 +87,7 @@ function verdict(request) {
   if (phase === "decode" && request.perToken !== null) {
     const rate = request.perToken / Math.max(run.typical.perToken, 1);
     const length = request.outputTokens / Math.max(run.typical.tokens, 1);
-    said.push(
+    parts.push(
       rate < 1.3 && length > 1.3
         ? ` It is long, not slow: ${count(request.outputTokens)} output tokens (median ${count(run.typical.tokens)}) at a usual time per token.`
         : ` A token takes ${duration(request.perToken)} (median ${duration(run.typical.perToken)}).`,
@@ -96,9 +96,9 @@ function verdict(request) {
   if (phase === "queue") {
     const waiting = run.steps.filter((step) => step.end > request.start && step.start < request.end);
     const most = waiting.reduce((found, step) => Math.max(found, step.kvUsage ?? 0), 0);
-    if (most > 0.9) said.push(` The KV cache was up to ${percent(most)} full meanwhile.`);
+    if (most > 0.9) parts.push(` The KV cache was up to ${percent(most)} full meanwhile.`);
   }
-  return said;
+  return parts;
 }
 
 /** The panel of one request; `openStep(step)` goes on to a step. */
@@ -183,7 +183,7 @@ function waterfall(run, { index }, from, to) {
   );
 }
 
-/** What a function that was traced by name was asked and found, in a line. */
+/** A traced function's recorded arguments and results, in a line. */
 function about(pairs) {
   if (!pairs.length) return null;
   const text = pairs.map(([name, value]) => `${name.replace(/^sgl_aspects\./, "")} ${textOf(value)}`).join(" · ");

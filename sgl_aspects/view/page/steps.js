@@ -56,14 +56,14 @@ function partSegments(step) {
 function stepVerdict(step) {
   const main = step.mainPart;
   const share = step.parts[main] / Math.max(step.duration, 1);
-  const said = [
+  const text = [
     el("strong", {}, `${times(step.ratio)} the median ${step.mode} step: `),
     `${duration(step.duration)}, ${percent(share)} of it in ${labelOf(main)}`,
     step.tokens === null ? "." : `, for ${plural(step.tokens, "token")} of ${plural(step.batchSize ?? step.requests.length, "request")}.`,
   ];
   if (step.mode === "mixed")
-    said.push(" A mixed step prefills new requests while the others wait for their next token.");
-  return said;
+    text.push(" A mixed step prefills new requests while the others wait for their next token.");
+  return text;
 }
 
 /** `from`: the request that led here, or null. */
@@ -279,11 +279,11 @@ class Engine {
 
   _kv() {
     const { steps, requests } = this.run;
-    const asked = new Map(); // share of cached prompt tokens, told at each request's first step
+    const cached = new Map(); // share of cached prompt tokens, shown at each request's first step
     for (const request of requests)
-      if (request.steps.length && request.promptTokens) asked.set(request.steps[0], (request.cachedTokens ?? 0) / request.promptTokens);
+      if (request.steps.length && request.promptTokens) cached.set(request.steps[0], (request.cachedTokens ?? 0) / request.promptTokens);
     return {
-      data: [this.seconds, steps.map((step) => step.kvUsage), steps.map((step) => asked.get(step) ?? null)],
+      data: [this.seconds, steps.map((step) => step.kvUsage), steps.map((step) => cached.get(step) ?? null)],
       options: overTime({
         height: 130,
         last: true,

@@ -1,4 +1,4 @@
-// Elements and texts. Everything that a span says reaches the page as text, never as markup.
+// Elements and texts. Contents of spans are added to the page as text, never as markup.
 
 /** An element; `properties` are set on it ("class", "on…", "aria-…" too), strings become text. */
 function el(tag, properties = {}, ...children) {

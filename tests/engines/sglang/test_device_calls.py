@@ -103,7 +103,7 @@ def test_the_doctor_says_what_could_be_answered(program: Path, capfd: pytest.Cap
     assert main(["doctor", "--platform", PLATFORM, "--", sys.executable, str(program)]) != 0
     printed = capfd.readouterr().out
     assert "2 calls for CUDA were reached on platform 'loopback=" in printed
-    assert "torch.cuda.synchronize: SGL_ASPECTS_DEVICE_CALLS=platform gives it to the platform" in printed
+    assert "torch.cuda.synchronize: SGL_ASPECTS_DEVICE_CALLS=platform passes it to the platform" in printed
     assert "program.py:8 in work" in printed
 
 

@@ -665,9 +665,9 @@ def test_the_platform_answers_what_the_installed_sglang_asks() -> None:
     from sglang.srt.platforms.interface import SRTPlatform
 
     from sgl_aspects.engines.sglang.cpu_platform import SGLangCpuPlatform
-    from sgl_aspects.platforms.sglang_bridge import asked_by
+    from sgl_aspects.platforms.sglang_bridge import interface_methods
 
-    left = [name for name in asked_by(SRTPlatform) if name not in vars(SGLangCpuPlatform)]
+    left = [name for name in interface_methods(SRTPlatform) if name not in vars(SGLangCpuPlatform)]
     assert [
         name for name in left if not name.startswith(("get_", "supports_spec", "verify_", "support_mamba"))
     ] == []

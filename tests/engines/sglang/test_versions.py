@@ -76,7 +76,7 @@ def test_the_cpu_platform_answers_all_that_the_wheel_asks(wheel: Path, engine: E
     )
     interface = engine.load("sglang.srt.platforms.interface").SRTPlatform
     from sgl_aspects.platforms.cpu import CpuPlatform
-    from sgl_aspects.platforms.sglang_bridge import asked_by, bridged
+    from sgl_aspects.platforms.sglang_bridge import bridged, interface_methods
 
     bridge: Any = bridged(CpuPlatform)
     assert issubclass(bridge, interface)
@@ -84,7 +84,7 @@ def test_the_cpu_platform_answers_all_that_the_wheel_asks(wheel: Path, engine: E
     # A method that is only there to raise is one that SGLang wants from a platform.
     wanted = [
         name
-        for name in asked_by(interface)
+        for name in interface_methods(interface)
         if any("NotImplementedError" in text for text in code_of(getattr(interface, name)))
     ]
     optional = re.compile(

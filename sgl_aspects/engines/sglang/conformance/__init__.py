@@ -1,7 +1,7 @@
 """``sgl-aspects conformance --engine sglang``: real SGLang on the platform, each part in its own process.
 
-SGLang's entry points name the platform. One that has none, a built-in or a class in development, gets a
-bridge for the time of the run.
+SGLang's entry points name the platform. For a platform without one, a built-in or a class in development, a
+bridge is made for the run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sgl_aspects.platforms import current_platform_choice
 GROUP = "sglang.srt.platforms"
 MULTIMODAL_GROUP = "sglang.multimodal_gen.platforms"
 TOKENS = 12
-#: Of a token in half precision from the best one, in standard deviations of the logits.
+#: The largest gap of a token in half precision to the best one, in standard deviations of the logits.
 _GAP = 0.1
 _SECONDS = 300
-#: A Granite that computes what a Llama does. SGLang's Llama needs more of NVIDIA's packages on its devices.
+#: A Granite that computes the same as a Llama. SGLang's Llama needs more of NVIDIA's packages on its devices.
 _GRANITE = {
     "architectures": ["GraniteForCausalLM"],
     "model_type": "granite",
@@ -53,14 +53,14 @@ def _check(write: str, expects: str) -> Callable[[Callable[[Bench], str]], Calla
     return add
 
 
-def ask(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
-    """What :mod:`sgl_aspects.engines.sglang.conformance.child` answers in a process that SGLang starts in."""
+def run_child(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
+    """Run :mod:`sgl_aspects.engines.sglang.conformance.child` in its own process; return its answer."""
     name, environment = _chosen(bench, group)
     environment |= {
         "SGLANG_PLATFORM": name,
         "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": name,
         "HF_HUB_OFFLINE": "1",
-        "TRITON_F32_DEFAULT": "ieee",  # kernels of float32 shall not round to tf32
+        "TRITON_F32_DEFAULT": "ieee",  # no rounding of float32 kernels to tf32
     }
     command = [sys.executable, "-W", "ignore", "-m", "sgl_aspects.engines.sglang.conformance.child", what]
     done = subprocess.run(
@@ -73,14 +73,14 @@ def ask(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
 
 
 def _cause(log: str) -> str:
-    """Where a scheduler dies, the process that started it says only that: the first error is the cause."""
+    """Return the first error, which is the cause: a dead scheduler's parent only reports the death."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
     return "; ".join(dict.fromkeys(line[:300] for line in (errors or lines)[:1] + lines[-1:])) or "no output"
 
 
 def _chosen(bench: Bench, group: str) -> tuple[str, dict[str, str]]:
-    """The platform's name in SGLang's group, and the environment in which it is there."""
+    """Return the platform's name in SGLang's group, and the environment that provides it."""
     name = current_platform_choice().name
     environment = dict(os.environ)
     if any(point.name == name for point in entry_points(group=group)):
@@ -107,7 +107,7 @@ def _chosen(bench: Bench, group: str) -> tuple[str, dict[str, str]]:
 
 @_check("the entry point of group sglang.srt.platforms", "SGLang to choose the platform")
 def chosen(bench: Bench) -> str:
-    found = ask(bench, "identity")
+    found = run_child(bench, "identity")
     platform = bench.platform
     require(found["out_of_tree"], "is_out_of_tree()", found["class"])
     for name in ("device_name", "device_type"):
@@ -115,17 +115,17 @@ def chosen(bench: Bench) -> str:
     return f"{found['class']}, SGLang {found['version']}"
 
 
-@_check("the method that is named", "every question of SGLang's interface to be answered in its type")
+@_check("the method that is named", "every method of SGLang's interface to return its type")
 def questions(bench: Bench) -> str:
-    answers = ask(bench, "questions")
+    answers = run_child(bench, "questions")
     for name, answer in answers.items():
         require(answer["right"], answer["expected"], answer["found"], name)
     return f"{len(answers)} questions"
 
 
-@_check("capabilities", "what is declared for SGLang to be there")
+@_check("capabilities", "everything declared for SGLang to exist")
 def capabilities(bench: Bench) -> str:
-    found = ask(bench, "capabilities")
+    found = run_child(bench, "capabilities")
     for name, problem in found.items():
         require(problem is None, f"{name}: the kernels or the library", problem, "capabilities")
     return ", ".join(found) or "none declared"
@@ -133,7 +133,7 @@ def capabilities(bench: Bench) -> str:
 
 @_check("get_kv_pool_cls", "None, or a class derived from SGLang's pool of the kind")
 def pools(bench: Bench) -> str:
-    found = ask(bench, "pools")
+    found = run_child(bench, "pools")
     for kind, (right, name) in found.items():
         require(right, f"a subclass of SGLang's {kind} pool, or None", name, "get_kv_pool_cls")
     return ", ".join(f"{kind}: {name}" for kind, (_, name) in found.items())
@@ -146,11 +146,11 @@ def pools(bench: Bench) -> str:
 def greedy(bench: Bench) -> str:
     folder = bench.folder / "tiny-granite"
     weights, given = write_tiny_model(folder, _GRANITE), prompts()
-    asked = folder / "prompts.json"
-    asked.write_text(json.dumps(given))
+    file = folder / "prompts.json"
+    file.write_text(json.dumps(given))
     # SGLang's kernels for devices of torch.cuda take half precision only.
     dtype = "bfloat16" if bench.platform.device_type == "cuda" else "float32"
-    found = ask(bench, "greedy", str(folder), str(asked), str(TOKENS), dtype)
+    found = run_child(bench, "greedy", str(folder), str(file), str(TOKENS), dtype)
     if dtype != "float32":
         gap = largest_gap(weights, given, found)
         require(gap <= _GAP, f"tokens at most {_GAP} standard deviations from the best", f"{gap:.3f}")
@@ -163,11 +163,9 @@ def greedy(bench: Bench) -> str:
     return f"{len(given)} prompts × {TOKENS} tokens, equal to {bench.reference}"
 
 
-@_check(
-    "MMPlatform", "the engine for images and video to choose the platform, and its questions to be answered"
-)
+@_check("MMPlatform", "the engine for images and video to choose the platform, and its methods to work")
 def multimodal(bench: Bench) -> str:
-    answers = ask(bench, "multimodal", group=MULTIMODAL_GROUP)
+    answers = run_child(bench, "multimodal", group=MULTIMODAL_GROUP)
     if "missing" in answers:
         raise NotApplicableError(answers["missing"])
     for name, answer in answers.items():

@@ -1,4 +1,4 @@
-"""The questions of :mod:`sgl_aspects.engines.sglang.conformance`, where SGLang chose its platform."""
+"""Checks of :mod:`sgl_aspects.engines.sglang.conformance` in a process where SGLang chose its platform."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-#: SGLang's capabilities that need something which only SGLang has, and what that is.
+#: SGLang's capabilities with requirements that only SGLang has, and the requirement.
 _NEEDED: dict[str, Callable[[], Any]] = {
     "supports_triton": lambda: importlib.import_module("triton.language"),
     "hicache_device_kernels": lambda: importlib.import_module("sgl_kernel.kvcacheio"),
@@ -80,7 +80,7 @@ def questions() -> dict[str, Any]:
 
 
 def capabilities() -> dict[str, str | None]:
-    """Each that is declared: None, or why what it needs is not there."""
+    """Return for each declared one None, or why its requirement is not met."""
     declared = _platform().capabilities
     found: dict[str, str | None] = {}
     for name, needed in _NEEDED.items():
