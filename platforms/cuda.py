@@ -30,7 +30,11 @@ class CudaEvent(TorchEvent):
 
 @lru_cache(maxsize=1)
 def _driver() -> tuple[int, int] | None:
-    """The addresses of ``cuEventRecord`` and ``cuEventElapsedTime``; None where there is no such driver."""
+    """The addresses of ``cuEventRecord`` and ``cuEventElapsedTime``; None where events are not theirs."""
+    import torch
+
+    if torch.version.cuda is None:
+        return None  # torch.cuda is another's, as AMD's is
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         record, elapsed = driver.cuEventRecord, driver.cuEventElapsedTime

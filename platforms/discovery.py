@@ -216,9 +216,23 @@ def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformC
             return PlatformChoice(
                 row.name, _create(row.class_name, f"built-in {row.name!r}"), (chosen, *others)
             )
-    installed = ", ".join(str(plugin) for plugin in plugins) or "none"
+    raise _unknown(wanted, reason)
+
+
+def require_known(name: str) -> None:
+    """Raises PlatformError unless ``name`` is a plugin, a built-in platform or ``name=pkg.mod:Cls``.
+
+    Imports no plugin, asks for no hardware.
+    """
+    known = {plugin.name for plugin in (*find_plugins(), *find_plugins(SGLANG_PLATFORMS_GROUP))}
+    if "=" not in name and name not in known | {row.name for row in BUILTIN_PLATFORMS}:
+        raise _unknown(name, f"Platform {name!r}")
+
+
+def _unknown(wanted: str, reason: str) -> PlatformError:
+    installed = ", ".join(map(str, [*find_plugins(), *find_plugins(SGLANG_PLATFORMS_GROUP)])) or "none"
     builtin = ", ".join(row.name for row in BUILTIN_PLATFORMS)
-    raise PlatformError(
+    return PlatformError(
         f"{reason}: no platform has this name. Installed plugins: {installed}. Built-in: {builtin}. "
         f"Install the package that provides {wanted!r}, or write {PLATFORM_VARIABLE}={wanted}=pkg.mod:Cls "
         f"to use a class that is not packaged."

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sgl_aspects.platforms.cuda import CudaDeviceMixin, CudaPlatform
-from sgl_aspects.platforms.events import DeviceEvent
 from sgl_aspects.platforms.identity import PlatformEnum
-from sgl_aspects.platforms.torch_device import TorchEvent
 
 
 class RocmDeviceMixin(CudaDeviceMixin):
@@ -16,9 +14,6 @@ class RocmDeviceMixin(CudaDeviceMixin):
     _enum: ClassVar[PlatformEnum] = PlatformEnum.ROCM
     device_name: ClassVar[str] = "rocm"
     visible_devices_variable: ClassVar[str | None] = "HIP_VISIBLE_DEVICES"
-
-    def create_event(self) -> DeviceEvent:
-        return TorchEvent(self.torch_module.Event(enable_timing=True))
 
 
 class RocmPlatform(RocmDeviceMixin, CudaPlatform):

@@ -15,6 +15,7 @@ from sgl_aspects import bootstrap, env
 from sgl_aspects.cli.run import program_of
 from sgl_aspects.engines.device_calls import CALLS_VARIABLE, REPORT_VARIABLE, DeviceCall, read_reports
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms.discovery import PLATFORM_VARIABLE, require_known
 
 
 def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
@@ -27,11 +28,13 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
         raise ConfigError(
             "nothing to run: write the command after --, as in doctor --platform cpu -- python app.py"
         )
+    if platform is not None:
+        require_known(platform)
     with tempfile.TemporaryDirectory(prefix="sgl-aspects-device-calls-") as folder:
         environment = env.shortened(bootstrap.prepared(os.environ))
         environment[REPORT_VARIABLE.removeprefix("SGL_")] = folder
         if platform is not None:
-            environment["SGLANG_PLATFORM"] = platform
+            environment[PLATFORM_VARIABLE] = platform
         engine = subprocess.Popen([program_of(command), *command[1:]], env=environment)
         while True:
             try:

@@ -369,8 +369,9 @@ def _concerns(only: Any, bound_to: Any) -> bool:
 class Pieces:
     """``longest``: processor seconds of the longest piece.
 
-    After each the thread rests ``rest`` times as long as it worked since the one before, so that others have
-    the interpreter's lock, and a processor.
+    Once it has worked for a few milliseconds the thread rests ``rest`` times as long, so that others have the
+    interpreter's lock, and a processor. In between others get the lock as they ask for it, and each rest ends
+    with a wait for it, which is long where many programs want few processors.
     """
 
     def __init__(self, rest: float) -> None:
@@ -382,16 +383,18 @@ class Pieces:
         yield
         end = time.thread_time()
         self.longest = max(self.longest, end - begin)
-        time.sleep(self._rest * (end - self._worked))
-        self._worked = end
+        if end - self._worked >= _WORK_SECONDS:
+            time.sleep(self._rest * (end - self._worked))
+            self._worked = time.thread_time()
 
 
 _pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("sgl_aspects_pieces", default=None)
 _PIECE_OBJECTS = 1000
+_WORK_SECONDS = 0.005
 
 
 @contextlib.contextmanager
-def in_pieces(rest: float = 3.0) -> Iterator[Pieces]:
+def in_pieces(rest: float = 1.0) -> Iterator[Pieces]:
     """Rebinding in the block looks through the heap piece by piece: other threads run in between.
 
     For a process that serves; as a whole it takes longer than the one call that it takes otherwise.

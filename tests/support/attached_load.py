@@ -17,7 +17,7 @@ from tests.support.attachable import attribute_names, spans_in
 from tests.support.engine_server import EngineServer
 from tests.support.stream_load import Load, Request, longest_gap, median_gap
 
-SECONDS = 15
+SECONDS = float(os.environ.get("ATTACHED_SECONDS", "15"))
 _UNWHOLE = {"sgl_aspects.attached", "sgl_aspects.detached"}
 
 
@@ -35,12 +35,12 @@ class Round:
 
     def gaps(self, load: list[Request]) -> str:
         """What the streams saw: the longest time without a chunk, and a decode step."""
-        leaving_ns = self.woven_ns + SECONDS * 10**9
+        leaving_ns = self.woven_ns + int(SECONDS * 1e9)
         spans = {
             "attaching": (self.begun_ns, self.woven_ns),
             "attached": (self.woven_ns, leaving_ns),
             "detaching": (leaving_ns, self.ended_ns),
-            "after": (self.ended_ns, self.ended_ns + SECONDS * 10**9),
+            "after": (self.ended_ns, self.ended_ns + int(SECONDS * 1e9)),
         }
         return "; ".join(f"{name} {_seen(load, *moments)}" for name, moments in spans.items())
 
@@ -91,7 +91,7 @@ def _seen(load: list[Request], begin_ns: int, end_ns: int) -> str:
 
 
 def _attach(process_id: int, file: Path) -> Round:
-    flags = ["--file", str(file), "--for", f"{SECONDS}s"]
+    flags = ["--file", str(file), "--for", f"{SECONDS:g}s"]
     command = [sys.executable, "-m", "sgl_aspects", "attach", str(process_id), *flags]
     output, woven_ns, begun_ns = "", 0, time.time_ns()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -113,6 +113,7 @@ def test_a_client_that_hangs_up_while_it_waits(run: Run) -> None:
 def test_a_prompt_that_does_not_fit(run: Run) -> None:
     spans = run.of(5)
     assert spans[""].attributes["error.type"] == "InvalidRequestError"
+    assert spans[""].attributes["http.response.status_code"] == 400
     assert spans["tokenize"].is_error
 
 

@@ -262,7 +262,7 @@ class CallTracker:
             if call.answers_left:
                 return
         if call.ends_with_output:
-            self.record(call, problem)
+            self.fail(call, problem)
 
     def abort(self, rid: str) -> None:
         """Abort the request; no-op if it is not open."""
@@ -282,8 +282,12 @@ class CallTracker:
             return
         if call.reason is not None or (call.is_group and (is_closed or not call.answers_left)):
             problem = ""  # the answer is complete
-        if problem and exchange is not None and not exchange.first_ns:
-            # the response's status will give the error
+        self.fail(call, problem)
+
+    def fail(self, call: Call, problem: str) -> None:
+        """Write its span; with a ``problem``, once the response has given its status."""
+        exchange = call.exchange
+        if problem and exchange is not None and not (exchange.first_ns or exchange.is_over):
             exchange.at_end.append(partial(self.record, call, problem))
         else:
             self.record(call, problem)

@@ -28,9 +28,9 @@ class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
     ``scope``: ASGI's. ``status``, ``response_id``: the response's. ``is_taken``: an engine's request is this
-    exchange's; further ones in it have times of their own. ``is_whole``: the client got all of the response.
-    ``tokenized``: tokenizations before the request began (start, end, tokens, error), in order. ``at_end``:
-    called when the response is complete, or its client is gone.
+    exchange's; further ones in it have times of their own. ``is_over``: it has ended. ``is_whole``: the
+    client got all of the response. ``tokenized``: tokenizations before the request began (start, end, tokens,
+    error), in order. ``at_end``: called when the response is complete, or its client is gone.
     """
 
     scope: Mapping[str, Any]
@@ -39,6 +39,7 @@ class Exchange:
     status: int = 0
     response_id: str = ""
     is_taken: bool = False
+    is_over: bool = False
     is_whole: bool = False
     tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)

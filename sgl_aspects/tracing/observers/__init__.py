@@ -89,18 +89,22 @@ class WovenLevels:
         self._advices: dict[int, list[aspects.Advice]] = {}
         self._missing: set[str] = set()
         self._engine = engine
-        self._handles: dict[int, aspects.Handle] = {}
+        self._woven: set[int] = set()
         for level in (_ALWAYS, 3, 4):
             own = [one for one in observations if max(one.level, _ALWAYS) == level]
             self._advices[level] = [*_advices(engine.roles, own, self._log_missing)]
 
     def set_level(self, level: int) -> None:
-        """Weave the observations of ``level``, and remove those above it."""
-        for own, advices in self._advices.items():
-            if own <= max(level, _ALWAYS) and own not in self._handles and advices:
-                self._handles[own] = aspects.weave(*advices)
-            elif own > max(level, _ALWAYS) and own in self._handles:
-                self._handles.pop(own).remove()
+        """Weave the observations of ``level``, and remove those above it: each in one search of the heap."""
+        wanted = {own for own in self._advices if own <= max(level, _ALWAYS)}
+        self._change(wanted - self._woven, aspects.weave)
+        self._change(self._woven - wanted, _remove)
+        self._woven = wanted
+
+    def _change(self, levels: set[int], change: Callable[..., Any]) -> None:
+        advices = [advice for level in sorted(levels) for advice in self._advices[level]]
+        if advices:
+            change(*advices)
 
     def _log_missing(self, role: str, why: str) -> None:
         """Log a missing required role, once; the engine goes on."""
@@ -117,8 +121,12 @@ class WovenLevels:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
+        self._change(self._woven, _remove)
+        self._woven = set()
+
+
+def _remove(*advices: aspects.Advice) -> None:
+    aspects.Handle(advices).remove()
 
 
 def _is_called(engine: Engine) -> bool:

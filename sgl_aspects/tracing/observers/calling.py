@@ -61,7 +61,8 @@ class CallingObserver:
         if error is None:
             self._calls.live[call.rid] = call
         else:
-            self._calls.record(call, error_type(error))
+            call.exchange = current_exchange.get()
+            self._calls.fail(call, error_type(error))
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._calls.live.get(self._rid(self._tokenized(args, kwargs)))
@@ -103,4 +104,7 @@ class CallingObserver:
         call.tokens = (*self._tokens(state),)
         call.first_ns = self._first_token_ns(state) or 0
         call.text = self._text(state) or ""
-        calls.end(call, self._finish_reason(args, kwargs), error_type(self._finish_error(args, kwargs)))
+        error = self._finish_error(args, kwargs)
+        if error is not None:
+            call.exchange = current_exchange.get()
+        calls.end(call, self._finish_reason(args, kwargs), error_type(error))

@@ -69,6 +69,7 @@ class ExchangeObserver:
     def _exchange_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         current_exchange.set(None)
         exchange, cycle = token
+        exchange.is_over = True
         exchange.is_whole = cycle.response_complete and not cycle.disconnected
         for end in exchange.at_end:
             end()

@@ -110,3 +110,14 @@ def test_the_doctor_says_what_could_be_answered(program: Path, capfd: pytest.Cap
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--platform", "cpu"]) == 2
     assert "write the command after --" in capsys.readouterr().err
+
+
+def test_a_platform_that_is_not_there_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ran"
+    assert main(["doctor", "--platform", "zzz", "--", "touch", str(file)]) == 2
+    errors = capsys.readouterr().err
+    assert "Platform 'zzz': no platform has this name" in errors
+    assert "cpu" in errors.partition("Built-in:")[2]
+    assert not file.exists()
