@@ -55,7 +55,7 @@ def _work(name: str, url: str) -> None:
         tracer.flush()
         process = time.process_time_ns() - process
         if tracer.collector:
-            _settle(tracer.collector)
+            _wait_until_idle(tracer.collector)
         print(json.dumps({THREAD: thread / SPANS, PROCESS: process / SPANS}), flush=True)
     if tracer.collector:
         time.sleep(6)  # a batch goes after five seconds at the latest
@@ -64,7 +64,7 @@ def _work(name: str, url: str) -> None:
     tracer.close()
 
 
-def _settle(process_id: int) -> None:
+def _wait_until_idle(process_id: int) -> None:
     """Until the process has done what it had to: its work is not to disturb who is measured next."""
     worked = -1.0
     while worked != (worked := processor_seconds(process_id) // 0.01):

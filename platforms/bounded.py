@@ -1,4 +1,4 @@
-"""Ask a driver with a time limit: a driver that hangs must not hang the engine silently."""
+"""Driver queries with a time limit: a driver that hangs must not hang the engine silently."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sgl_aspects.errors import PlatformError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that one platform may take to find its hardware. 0: no bound, and no thread.
+#: Seconds that one platform may take to find its hardware. 0: no limit, and no thread.
 SECONDS_VARIABLE = "SGL_ASPECTS_DETECT_SECONDS"
 DEFAULT_SECONDS = 120
-#: After so long a message says what is waited for.
+#: Seconds after which a message names the platform that is waited for.
 PATIENCE_SECONDS = 5.0
 
 
 class DetectionTimeoutError(PlatformError, TimeoutError):
-    """Raised when a platform took longer than its bound to say whether its hardware is there."""
+    """Raised when a platform's hardware detection exceeds its time limit."""
 
 
 def ask_within_bound(who: str, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns or raises. DetectionTimeoutError where it takes longer than the bound.
+    """Return the result of ``ask``, or raise its error; DetectionTimeoutError after the limit.
 
-    ``ask`` runs in a thread, because a call into a driver cannot be broken off: past the bound the thread
-    is left behind. A driver that hangs while it holds the interpreter's lock cannot be bounded.
+    ``ask`` runs in a thread, because a call into a driver cannot be interrupted: after the limit the thread
+    is abandoned. A driver that hangs while it holds the GIL cannot be limited.
     """
     bound = env.integer(SECONDS_VARIABLE, DEFAULT_SECONDS, minimum=0, maximum=86_400)
     if bound == 0:
@@ -54,7 +54,7 @@ def ask_within_bound(who: str, ask: Callable[[], Any]) -> Any:
     if answers:
         return answers[0]
     raise DetectionTimeoutError(
-        f"{who} did not find out within {bound} s whether its hardware is there; its driver may hang. Try "
+        f"{who} did not detect its hardware within {bound} s; its driver may hang. Try "
         f"the vendor's own tool, choose another platform with SGLANG_PLATFORM, or allow more seconds with "
         f"{SECONDS_VARIABLE}."
     )

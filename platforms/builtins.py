@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltinPlatform:
-    """One row. ``detect`` returns None where the hardware is there, else the reason why it is not."""
+    """One row. ``detect`` returns None if the hardware is present, else the reason why not."""
 
     name: str
     class_name: str
-    #: The highest that is detected is chosen. Plugins come before all of these.
+    #: The highest that is detected is chosen. Plugins come first.
     priority: int
     detect: Callable[[], str | None]
 
@@ -45,7 +45,7 @@ def _detect_mps() -> str | None:
 
 
 def _detect_module(name: str, extension: str | None = None) -> Callable[[], str | None]:
-    """By ``torch.<name>.is_available()``; ``extension`` is the package that adds the module to torch."""
+    """Detect by ``torch.<name>.is_available()``; ``extension``: the package that adds the module."""
 
     def detect() -> str | None:
         import torch

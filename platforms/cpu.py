@@ -1,4 +1,4 @@
-"""The CPU: always there, and the last that is chosen."""
+"""The CPU: always available, and chosen last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``current_platform``: the platform of this process, chosen at its first use and the same ever after."""
+"""``current_platform``: the platform of this process, chosen at its first use and then fixed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from sgl_aspects.platforms.discovery import PlatformChoice, choose_platform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 _choice: PlatformChoice | None = None
-#: True in the thread that chooses, and in those where it asks the plugins: they get its context.
+#: True in the thread that chooses, and in those where it calls the plugins: they get its context.
 _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing the platform", default=False)
 _lock = threading.RLock()
 
 
 def current_platform_choice() -> PlatformChoice:
-    """The choice and its reasons; made now if it was not made before. Raises PlatformError, at each call."""
+    """Return the choice and its reasons, choosing on the first call. Raises PlatformError, at each call."""
     global _choice
     if _choice is not None:
         return _choice
     if _choosing.get():  # before the lock: the thread that holds it waits for this one
         raise PlatformError(
             "current_platform was used while the platform was being chosen: a platform plugin's "
-            "activation, or the constructor of its class, must not ask for it."
+            "activation, or the constructor of its class, must not use it."
         )
     with _lock:
         if _choice is None:
             token = _choosing.set(True)
             try:
-                _choice = choose_platform()  # published last: a failed choice leaves nothing behind
+                _choice = choose_platform()  # published last: a failed choice leaves no state
             finally:
                 _choosing.reset(token)
         return _choice
@@ -45,10 +45,10 @@ def set_current_platform(platform: SRTPlatform | None) -> None:
 
 
 class _CurrentPlatform:
-    """Stands for the platform. The first ordinary attribute that is asked for makes the choice.
+    """A proxy of the platform. The first access to an ordinary attribute makes the choice.
 
-    Special attributes (``__class__``, ``__wrapped__``) are its own, so that debuggers and whatever walks over
-    modules never start a detection. Pickled, it stands for the platform of the receiving process.
+    Special attributes (``__class__``, ``__wrapped__``) are its own, so that debuggers and tools that walk
+    over modules never start a detection. Pickled, it becomes the platform of the receiving process.
     """
 
     def __getattr__(self, name: str) -> Any:

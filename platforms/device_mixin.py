@@ -1,8 +1,8 @@
-"""DeviceMixin: what a device is, and the operations that an engine needs of it.
+"""DeviceMixin: a device's identity, and the operations that an engine needs.
 
-A vendor writes one ``MyDeviceMixin(DeviceMixin)`` and mixes it into each of its platform classes. Nothing
-is assumed of a device: an operation that is not written raises NotImplementedError that names the class,
-the device and the method.
+A vendor writes one ``MyDeviceMixin(DeviceMixin)`` and mixes it into each of its platform classes. Nothing is
+assumed of a device: a missing operation raises NotImplementedError that names the class, the device and the
+method.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class DeviceMixin:
     """Identity and operations of one kind of device. All are instance methods."""
 
     _enum: ClassVar[PlatformEnum] = PlatformEnum.UNSPECIFIED
-    #: What people read: in logs, traces and reports.
+    #: The name for people: in logs, traces and reports.
     device_name: ClassVar[str] = "unspecified"
-    #: What torch reads: ``torch.device(device_type, index)``.
+    #: The name for torch: ``torch.device(device_type, index)``.
     device_type: ClassVar[str] = "unspecified"
-    #: The environment variable that says which devices a process sees; None where there is none.
+    #: The environment variable of the devices that a process sees; None if there is none.
     visible_devices_variable: ClassVar[str | None] = None
     #: The quantization methods that this device can run.
     supported_quantization: ClassVar[tuple[str, ...]] = ()
@@ -75,7 +75,7 @@ class DeviceMixin:
         return self._enum in (PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.MUSA)
 
     def is_out_of_tree(self) -> bool:
-        """True for a vendor's plugin. For logs only: an engine asks a ``get_…`` method instead of this."""
+        """True for a vendor's plugin. For logs only: an engine calls a ``get_…`` method instead."""
         return self._enum is PlatformEnum.OOT
 
     # -- devices -------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class DeviceMixin:
         return None
 
     def reindex_device_id(self, device_id: int) -> AbstractContextManager[int]:
-        """A context in which a worker is started that is to see one device alone; gives its id there.
+        """A context for starting a worker that sees one device alone; yields its id there.
 
         With a visible-devices variable it is narrowed to the device, restored afterwards, and the id is 0.
         Without one the worker sees all devices, and the id stays.
@@ -133,7 +133,7 @@ class DeviceMixin:
         self._not_implemented("get_current_memory_usage")
 
     def empty_cache(self) -> None:
-        """Give cached memory that holds nothing back to the device."""
+        """Release unused cached memory to the device."""
         self._not_implemented("empty_cache")
 
     def shares_host_memory(self) -> bool:
@@ -154,7 +154,7 @@ class DeviceMixin:
         return False
 
     def synchronize(self) -> None:
-        """Wait until the current device has done all work given to it."""
+        """Wait until the current device has done all queued work."""
         self._not_implemented("synchronize")
 
     def create_event(self) -> DeviceEvent:
@@ -162,11 +162,11 @@ class DeviceMixin:
         self._not_implemented("create_event")
 
     def current_stream(self) -> Any:
-        """The stream that work goes to now; None for devices without streams."""
+        """The current stream; None for devices without streams."""
         self._not_implemented("current_stream")
 
     def stream_handle(self, stream: Any) -> int:
-        """What C code takes for ``stream``; 0 where no event of this platform has a ``recorder``."""
+        """The value of ``stream`` for C code; 0 if no event of this platform has a ``recorder``."""
         return 0
 
     def create_stream(self) -> Any:
@@ -209,13 +209,13 @@ class DeviceMixin:
         torch.manual_seed(seed)
 
     def verify_quantization(self, quant: str) -> None:
-        """Raise ValueError where this device cannot run the quantization method ``quant``."""
+        """Raise ValueError if this device cannot run the quantization method ``quant``."""
         if quant in self.supported_quantization:
             return
         declared = ", ".join(self.supported_quantization) or "no quantization method"
         raise ValueError(
-            f"{type(self).__qualname__} (device {self.device_name!r}) declares {declared}, and {quant!r} was "
-            f"asked for. Load an unquantized checkpoint, or add it to supported_quantization."
+            f"{type(self).__qualname__} (device {self.device_name!r}) declares {declared}, not {quant!r}. "
+            f"Load an unquantized checkpoint, or add it to supported_quantization."
         )
 
     # -- several devices -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which platform runs here: plugins first, then the built-ins by what hardware is found.
+"""Chooses the platform: plugins first, then the built-in ones by detected hardware.
 
 A plugin is an entry point of group ``sgl_aspects.platforms``. Its callable returns the qualified name of an
 SRTPlatform subclass (``"pkg.mod:Cls"``), or None where its hardware is absent.
@@ -8,11 +8,11 @@ SRTPlatform subclass (``"pkg.mod:Cls"``), or None where its hardware is absent.
     SGLANG_PLATFORM=name                only this plugin, or this built-in, is imported and asked
     SGLANG_PLATFORM=name=pkg.mod:Cls    this class, without any packaging (for development)
 
-A name that is neither is looked up in SGLang's group, ``sglang.srt.platforms``: what is bridged to SGLang is
-a class of ours, and runs here as well.
+A name that is neither is looked up in SGLang's group, ``sglang.srt.platforms``: a bridged class also runs
+here.
 
-Nothing falls back to other hardware in silence: a plugin that raises, a name that is unknown, and hardware
-that was asked for and is absent are each a PlatformError.
+There is no silent fallback to other hardware: a plugin that raises, an unknown name, and absent hardware that
+was selected are each a PlatformError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sgl_aspects.platforms.srt_platform import SRTPlatform
 ENTRY_POINT_GROUP = "sgl_aspects.platforms"
 SGLANG_PLATFORMS_GROUP = "sglang.srt.platforms"
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
-#: What every platform says of itself, and as what.
+#: The identity attributes of a platform, and their types.
 _IDENTITY = {
     "_enum": PlatformEnum,
     "device_name": str,
@@ -43,7 +43,7 @@ _IDENTITY = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """One platform that was found, and what became of it."""
+    """One platform that was found, and whether it was chosen."""
 
     name: str
     #: "built-in", or the distribution that provides it, or the variable that names it.
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlatformChoice:
-    """The platform that runs, and every candidate with its reason."""
+    """The chosen platform, and every candidate with its reason."""
 
     name: str
     platform: SRTPlatform
@@ -64,7 +64,7 @@ class PlatformChoice:
 
 @dataclass(frozen=True)
 class PlatformPlugin:
-    """An installed platform plugin. Looking at it imports nothing."""
+    """An installed platform plugin. Listing it imports nothing."""
 
     name: str
     distribution: str
@@ -74,12 +74,13 @@ class PlatformPlugin:
         return f"{self.name!r} of {self.distribution}"
 
     def activate(self) -> str | None:
-        """Import the plugin and ask it: its class's qualified name, or None where the hardware is absent."""
+        """Import the plugin and call it: its class's qualified name, or None if the hardware is absent."""
         try:
             answer = ask_within_bound(f"Platform plugin {self}", lambda: self.entry_point.load()())
         except (DetectionTimeoutError, ConfigError):
             raise
-        except (Exception, SystemExit) as error:  # a plugin that exits does not end the engine unexplained
+        # a plugin that exits must not end the engine without an error
+        except (Exception, SystemExit) as error:
             raise PlatformError(
                 f"Platform plugin {self} failed while it was activated ({self.entry_point.value}): "
                 f"{type(error).__name__}: {error}. Repair or uninstall {self.distribution}, or set "
@@ -96,7 +97,7 @@ class PlatformPlugin:
 
 
 def find_plugins(group: str = ENTRY_POINT_GROUP) -> tuple[PlatformPlugin, ...]:
-    """The installed platform plugins of ``group``, by name. Nothing is imported."""
+    """Return the installed platform plugins of ``group``, by name. Nothing is imported."""
     found = importlib.metadata.entry_points(group=group)
     plugins = [PlatformPlugin(point.name, _distribution_of(point), point) for point in found]
     return tuple(sorted(plugins, key=lambda plugin: (plugin.name, plugin.distribution)))
@@ -115,9 +116,9 @@ def choose_platform() -> PlatformChoice:
 
 
 def resolve_qualified_name(name: str | type) -> type:
-    """The class that ``"pkg.mod:Cls"`` names; a class is returned as it is.
+    """Return the class that ``"pkg.mod:Cls"`` names; a class is returned as it is.
 
-    Raises PlatformError where module or attribute is missing, PlatformTypeError where it is not a class.
+    Raises PlatformError if module or attribute is missing, PlatformTypeError if it is not a class.
     """
     if isinstance(name, type):
         return name
@@ -153,7 +154,7 @@ def _choose_by_asking(plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
         plugin, class_name = active[0]
         chosen = Candidate(plugin.name, plugin.distribution, True, "the only plugin that found its hardware")
         not_asked = [
-            Candidate(row.name, "built-in", False, "not asked: a plugin comes first")
+            Candidate(row.name, "built-in", False, "not queried: a plugin comes first")
             for row in BUILTIN_PLATFORMS
         ]
         platform = _create(class_name, f"plugin {plugin}")
@@ -166,7 +167,9 @@ def _choose_builtin(plugins_without_hardware: Sequence[Candidate]) -> PlatformCh
     choice: BuiltinPlatform | None = None
     for row in sorted(BUILTIN_PLATFORMS, key=lambda row: -row.priority):
         if choice is not None:
-            candidates.append(Candidate(row.name, "built-in", False, f"not asked: {choice.name} comes first"))
+            candidates.append(
+                Candidate(row.name, "built-in", False, f"not queried: {choice.name} comes first")
+            )
             continue
         absent = _detect(row)
         if absent is not None:
@@ -193,7 +196,7 @@ def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformC
             f"{', '.join(plugin.distribution for plugin in named)}. Uninstall all but one."
         )
     reason = f"{PLATFORM_VARIABLE}={wanted}"
-    others = _not_asked(plugins, except_for=wanted, because=f"not asked: {reason}")
+    others = _not_asked(plugins, except_for=wanted, because=f"not queried: {reason}")
     if named:
         plugin = named[0]
         class_name = plugin.activate()
@@ -244,7 +247,7 @@ def _choose_class(name: str, class_name: str, plugins: Sequence[PlatformPlugin])
     if not name or not class_name:
         raise PlatformError(f"{reason}: write {PLATFORM_VARIABLE}=name=pkg.mod:Cls, or a name alone.")
     chosen = Candidate(name, PLATFORM_VARIABLE, True, reason)
-    others = _not_asked(plugins, except_for=None, because=f"not asked: {reason}")
+    others = _not_asked(plugins, except_for=None, because=f"not queried: {reason}")
     return PlatformChoice(name, _create(class_name, reason), (chosen, *others))
 
 
@@ -271,11 +274,11 @@ def _detect(row: BuiltinPlatform) -> str | None:
 
 
 def _create(class_name: str, provider: str) -> SRTPlatform:
-    """The platform object, or an error that says who asked for the class."""
+    """Make the platform object; errors name the provider of the class."""
     try:
         cls = resolve_qualified_name(class_name)
     except PlatformError as error:
-        raise type(error)(f"{error} Asked for by {provider}.") from error
+        raise type(error)(f"{error} Named by {provider}.") from error
     except (Exception, SystemExit) as error:
         raise PlatformError(
             f"{class_name} of {provider} failed while its module was imported: "

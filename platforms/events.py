@@ -14,7 +14,7 @@ class DeviceEvent(ABC):
 
     @abstractmethod
     def record(self, stream: Any = None) -> None:
-        """Mark the present point of ``stream`` (None: the current one). Recording again moves the mark."""
+        """Mark the present end of ``stream`` (None: the current one). Recording again moves the mark."""
 
     @abstractmethod
     def query(self) -> bool:
@@ -28,28 +28,28 @@ class DeviceEvent(ABC):
     def elapsed_ms(self, end: DeviceEvent) -> float:
         """Milliseconds on the device from this mark to ``end``, an event of the same kind.
 
-        Raises RuntimeError where either one is not recorded yet, or not reached yet.
+        Raises RuntimeError if either is not recorded yet, or not reached yet.
         """
 
     def marker(self) -> Callable[[Any], object]:
-        """``record`` of a stream, as few calls away from the device as can be: for one of each step."""
+        """``record`` for one stream, as direct as possible: called with each step."""
         return self.record
 
     def recorder(self) -> tuple[int, int, int] | None:
-        """How C code records it: the addresses of two functions, and the event for them.
+        """The addresses of two functions by which C code records the event, and the event for them.
 
         ``int record(event, stream)``, ``int elapsed(float *milliseconds, begin, end)``; 0: done. None: only
-        the methods here can. A stream for it is the platform's ``stream_handle``.
+        the methods here can. The stream for it is the platform's ``stream_handle``.
         """
         return None
 
     def timer(self, end: DeviceEvent) -> Callable[[], float]:
-        """``elapsed_ms(end)``, likewise."""
+        """``elapsed_ms(end)``, likewise direct."""
         return functools.partial(self.elapsed_ms, end)
 
 
 class ClockEvent(DeviceEvent):
-    """For devices that work while the caller waits, like the CPU: the moment is a reading of the clock."""
+    """For devices that work while the caller waits, like the CPU: a reading of the clock."""
 
     __slots__ = ("_time_ns",)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class DeviceGraph(ABC):
-    """One captured piece of work. What it reads and writes stays where it was when it was captured."""
+    """One captured piece of work. Its inputs and outputs stay at the addresses of the capture."""
 
     @abstractmethod
     def capture(self, work: Callable[[], Any]) -> Any:
@@ -20,7 +20,7 @@ class DeviceGraph(ABC):
 
     @abstractmethod
     def replay(self) -> None:
-        """Do the work again on what the input tensors hold now. Allocates nothing."""
+        """Replay with the current values of the input tensors. Allocates nothing."""
 
 
 class TorchGraph(DeviceGraph):

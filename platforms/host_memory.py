@@ -1,4 +1,4 @@
-"""How much memory the host has for this process: the machine's, or less where a cgroup limits it."""
+"""The host's memory for this process: the machine's, or less if a cgroup limits it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def peak_resident() -> int:
 
 
 def cgroup_limits(proc_cgroup: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) bytes of each limited memory cgroup above this process, versions 1 and 2.
+    """Return (limit, used) bytes of each limited memory cgroup above this process, versions 1 and 2.
 
-    ``used`` leaves out file pages that the kernel drops when memory is asked for.
+    ``used`` leaves out file pages that the kernel can drop.
     """
     try:
         lines = proc_cgroup.read_text().splitlines()
@@ -56,8 +56,8 @@ def cgroup_limits(proc_cgroup: Path, root: Path) -> Iterator[tuple[int, int]]:
 def _limits_above(
     root: Path, path: str, limit_file: str, used_file: str, reclaimable_key: str
 ) -> Iterator[tuple[int, int]]:
-    # A container often sees the host's path, which is not mounted inside it: folders that are missing are
-    # passed over, and the root, which is then the container's own group, is looked at in any case.
+    # A container often sees the host's path, which is not mounted inside it: missing folders are skipped, and
+    # the root, which is then the container's own group, is always read.
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
         limit = _number(group / limit_file)

@@ -1,4 +1,4 @@
-"""Names and plain data that say what a device is and what it can do."""
+"""Names and plain data that describe a device and its capabilities."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DeviceCapability(NamedTuple):
 
 @dataclass(frozen=True)
 class PlatformCapabilities:
-    """What a platform declares it can do. Nothing is assumed: what is not declared is not used."""
+    """A platform's declared capabilities. Nothing is assumed: undeclared ones are not used."""
 
     supports_triton: bool = False
     graph_capture: bool = False

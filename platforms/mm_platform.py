@@ -14,7 +14,7 @@ class MMPlatform(DeviceMixin):
     """The base of every platform that serves images and video. Mix it with the same device mixin as SRT's."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fill in what the user left open in ``server_args``, before the engine reads it."""
+        """Set the values left open in ``server_args``, before the engine reads it."""
 
     def init_backend(self) -> None:
         """Called once in each worker process, before the first tensor is made. Nothing by default."""
@@ -24,13 +24,12 @@ class MMPlatform(DeviceMixin):
     ) -> str:
         """The qualified name of the attention class for heads of ``head_size`` elements of ``dtype``.
 
-        ``selected_backend`` is the user's wish, None where there is none; ValueError where the device cannot
-        meet it.
+        ``selected_backend``: the user's choice or None; ValueError if the device does not support it.
         """
         self._not_implemented("get_attn_backend_cls_str")
 
     def get_available_attn_backends(self) -> tuple[str, ...]:
-        """What a user may select, the default first."""
+        """The backends that a user may select, the default first."""
         self._not_implemented("get_available_attn_backends")
 
     def optimize_vae(self, vae: torch.nn.Module) -> torch.nn.Module:
@@ -42,10 +41,10 @@ class MMPlatform(DeviceMixin):
         self._not_implemented("get_compile_backend")
 
     def get_dispatch_key_name(self) -> str:
-        """Implementations of operators ask for it, and layers run ``forward_<key>`` where they have one."""
+        """The dispatch key: implementations of operators use it, and layers run their ``forward_<key>``."""
         return "native"
 
-    # -- what the device can do: nothing, unless it is declared ---------------------------------------
+    # -- capabilities: none, unless declared -----------------------------------------------------------
 
     def is_amp_supported(self) -> bool:
         """True where ``torch.autocast`` works."""

@@ -43,7 +43,7 @@ class MpsDeviceMixin(TorchDeviceMixin):
         return True
 
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
-        """What tensors hold now: torch keeps no peak for this device."""
+        """The present allocation of tensors: torch keeps no peak for this device."""
         return float(self.torch_module.current_allocated_memory())
 
     def is_pin_memory_available(self) -> bool:

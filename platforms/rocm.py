@@ -9,7 +9,7 @@ from sgl_aspects.platforms.identity import PlatformEnum
 
 
 class RocmDeviceMixin(CudaDeviceMixin):
-    """``device_type`` stays "cuda": that is what torch built for ROCm calls its devices."""
+    """``device_type`` stays "cuda": torch built for ROCm uses that name."""
 
     _enum: ClassVar[PlatformEnum] = PlatformEnum.ROCM
     device_name: ClassVar[str] = "rocm"

@@ -23,7 +23,7 @@ class SRTPlatform(DeviceMixin):
     # -- configuration and lifecycle -----------------------------------------------------------------
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fill in what the user left open in ``server_args``, before the engine reads it."""
+        """Set the values left open in ``server_args``, before the engine reads it."""
 
     def init_backend(self) -> None:
         """Called once in each worker process, before the first tensor is made. Nothing by default."""
@@ -34,7 +34,7 @@ class SRTPlatform(DeviceMixin):
     # -- attention -----------------------------------------------------------------------------------
 
     def get_default_attention_backend(self) -> str:
-        """The attention backend used where the user chose none."""
+        """The attention backend used unless the user chooses one."""
         self._not_implemented("get_default_attention_backend")
 
     def get_attention_backends(self) -> dict[str, type | str]:
@@ -46,7 +46,7 @@ class SRTPlatform(DeviceMixin):
     def get_kv_pool_cls(self, *, kind: str) -> type | str:
         """The pool for caches of ``kind``: "mha" (rows per head), "mla" or "dsa" (one compressed row).
 
-        A hybrid model asks for its layers of attention; the states of the others are the engine's own.
+        A hybrid model uses it for its layers of attention; the states of the others are the engine's own.
         """
         if kind == "mha":
             return self.get_mha_kv_pool_cls()
@@ -86,15 +86,15 @@ class SRTPlatform(DeviceMixin):
         return self.capabilities.piecewise_graph
 
     def get_graph_runner_cls(self) -> type | str:
-        """The class that captures and replays; asked only where ``support_cuda_graph()``."""
+        """The class that captures and replays; used only if ``support_cuda_graph()``."""
         self._not_implemented("get_graph_runner_cls")
 
     def get_graph_label(self) -> str:
-        """What logs and traces call a step that was replayed, "cuda graph"."""
+        """The name of a replayed step in logs and traces, "cuda graph"."""
         return f"{self.device_name} graph"
 
     def needs_graph_recapture(self) -> bool:
-        """Whether captured graphs are stale once weights were updated. True is always right, and slower."""
+        """Whether captured graphs are stale once weights were updated. True is always correct, but slower."""
         return True
 
     def get_compile_backend(self, mode: str | None = None) -> str:
@@ -107,11 +107,11 @@ class SRTPlatform(DeviceMixin):
     # -- operators -----------------------------------------------------------------------------------
 
     def get_dispatch_key_name(self) -> str:
-        """Implementations of operators ask for it, and layers run ``forward_<key>`` where they have one."""
+        """The dispatch key: implementations of operators use it, and layers run their ``forward_<key>``."""
         return "native"
 
     def get_operator_config(self) -> str | None:
-        """The path of a YAML file that says which operators this platform prefers; None: the engine's own."""
+        """The path of a YAML file with this platform's preferred operators; None: the engine's own."""
         return None
 
     def supports_fp8(self) -> bool:
@@ -120,7 +120,7 @@ class SRTPlatform(DeviceMixin):
     # -- quantization --------------------------------------------------------------------------------
 
     def verify_quantization(self, quant: str) -> None:
-        """Raise ValueError where this device cannot run the quantization method ``quant``."""
+        """Raise ValueError if this device cannot run the quantization method ``quant``."""
         if quant != "fp8" or not self.supports_fp8():
             super().verify_quantization(quant)
 
@@ -131,15 +131,15 @@ class SRTPlatform(DeviceMixin):
         """
         return None
 
-    # -- speculative decoding: asked by SGLang alone ---------------------------------------------------
+    # -- speculative decoding: used by SGLang alone ------------------------------------------------------
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return False
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | str:
-        """The worker that drafts tokens; asked only where ``supports_speculative_algorithm``."""
+        """The worker that drafts tokens; used only if ``supports_speculative_algorithm``."""
         self._not_implemented("get_speculative_worker_cls")
 
     def get_speculative_graph_runner_cls(self, algorithm: str) -> type | str:
-        """The class that captures and replays drafting; asked only where graphs are supported too."""
+        """The class that captures and replays drafting; used only if graphs are supported too."""
         self._not_implemented("get_speculative_graph_runner_cls")

@@ -1,6 +1,7 @@
-"""Devices that torch serves through a module ``torch.<device_type>``, made after ``torch.cuda``.
+"""Devices that torch serves through a module ``torch.<device_type>``, modelled on ``torch.cuda``.
 
-NVIDIA, AMD, Intel, Ascend, Moore Threads and Gaudi devices share these calls; their classes say what differs.
+NVIDIA, AMD, Intel, Ascend, Moore Threads and Gaudi devices share these calls; their classes define the
+differences.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchEvent(DeviceEvent):
-    """A timed event of torch: recording it costs the host a launch, asking it waits for nothing."""
+    """A timed event of torch: recording it costs the host a launch, querying it does not wait."""
 
     __slots__ = ("_event", "_recorded")
 
@@ -35,7 +36,7 @@ class TorchEvent(DeviceEvent):
         self._recorded = True
 
     def query(self) -> bool:
-        # torch answers True for an event that was never recorded.
+        # torch returns True for an event that was never recorded.
         return self._recorded and bool(self._event.query())
 
     def synchronize(self) -> None:
@@ -68,7 +69,7 @@ class TorchEvent(DeviceEvent):
 class TorchDeviceMixin(DeviceMixin):
     """The operations as ``torch.<device_type>`` offers them."""
 
-    #: The embedded engine's own, which only requires that the device has the type.
+    #: The embedded engine's own, which only require that the device has the type.
     supported_quantization: ClassVar[tuple[str, ...]] = ("int8",)
     #: The package that adds the module to torch; None where torch brings it.
     torch_extension: ClassVar[str | None] = None
@@ -93,8 +94,7 @@ class TorchDeviceMixin(DeviceMixin):
             variable = self.visible_devices_variable
             raise ValueError(
                 f"get_device({local_rank}): this process sees {count} {self.device_name} device(s), "
-                f"so a local rank is 0 to {count - 1}."
-                + (f" {variable} decides which are seen." if variable else "")
+                f"so a local rank is 0 to {count - 1}." + (f" {variable} selects them." if variable else "")
             )
         return torch.device(self.device_type, local_rank)
 
@@ -111,14 +111,14 @@ class TorchDeviceMixin(DeviceMixin):
         return str(uuid)
 
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
-        """None: outside CUDA and what follows it, torch's answer is not a pair of numbers."""
+        """None: outside CUDA and compatible modules, torch's answer is not a pair of numbers."""
         return None
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return int(self.torch_module.get_device_properties(device_id).total_memory)
 
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-        """(free, total) bytes as the driver sees them: what torch has cached counts as used."""
+        """(free, total) bytes by the driver: memory that torch caches counts as used."""
         free, total = self.torch_module.mem_get_info(device_id)
         return int(free), int(total)
 

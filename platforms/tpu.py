@@ -1,4 +1,4 @@
-"""Google TPUs, through ``torch_xla``. Work is gathered and compiled: it runs when something waits for it."""
+"""Google TPUs, through ``torch_xla``. Work is collected and compiled: it runs when a result is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _xla(name: str = "") -> Any:
 
 
 class TpuDeviceMixin(DeviceMixin):
-    """No events: a mark in work that is only gathered would measure the gathering."""
+    """No events: a mark in work that is only collected would measure the collecting."""
 
     _enum: ClassVar[PlatformEnum] = PlatformEnum.TPU
     device_name: ClassVar[str] = "tpu"
@@ -34,7 +34,7 @@ class TpuDeviceMixin(DeviceMixin):
         if not 0 <= local_rank < count:
             raise ValueError(
                 f"get_device({local_rank}): this process sees {count} tpu device(s), "
-                f"so a local rank is 0 to {count - 1}. {self.visible_devices_variable} decides which."
+                f"so a local rank is 0 to {count - 1}. {self.visible_devices_variable} selects them."
             )
         device: torch.device = _xla().device(local_rank)
         return device
@@ -62,7 +62,7 @@ class TpuDeviceMixin(DeviceMixin):
         return _xla("core.xla_model").get_memory_info(self.get_device(device_id))
 
     def empty_cache(self) -> None:
-        """Nothing to do: the XLA runtime keeps no cache that can be given back."""
+        """Nothing to do: the XLA runtime keeps no cache that can be released."""
 
     def synchronize(self) -> None:
         _xla().sync(wait=True)

@@ -1,4 +1,4 @@
-"""The variables by which a process is shown some of a host's devices, as ``CUDA_VISIBLE_DEVICES=2,5``."""
+"""Variables that limit the devices a process sees, such as ``CUDA_VISIBLE_DEVICES=2,5``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def visible_devices(variable: str) -> list[str] | None:
-    """What ``variable`` names, in order; None where it is unset, and every device is seen."""
+    """Return the devices in ``variable``, in order; None if it is unset, and every device is visible."""
     value = os.environ.get(variable)
     if value is None:
         return None
@@ -17,10 +17,10 @@ def visible_devices(variable: str) -> list[str] | None:
 
 @contextmanager
 def only_one_visible(variable: str, device_id: int) -> Iterator[int]:
-    """Processes that are started inside see device ``device_id`` of this process alone, as their device 0.
+    """Start processes in the block with device ``device_id`` of this process alone, as their device 0.
 
-    Yields 0. The variable is what it was afterwards, also after an error. This process itself is not
-    changed once its driver has started: drivers read the variable once. ValueError for an id out of range.
+    Yields 0. The variable is restored afterwards, also after an error. This process itself is not changed
+    once its driver has started: drivers read the variable once. ValueError for an id out of range.
     """
     seen = visible_devices(variable)
     if device_id < 0 or (seen is not None and device_id >= len(seen)):

@@ -3,9 +3,9 @@
 In the order in which it is best read:
 
 Both processes
-    server_args.py, sampling_params.py, checks.py   what a user may choose of an engine, and of a request
+    server_args.py, sampling_params.py, checks.py   the settings of an engine, and of a request
     processes/messages.py                           what travels between the processes
-    loader/                                         what a checkpoint says of itself
+    loader/                                         a checkpoint's configuration and weights
 The caller's process
     engine.py                                       Engine: generate, stream, submit, abort, shutdown
     frontend/                                       each request from prompt to text; the tokenizer
@@ -17,7 +17,7 @@ The scheduler's process
     execution/                                      one step on the device: eager, as a graph, or compiled
     models/, ops/, attention/, dispatch/            the model, written on operators
     sampling/                                       from logits to tokens
-    processes/rank_links.py, execution/communicator.py   what several ranks tell each other
+    processes/rank_links.py, execution/communicator.py   communication between ranks
 
 Importing this package imports none of that; the names below are loaded when they are first used.
 """

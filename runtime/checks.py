@@ -1,4 +1,4 @@
-"""What kind of number a setting is: True and False are not numbers."""
+"""Type checks of settings: True and False are not numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def is_seed(value: object) -> bool:
-    """What torch takes: 64 bits, with a sign or without."""
+    """The range of torch's seeds: 64 bits, with a sign or without."""
     return is_integer(value) and -(2**63) <= value < 2**64
 
 

@@ -42,8 +42,8 @@ __all__ = ["Engine", "GenerationResult", "RequestHandle", "StreamChunk"]
 class Engine:
     """Takes a ServerArgs or its fields. Safe to use from several threads.
 
-    Raises ModelLoadError where the model cannot be loaded, ConfigError for settings that cannot be met; no
-    process is left then. Every call raises SchedulerDiedError once the scheduler process is gone.
+    Raises ModelLoadError if the model cannot be loaded, ConfigError for settings that cannot work; no process
+    is left then. Every call raises SchedulerDiedError once the scheduler process is gone.
     """
 
     def __init__(self, server_args: ServerArgs | None = None, **fields: Any) -> None:
@@ -56,7 +56,7 @@ class Engine:
         self.server_args = args = with_platform_defaults(args)
         config = checkpoint.config
         link = SchedulerLink(args)
-        # Shut down, collected, or at the end of the program: the scheduler goes with its engine.
+        # The scheduler ends with its engine: at shutdown, garbage collection, or the end of the program.
         self._close = weakref.finalize(self, link.close)
         try:
             tokenizer = checkpoint.load_tokenizer()  # while the scheduler loads the weights
@@ -111,8 +111,8 @@ class Engine:
 
         A prompt is a text, a list of token ids, or a conversation: a list of messages, each a dict with
         "role" and "content", which goes through the model's chat template. ``sampling_params`` is one for all
-        prompts, or one for each. InvalidRequestError where a prompt can never be served; the others of its
-        list are aborted then.
+        prompts, or one for each. InvalidRequestError if a prompt can never be served; the others of its list
+        are aborted then.
         """
         many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
         prompts = prompt if many else [prompt]
@@ -139,7 +139,7 @@ class Engine:
         rid: str | None = None,
         external_trace_header: Mapping[str, str] | None = None,
     ) -> Iterator[StreamChunk]:
-        """The answer's chunks as they come. The request is sent now; closing the iterator aborts it."""
+        """Yield the answer's chunks as they arrive. It is sent now; closing the iterator aborts it."""
         return iter(
             self.submit(prompt, sampling_params, rid=rid, external_trace_header=external_trace_header)
         )
@@ -156,7 +156,7 @@ class Engine:
         """Send a request and return at once. ``stream``, for traces: whether its text is read as it comes."""
         if sampling_params is not None and sampling_params.n != 1:
             raise InvalidRequestError(
-                f"n={sampling_params.n}: submit_group() is what gives several answers to a prompt"
+                f"n={sampling_params.n}: submit_group() gives several answers to a prompt"
             )
         ((handle,),) = self.submit_group(
             [prompt], sampling_params, rid=rid, external_trace_header=external_trace_header, stream=stream
@@ -221,18 +221,18 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine can serve no more; None while it can."""
+        """The reason why the engine has failed; None while it serves."""
         return self.request_manager.death
 
     def abort(self, rid: str) -> bool:
-        """End a request early; False where none with this id is under way."""
+        """End a request early; False if none with this id is open."""
         return self.request_manager.abort(rid)
 
     def stats(self, timeout: float | None = None) -> dict[str, int]:
-        """Counts now: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens,
+        """Return current counts: waiting_requests, running_requests, kv_total_tokens, kv_available_tokens,
         kv_cached_tokens (prefixes; unused ones also count as available), retractions, steps.
 
-        The scheduler answers between two steps; TimeoutError where it takes longer than ``timeout`` s.
+        The scheduler answers between two steps; TimeoutError if it takes longer than ``timeout`` s.
         """
         stats: dict[str, int] = self._link.ask(StatsRequest(), timeout)
         return stats
@@ -253,7 +253,7 @@ class Engine:
         return files
 
     def update_weights(self, model_path: str | os.PathLike[str]) -> None:
-        """Go on with the weights of another checkpoint of the same model.
+        """Replace the weights by those of another checkpoint of the same model.
 
         Requests that have been given output finish with the old weights, the others wait and get the new
         ones; this returns when the new weights are in place. They are loaded beside the old ones, which need
@@ -267,7 +267,7 @@ class Engine:
         return self.request_manager.counters
 
     def shutdown(self) -> None:
-        """End the scheduler process. Requests under way fail with SchedulerDiedError. Safe to call again."""
+        """End the scheduler process. Open requests fail with SchedulerDiedError. Safe to call again."""
         self._close()
 
     def __enter__(self) -> Engine:
@@ -278,14 +278,14 @@ class Engine:
 
 
 def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
-    """The settings of one of ``n`` answers: each has a seed of its own."""
+    """Return the settings of one of ``n`` answers: each has a seed of its own."""
     if params.seed is None or index == 0:
         return params
     return replace(params, seed=(params.seed + index) % 2**63)
 
 
 def _one_for_each(value: Any, count: int, name: str, single: type) -> list[Any]:
-    """``value`` as a list of ``count``: the same for all, or one for each."""
+    """Return ``value`` as a list of ``count``: the same for all, or one for each."""
     if value is None or isinstance(value, single):
         return [value] * count
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:

@@ -69,7 +69,7 @@ class SamplingParams:
     #: Return each token's log probability, and those of that many top ones; None: neither. Of the
     #: model's own distribution, before penalties and temperature.
     logprobs: int | None = None
-    #: Higher ones are served first, and make lower ones give way where memory is short.
+    #: Higher ones are served first, and preempt lower ones if memory is short.
     priority: int = 0
     #: Answers to one prompt, each with a seed of its own.
     n: int = 1
@@ -88,11 +88,13 @@ class SamplingParams:
             try:
                 schema = json.dumps(schema)
             except (TypeError, ValueError, RecursionError) as error:
-                _refuse("json_schema", self.json_schema, f"what JSON can say ({error})")
+                _refuse("json_schema", self.json_schema, f"values that JSON can represent ({error})")
         if schema is not None and not isinstance(schema, str):
             _refuse("json_schema", schema, "a JSON schema as a dict or as text, or None")
         if schema is not None and self.min_new_tokens:
-            _refuse("min_new_tokens", self.min_new_tokens, "0 beside json_schema, which says when to end")
+            _refuse(
+                "min_new_tokens", self.min_new_tokens, "0 together with json_schema, which determines the end"
+            )
         object.__setattr__(self, "json_schema", schema)
         adjusts = self.has_penalties or self.logit_bias or self.min_new_tokens or schema is not None
         object.__setattr__(self, "adjusts_logits", bool(adjusts))

@@ -22,11 +22,11 @@ class ServerArgs:
 
     #: A Hugging Face folder, a GGUF file, or a folder that holds exactly one GGUF file.
     model_path: str | os.PathLike[str]
-    #: The name under which requests and traces know the model; by default the last part of the path.
+    #: The model's name in requests and traces; by default the last part of the path.
     served_model_name: str | None = None
     #: "auto" is the checkpoint's own type; float32 for GGUF, whose tensors are of many types.
     dtype: str = "auto"
-    #: Prompt and output together may not be longer; by default what the model was made for.
+    #: Limit for prompt and output together; by default the model's.
     context_length: int | None = None
     #: Tokens in one page of the key-value cache.
     page_size: int = 16
@@ -40,8 +40,8 @@ class ServerArgs:
     max_queued_requests: int | None = None
     #: Keep what requests have computed, for later ones that begin with the same tokens.
     prefix_cache: bool = True
-    #: A request is admitted while this number of tokens stays free for each running request. With
-    #: less, more run at once, and more must give way and be computed again.
+    #: A request is added while this number of tokens stays free for each running request. With less, more run
+    #: at once, and more are preempted and recomputed.
     decode_reserve: int = 64
     #: Prompt tokens computed in one step; longer prompts are cut into such chunks.
     chunked_prefill_size: int = 512
@@ -52,7 +52,7 @@ class ServerArgs:
     tp_size: int = 1
     #: True: no graphs, also where the platform has them. They cost seconds at the start, and some memory.
     disable_graphs: bool = False
-    #: True: a step is scheduled when the one before it is done, also where the device could work meanwhile.
+    #: True: a step is scheduled when the previous one is done, even if the device could work meanwhile.
     disable_overlap: bool = False
     #: "int8" or "fp8": linears keep their weights in 8 bits, where the platform can: less memory, not faster.
     quantization: str | None = None
@@ -101,9 +101,9 @@ class ServerArgs:
 
 
 def with_platform_defaults(given: ServerArgs) -> ServerArgs:
-    """A copy in which the current platform has set what the user left open.
+    """Return a copy in which the current platform has set the open values.
 
-    Made once, where an engine starts, and given to each of its processes: the same holds in all of them.
+    Made once, where an engine starts, and passed to each of its processes: all use the same values.
     """
     args = replace(given)
     current_platform.apply_server_args_defaults(args)

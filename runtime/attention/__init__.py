@@ -1,1 +1,1 @@
-"""Attention backends: base.py says what one does, registry.py which there are."""
+"""Attention backends: base.py has their interface, registry.py the list of them."""

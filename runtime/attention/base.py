@@ -1,4 +1,4 @@
-"""What an attention backend does."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class IndexerInputs:
-    """What a sparse layer's indexer says of this step's tokens.
+    """A sparse layer's indexer outputs for this step's tokens.
 
     A token at l suits the query of a token t by ``Σ_h weights[t, h] * relu(scale * query[t, h] · key[l])``,
     where scale is the head size to the power of -0.5. Attention reads the ``topk`` that suit best.
@@ -47,7 +47,7 @@ class AttentionBackend(abc.ABC):
     reads_unwritten_slots: ClassVar[bool] = True
 
     def __init__(self, kv_pool: Any, page_table: PageTable) -> None:
-        #: What layers without keys and values keep; None: the model has no such layers.
+        #: State of layers without keys and values; None: the model has no such layers.
         self.states: StatePool | None = None
         self.kv_pool = kv_pool
         self.page_table = page_table
@@ -87,18 +87,18 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def forward_decode(self, query: Tensor, layer: Attention, batch: ForwardBatch) -> Tensor:
-        """``query`` of the decoding requests, one token each, over all that is in the cache."""
+        """Return attention of ``query``, one token of each decoding request, over its cached tokens."""
 
     @abc.abstractmethod
     def forward_extend(
         self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
-        """The tokens of the prompts: each over what its request has in the cache, up to itself."""
+        """Return attention of the prompts' tokens: each over its request's cached tokens, up to itself."""
 
     def forward_sparse(
         self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
-        """All tokens, each over those of its request that suit best. Only of backends for kind "dsa"."""
+        """Return attention of all tokens, each over the best ones of its request. Only for kind "dsa"."""
         raise NotImplementedError(
             f"{type(self).__qualname__} has no sparse attention: write forward_sparse()"
         )

@@ -17,7 +17,7 @@ ATTENTION_BACKENDS: dict[str, str | type] = {
 
 
 def attention_backend_class(name: str) -> Any:
-    """The class; the platform's own backends come beside ours. ConfigError names the choices."""
+    """Return the class; the platform's own backends are included. ConfigError names the choices."""
     backends = {**ATTENTION_BACKENDS, **current_platform.get_attention_backends()}
     if name not in backends:
         raise ConfigError(f"attention_backend={name!r}: choose one of {', '.join(sorted(backends))}")
@@ -25,10 +25,10 @@ def attention_backend_class(name: str) -> Any:
 
 
 def choose_attention_backend(wanted: str | None, kind: str) -> Any:
-    """The class for pools of ``kind``: the one that the user wants, or the platform's default.
+    """Return the class for pools of ``kind``: the user's choice, or the platform's default.
 
-    ConfigError where the user wants one that cannot read such a pool. Where the default cannot, the reference
-    does, and the log says so.
+    ConfigError if the user's choice cannot read such a pool. If the default cannot, the reference is used,
+    and logged.
     """
     name = wanted or current_platform.get_default_attention_backend()
     chosen = attention_backend_class(name)
@@ -41,5 +41,5 @@ def choose_attention_backend(wanted: str | None, kind: str) -> Any:
             f"attention_backend={wanted!r} cannot read this model's key-value cache, which is of kind "
             f"{kind!r}: choose one of {', '.join(able)}"
         )
-    logger.info("attention backend %s has no pools of kind %r: torch_native it is", name, kind)
+    logger.info("attention backend %s has no pools of kind %r: using torch_native", name, kind)
     return attention_backend_class("torch_native")

@@ -1,4 +1,4 @@
-"""Sparse attention in plain PyTorch: each token reads only those that its indexer finds best."""
+"""Sparse attention in plain PyTorch: each token reads only those with the best indexer scores."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ def sparse_attention(
 
 
 def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """How well each of ``keys`` [length, dim] suits each query [tokens, heads, dim]: [tokens, length]."""
+    """Return the score of each of ``keys`` [length, dim] for each query [tokens, heads, dim]: [tokens,
+    length].
+    """
     each = (query.float() @ keys.float().T * query.shape[-1] ** -0.5).relu()
     return torch.matmul(weights.unsqueeze(1), each).squeeze(1)
 
 
 def _weights(scores: Tensor, hidden: Tensor) -> Tensor:
-    """scores [tokens, heads, keys] to weights that sum to 1, none for what is ``hidden`` [tokens, keys]."""
+    """Return scores [tokens, heads, keys] as weights that sum to 1, 0 for ``hidden`` ones [tokens, keys]."""
     return scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(dim=-1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: This number of programs, each with few tokens, keeps a device of about 130 multiprocessors reading.
 _PROGRAMS = 1024
 _MAX_SPLITS = 16
-#: Tokens that a program looks at together, and heads of a group that it does so for.
+#: Tokens that a program processes together, and heads of a group.
 _BLOCK_TOKENS = 16
 _BLOCK_HEADS = 16
 
@@ -70,7 +70,9 @@ class TritonBackend(TorchNativeBackend):
         batch: ForwardBatch,
         index: IndexerInputs | None = None,
     ) -> Tensor:
-        """As of any backend, but what decoding requests add is stored by the kernel that reads it."""
+        """As in any backend, but the new tokens of decoding requests are stored by the kernel that reads
+        them.
+        """
         decodes = batch.num_decodes
         if index is not None or decodes == 0:
             return super().forward(query, key, value, layer, batch, index)
@@ -87,7 +89,7 @@ class TritonBackend(TorchNativeBackend):
         if batch.num_decodes < len(batch.lengths):
             return super().forward_sparse(query, index, layer, batch)
         fitness = self._fitness(index, layer)
-        # Sorted: what is past a request's end comes last, beyond the lengths passed to the kernels.
+        # Sorted: positions past a request's end come last, beyond the lengths passed to the kernels.
         best = fitness.topk(min(index.topk, fitness.shape[1]), dim=-1).indices
         slots = self.page_table.slots(batch.rows.unsqueeze(1), best)
         rows = torch.arange(len(slots), device=slots.device)
@@ -95,7 +97,7 @@ class TritonBackend(TorchNativeBackend):
         return self._decode(query, None, layer, _Places(slots, 1, rows, lengths))
 
     def _fitness(self, index: IndexerInputs, layer: Attention) -> Tensor:
-        """[requests, tokens of the longest context]: how well each token suits; -inf past the end."""
+        """Return [requests, tokens of the longest context]: the score of each token; -inf past the end."""
         keys = self.kv_pool.get_index_key_buffer(layer.layer_id)
         requests, heads, dim = index.query.shape
         places = self._places
@@ -126,8 +128,8 @@ class TritonBackend(TorchNativeBackend):
     def _decode(
         self, query: Tensor, new: tuple[Tensor, Tensor] | None, layer: Attention, places: _Places
     ) -> Tensor:
-        """The first tokens of ``query``, one a request. Their keys and values are ``new``, and stored; None
-        where they are in the pool.
+        """Attend from the first tokens of ``query``, one per request. Their keys and values are ``new``, and
+        stored here; None if they are in the pool.
         """
         requests, dim = len(places.lengths), layer.v_head_dim
         keys = self.kv_pool.get_key_buffer(layer.layer_id)

@@ -1,4 +1,4 @@
-"""The kernels of triton_backend.py, which says how they go together."""
+"""The kernels of triton_backend.py, which describes how they work together."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def decode_splits(
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     output = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
     for first in range(start, end, BLOCK_TOKENS):
-        # What the next round looks at is under way while this one computes.
+        # Prefetch the next block while this one is computed.
         next_key = _read(keys + slots * key_slot_stride, tokens < old_end, dims, in_dim)
         next_other = _read(others + slots * other_slot_stride, tokens < old_end, other_dims, in_other)
         tokens += BLOCK_TOKENS
@@ -133,7 +133,7 @@ def decode_splits(
 
 @triton.jit
 def _slots_of(pages, tokens, end, PAGE_SIZE: tl.constexpr):
-    """Where the tokens at these positions of a row live; those before ``end``."""
+    """Return the addresses of the tokens at these positions of a row, before ``end``."""
     return tl.load(pages + tokens // PAGE_SIZE, tokens < end, 0) * PAGE_SIZE + tokens % PAGE_SIZE
 
 
@@ -192,7 +192,7 @@ def index_scores(
     BLOCK_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """How well a block of one request's tokens suits its query: the formula of IndexerInputs."""
+    """Compute the scores of a block of one request's tokens: the formula of IndexerInputs."""
     request = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + request)
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)

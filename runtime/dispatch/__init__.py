@@ -1,9 +1,8 @@
 """Operator dispatch: which implementation of an operator runs, chosen by a policy that can be read and
 explained.
 
-from sgl_aspects.runtime import dispatch
-dispatch.rms_norm(x, weight, 1e-6)                     # what the policy chooses
-with dispatch.with_preference("reference"): ...        # another policy, for a while
+from sgl_aspects.runtime import dispatch dispatch.rms_norm(x, weight, 1e-6)                     # what the
+policy chooses with dispatch.with_preference("reference"): ...        # another policy, for a while
 print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
 
 A new operator is two files: a module in ``operators/`` with its reference, and an implementation of it, in
@@ -11,14 +10,14 @@ A new operator is two files: a module in ``operators/`` with its reference, and 
 
 The modules, in the order to read them:
 
-    types                    what an operator is, an implementation of one, a token in an order
-    define, operators/       what makes a function an operator; the operators, with their references
+    types                    operators, their implementations, tokens of an order
+    define, operators/       turns functions into operators; the operators, with their references
     registry                 operators and implementations that are known
-    policy, selection        what a person wants; which implementation that is for such tensors
-    call_site, manager       where an operator's calls go; all call sites, kept up to date
+    policy, selection        the user's preferences; the implementation for given tensors
+    call_site, manager       the target of an operator's calls; all call sites, kept up to date
     process                  the one manager of this process
-    backends                 where implementations come from: flaggems, triton/, vendors/
-    configuration, live      variables and files; what `sgl-aspects ops` says to live processes
+    backends                 the sources of implementations: flaggems, triton/, vendors/
+    configuration, live      variables and files; control of live processes by `sgl-aspects ops`
     shadow/                  two implementations compared, call by call, layer by layer, in graphs too
 """
 

@@ -6,8 +6,8 @@ A vendor is a package, or a folder, with a function ``register(registry)`` that 
     SGL_ASPECTS_OP_VENDOR_PATH=folder[:folder]        each folder in them that has an __init__.py
     entry points of group "sgl_aspects.operators"     "pkg.mod:register", of installed packages
 
-Registering imports no vendor's library: an implementation says in ``is_available`` whether it is there, and
-imports it when it is first called.
+Registering imports no vendor's library: an implementation reports by ``is_available`` whether it can run, and
+imports the library at its first call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _VENDORS = Path(__file__).parent / "vendors"
 
 
 def register_backends(registry: OpRegistry) -> None:
-    """:raises OperatorError: a backend failed to register; says which and why."""
+    """Register all backends.
+
+    :raises OperatorError: a backend failed to register; names it and the reason.
+    """
     for who, load in _backends():
         try:
             load()(registry)
@@ -47,7 +50,7 @@ def register_backends(registry: OpRegistry) -> None:
 
 
 def _backends() -> Iterator[tuple[str, Callable[[], Callable[[OpRegistry], None]]]]:
-    """What each is called, and what imports it and gives its ``register``."""
+    """Return each backend's name, and a function that imports it and returns its ``register``."""
     yield "the default backend, FlagGems", lambda: flaggems.register
     yield "the Triton kernels", lambda: triton.register
     for folder in _folders(_VENDORS):

@@ -1,4 +1,4 @@
-"""CallSite: where the calls of one operator go.
+"""CallSite: the target of one operator's calls.
 
 ``run`` is the chosen implementation itself, so that a resolved call is a plain call. A change of policy
 points it back at :meth:`CallSite.resolve_and_call`, and the next call chooses anew.
@@ -43,7 +43,7 @@ def _guard_maker(spec: OperatorSpec) -> Callable[..., Callable[..., Any]]:
     return maker
 
 
-#: The dtype and device that a call is resolved for; None where they are not known, or have no say.
+#: The dtype and device that a call is resolved for; None if unknown or irrelevant.
 Key = tuple[Any, Any]
 ANY: Key = (None, None)
 _USUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -57,13 +57,14 @@ class CallSite:
         self.op_name = op_name
         self.spec = manager.registry.spec(op_name)
         self.run: Callable[..., Any] = self.resolve_and_call
-        #: Policy → (dtype, number of the device) → what serves: a guard looks its calls up in here.
+        #: Policy → (dtype, number of the device) → function: a guard looks its calls up here.
         self._calls: dict[SelectionPolicy, dict[Key, Callable[..., Any]]] = {}
         self._guarded = False
 
     def reset(self) -> None:
-        """Forget what was chosen. Choose anew at once, so that compiled code meets no first call: where no
-        tensor has a say for all of them, else for those that most calls will come with."""
+        """Discard the choice. Choose again at once, so that compiled code meets no first call: for all
+        tensors if they are irrelevant, else for the commonest.
+        """
         self._calls = {}
         self._guarded = False
         self.run = self.resolve_and_call
@@ -79,7 +80,7 @@ class CallSite:
             return
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-        """The dtype and device of the argument that the operator is keyed by."""
+        """Return the dtype and device of the argument that the operator is keyed by."""
         index = self.spec.key_index
         tensor = args[index] if len(args) > index else kwargs.get(self.spec.keyed_by)
         return getattr(tensor, "dtype", None), getattr(tensor, "device", None)
@@ -93,7 +94,7 @@ class CallSite:
     def _resolve(self, dtype: Any, device: Any) -> Callable[..., Any]:
         manager = self.manager
         calls, policy = self._calls, manager.policy
-        # A device's number, -1 for the host's: asking a tensor for it makes no object.
+        # A device's number, -1 for the host's: reading it from a tensor creates no object.
         key = (dtype, -1 if device is None or device.index is None else device.index)
         call = calls.get(policy, {}).get(key)
         if call is not None:
@@ -104,11 +105,11 @@ class CallSite:
         if manager.watch is not None:
             call = manager.watch.around(self, selection, call)
         calls.setdefault(policy, {})[key] = call
-        # Once tensors have a say here they keep it: another type's choice must not replace the guard.
+        # A guard stays once tensors matter here: another type's choice must not replace it.
         self._guarded = self._guarded or selection.depends_on_tensors
         run = _guard_maker(self.spec)(calls[policy], self._resolve) if self._guarded else call
         with manager.lock:
-            # Unless what it was chosen from is void by now, or depends on the context.
+            # Unless the choice is outdated by now, or depends on the context.
             if calls is self._calls and not manager.is_scoped:
                 self.run = run
         return call
@@ -116,11 +117,11 @@ class CallSite:
     # -- when an implementation fails ------------------------------------------------------------------
 
     def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call returns after all, from the next implementation; raises where there must be none.
+        """Return the result of the next implementation; raises if there must be none.
 
-        Nothing takes over for the reference, under a strict policy, for lack of memory, while a graph is
-        being captured, or once arguments may have been written to: an in-place operator that ran half would
-        run twice.
+        No other implementation is used for the reference, under a strict policy, for lack of memory, while a
+        graph is being captured, or once arguments may have been written to: an in-place operator that ran
+        half would run twice.
         """
         key = self.key(args, kwargs)
         selection = self.select(key)
@@ -147,7 +148,7 @@ class CallSite:
                 result = call(*args, **kwargs)
             except Exception as next_error:
                 if other.kind is ImplKind.REFERENCE or self.manager.mutated_by(other):
-                    # Not even the reference can: it is the call that is wrong.
+                    # The reference fails too: the call itself is wrong.
                     raise next_error from error
                 continue
             self.manager.count_failure(self, key, impl, error, other)
@@ -156,7 +157,7 @@ class CallSite:
 
 
 def _who_ran(error: Exception, selection: Selection) -> OpImpl:
-    """The implementation whose code is in the traceback: the choice may have changed since the call began."""
+    """Return the implementation in the traceback: the choice may have changed since the call began."""
     impls = [*(each.impl for each in selection.considered), selection.impl]
     imported = [impl for impl in impls if callable(impl.fn) or "function" in vars(impl)]
     by_code = {getattr(impl.function, "__code__", None): impl for impl in imported}
@@ -167,6 +168,6 @@ def _who_ran(error: Exception, selection: Selection) -> OpImpl:
 def _usual_keys() -> list[Key]:
     try:
         devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
-    except NotImplementedError:  # a platform in the making: its first calls choose
+    except NotImplementedError:  # a platform under construction: its first calls choose
         return []
     return [(dtype, device) for device in devices for dtype in _USUAL_DTYPES]

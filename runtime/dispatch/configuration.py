@@ -1,14 +1,13 @@
-"""What a person said about operators: variables, then a YAML file, then the platform's file, then the
-defaults.
+"""Settings of operators: from variables, then a YAML file, then the platform's file, then the defaults.
 
-Each key of a file is a variable too, and a key said in several places is taken from the first:
+Each key of a file is also a variable, and a key set in several places is taken from the first:
 
     SGL_ASPECTS_OP_PREFER=vendor                       variable
     prefer: vendor      in the file that SGL_ASPECTS_OP_CONFIG names
     prefer: vendor      in the platform's own file: SRTPlatform.get_operator_config(), or of platform_files/
     default
 
-docs/ops.md and platform_files/sample.yaml say what each key means. Everything wrong is a ConfigError.
+docs/ops.md and platform_files/sample.yaml describe each key. Any error is a ConfigError.
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ KEYS: dict[str, Callable[[Value], Any]] = {
 POLICY_KEYS = tuple(READERS)
 WATCH_KEYS = ("shadow", "shadow_rate", "summaries")
 DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
-#: What ``--set KEY=`` stands for: the default, whatever a file says.
+#: The value for ``--set KEY=``: the default, whatever a file sets.
 USUAL = object()
-#: What else a variable may be called.
+#: Aliases of variables.
 _VARIABLES_ONLY = ("CONFIG", "PLATFORM", "VENDOR_PATH", "ATTACH")
-#: Which of our files is for which platform, by its device_name.
+#: The built-in file for each platform, by its device_name.
 _FILE_OF_PLATFORM = {"cuda": "nvidia", "rocm": "amd", "npu": "ascend", "cpu": "cpu"}
 
 
@@ -105,7 +104,7 @@ _FILE_OF_PLATFORM = {"cuda": "nvidia", "rocm": "amd", "npu": "ascend", "cpu": "c
 
 
 def load_settings(registry: OpRegistry, said: Mapping[str, str] | None = None) -> Settings:
-    """From the environment and the files it names; ``said`` (by `--set`) comes before all of them.
+    """Load from the environment and the files it names; ``said`` (from `--set`) takes precedence over all.
 
     :raises ConfigError: names the file or variable, the key, the value and the choices.
     """
@@ -126,8 +125,11 @@ def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def from_variables() -> dict[str, Value]:
-    """:raises ConfigError: a variable has our prefix and is unknown."""
-    # The prefix says OP already: op_whitelist is SGL_ASPECTS_OP_WHITELIST.
+    """Read the variables.
+
+    :raises ConfigError: a variable has the prefix and is unknown.
+    """
+    # The prefix already contains OP: op_whitelist is SGL_ASPECTS_OP_WHITELIST.
     variables = {key: PREFIX + key.removeprefix("op_").upper() for key in KEYS}
     known = [*variables.values(), *(PREFIX + name for name in _VARIABLES_ONLY)]
     for variable in env.shortened(os.environ):
@@ -138,7 +140,10 @@ def from_variables() -> dict[str, Value]:
 
 
 def read_file(path: str | Path) -> dict[str, Value]:
-    """:raises ConfigError: missing, not YAML, not a mapping, or with an unknown key."""
+    """Read a file.
+
+    :raises ConfigError: missing, not YAML, not a mapping, or with an unknown key.
+    """
     import yaml
 
     try:
@@ -164,7 +169,7 @@ def read_file(path: str | Path) -> dict[str, Value]:
 
 
 def find_platform_file() -> Path | None:
-    """The platform's own file; else ours for its name; SGL_ASPECTS_OP_PLATFORM names one of ours, or none."""
+    """Return the platform's own file; else the built-in one of its name or SGL_ASPECTS_OP_PLATFORM."""
     wanted = env.text(PLATFORM_VARIABLE)
     if wanted is not None:
         check_choice(
@@ -179,7 +184,7 @@ def find_platform_file() -> Path | None:
 
 
 def merged(sources: list[dict[str, Value]], registry: OpRegistry, base: Settings | None = None) -> Settings:
-    """Each key from the first source that says something about it, else from ``base``; all are checked."""
+    """Merge: each key from the first source that sets it, else from ``base``; all are checked."""
     base = base or Settings()
     values: dict[str, Any] = {}
     first: dict[str, Value] = {}
@@ -190,7 +195,7 @@ def merged(sources: list[dict[str, Value]], registry: OpRegistry, base: Settings
             registry.check_names(key, checked, value.where)
             if key not in values:
                 values[key], first[key], rank[key] = checked, value, number
-    # A list that one source says replaces a later one's other list; in one source they exclude each other.
+    # A list in one source replaces a later source's other list; in one source they exclude each other.
     other = {"op_whitelist": "op_blacklist", "op_blacklist": "op_whitelist"}
     lists = [key for key in other if key in values and values[key] != DEFAULTS[key]]
     if len({rank[key] for key in lists}) < len(lists):

@@ -19,7 +19,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 #: Every operator that was defined, by its name.
 OPERATORS: dict[str, OperatorSpec] = {}
 
-#: Operator → the globals of the module that defines it, where its call site is kept.
+#: Operator → the globals of its module, which hold its call site.
 _modules: dict[str, dict[str, Any]] = {}
 
 _SOURCE = """
@@ -70,13 +70,13 @@ class _Unbound:
         raise error  # the configuration could not be read
 
 
-#: Code that is being compiled may not change a module's globals, and finds the sites here.
+#: Code being compiled may not change a module's globals, and finds the sites here.
 _sites: dict[str, Any] = {}
 
 
 @compat.assume_constant_result
 def _find_sites() -> bool:
-    """Compilers run this while they compile."""
+    """Called by compilers while they compile."""
     from sgl_aspects.runtime.dispatch.process import get_manager
 
     if len(_sites) < len(OPERATORS):
@@ -89,7 +89,7 @@ def _find_sites() -> bool:
 
 
 def unbind() -> None:
-    """Ask for the process's manager again at the next call."""
+    """Look up the process's manager again at the next call."""
     _sites.clear()
     for name, module in _modules.items():
         module[_site_name(name)] = _Unbound(name)

@@ -1,7 +1,7 @@
 """The default backend: FlagGems' Triton kernels (``pip install flag-gems``), where they run.
 
-Each function is the operator's contract put on FlagGems' own call. What a kernel does not do is refused
-before anything is computed.
+Each function adapts FlagGems' own call to the operator's contract, and rejects unsupported calls before
+anything is computed.
 """
 
 # mypy: no-warn-return-any
@@ -30,7 +30,7 @@ def _gems() -> Any:
 
 
 def available() -> bool | str:
-    """Imports the package only where it is installed and the platform has a Triton."""
+    """Register, importing the package only if it is installed and the platform has a Triton."""
     if not current_platform.capabilities.supports_triton:
         return f"platform {current_platform.device_name} declares no Triton"
     return needs("flag_gems", " (pip install flag-gems)")()

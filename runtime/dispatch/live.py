@@ -1,9 +1,9 @@
-"""Talk to running processes: a folder with one request for all, and a state file of each.
+"""Control of running processes: a folder with one request for all, and a state file of each.
 
 Off unless ``control`` enables it, since it takes a thread in each process.
 
-``sgl-aspects ops`` writes ``request.json``; every process that follows the folder looks twice a second, does
-what is asked, and writes ``<pid>.json``: what each operator resolved to, and what the watch found. Files of
+``sgl-aspects ops`` writes ``request.json``; every process that follows the folder reads it twice a second,
+applies it, and writes ``<pid>.json``: what each operator resolved to, and the results of watching. Files of
 other users are not read.
 """
 
@@ -45,8 +45,9 @@ _followed: dict[str, OpManager] = {}
 
 
 def folder_of_environment() -> Path:
-    """The folder that SGL_ASPECTS_OP_CONTROL names; else the user's own, in memory where the host has such a
-    place."""
+    """Return the folder in SGL_ASPECTS_OP_CONTROL; else the user's own, in memory if the host has such a file
+    system.
+    """
     named = env.text(CONTROL_VARIABLE)
     if named not in (None, ON, OFF):
         return Path(str(named))
@@ -58,7 +59,7 @@ def folder_of_environment() -> Path:
 
 
 def follow(folder: str, manager: OpManager) -> None:
-    """Do what is asked in ``folder``, in a daemon thread. "off": nothing; "on": the user's own folder.
+    """Apply the requests in ``folder``, in a daemon thread. "off": nothing; "on": the user's own folder.
 
     :raises ConfigError: the folder cannot be made, or belongs to someone else.
     """
@@ -75,7 +76,7 @@ def follow(folder: str, manager: OpManager) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make it, for this user alone."""
+    """Create it, for this user alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat().st_uid
@@ -101,7 +102,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _work(name: str) -> None:
-    """Requests from before this process began are not for it. What dead processes left behind goes."""
+    """Skip requests from before this process began, and remove files of dead processes."""
     folder = Path(name)
     states(folder)
     done = (read_own_json(folder / _REQUEST) or {}).get("serial")
@@ -129,9 +130,9 @@ def _work(name: str) -> None:
 
 
 def obey(request: dict[str, Any], manager: OpManager) -> None:
-    """``set``: keys and values; ``shadow``, ``rate``, ``summaries``: what is watched; nothing ends the watch.
+    """Apply ``set``: keys and values; ``shadow``, ``rate``, ``summaries``: what is watched; nothing ends it.
 
-    All of it is done, or nothing.
+    All of it is applied, or nothing.
 
     :raises ConfigError: an unknown key, one that is read at start only, or a value that is not allowed.
     """
@@ -157,7 +158,7 @@ def obey(request: dict[str, Any], manager: OpManager) -> None:
 
 
 def state(manager: OpManager) -> dict[str, Any]:
-    """What this process has resolved and found, in plain values."""
+    """Return what this process has resolved and watched, in plain values."""
     return {
         "pid": os.getpid(),
         "policy": manager.process_policy.describe(),
@@ -201,7 +202,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_own_json(path: Path) -> dict[str, Any] | None:
-    """None: it is not there, is another user's, or is not a JSON object."""
+    """Read a file; None if it does not exist, is another user's, or is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
             if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
@@ -213,7 +214,7 @@ def read_own_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_own(path: Path, text: str) -> bool:
-    """Write the whole file or nothing, readable for this user alone. False where it cannot be written."""
+    """Write the whole file or nothing, readable for this user alone. False if it cannot be written."""
     try:
         write_private(path, text.encode())
     except OSError as error:

@@ -38,12 +38,12 @@ class OpManager:
 
     def __init__(self, registry: OpRegistry, policy: SelectionPolicy | None = None) -> None:
         self.registry = registry
-        #: What holds where no scope says otherwise.
+        #: The policy outside of scopes.
         self.process_policy = policy or SelectionPolicy()
         self.watch: Watch | None = None
         #: Held while anything changes; another one in a forked child.
         self.lock = threading.RLock()
-        #: Scope → its policy, for all that are open; and those that this context is in, the innermost last. A
+        #: Scope → its policy, for all open ones; and those that this context is in, the innermost last. A
         #: task that began in a scope may outlive it.
         self._scopes: dict[object, SelectionPolicy] = {}
         self._entered: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
@@ -52,7 +52,7 @@ class OpManager:
         self._sites: dict[str, CallSite] = {}
         #: Dispatch key → what is available on a platform of that key.
         self._availability: defaultdict[str, Availability] = defaultdict(Availability)
-        #: (policy, operator, dtype, device, dispatch key) → who serves, since the last change.
+        #: (policy, operator, dtype, device, dispatch key) → implementation, since the last change.
         self._selections: dict[tuple[Any, ...], Selection] = {}
         #: (policy, operator, implementation, tensors) → how often.
         self._failures: Counter[tuple[SelectionPolicy, str, str, Key]] = Counter()
@@ -72,13 +72,13 @@ class OpManager:
 
     @property
     def is_scoped(self) -> bool:
-        """Whether the policy depends on who calls: then nothing is resolved for good."""
+        """Return whether the policy depends on the context: then no choice is permanent."""
         return bool(self._scopes)
 
     def set_policy(self, policy: SelectionPolicy) -> None:
-        """For the whole process, from the next call on.
+        """Set the policy for the whole process, from the next call on.
 
-        :raises ConfigError: it names an operator, vendor or implementation that is not there.
+        :raises ConfigError: it names an unknown operator, vendor or implementation.
         """
         self.registry.check_policy(policy)
         with self.lock:
@@ -106,7 +106,7 @@ class OpManager:
             self._entered.reset(token)
 
     def choose_anew(self) -> None:
-        """Void everything that was resolved: each call site chooses anew at its next call."""
+        """Discard all choices: each call site chooses again at its next call."""
         with self.lock:
             self._selections = {}
             for site in list(self._sites.values()):
@@ -115,7 +115,7 @@ class OpManager:
     # -- call sites ----------------------------------------------------------------------------------
 
     def site(self, op_name: str) -> CallSite:
-        """The call site of the operator; one for the manager.
+        """Return the call site of the operator, one per manager.
 
         :raises OperatorError: no operator has this name.
         """
@@ -133,7 +133,10 @@ class OpManager:
         *,
         policy: SelectionPolicy | None = None,
     ) -> Selection:
-        """:raises OperatorError: nothing may serve."""
+        """Choose the implementation.
+
+        :raises OperatorError: none is allowed and able.
+        """
         policy, known = policy or self.policy, self._selections
         key = current_platform.get_dispatch_key_name()
         question = (policy, op_name, dtype, device, key)
@@ -154,7 +157,7 @@ class OpManager:
     def resolve_op(
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Callable[..., Any]:
-        """The chosen implementation's function. Held, it stays; :func:`call_op` follows the policy."""
+        """Return the chosen implementation's function. :func:`call_op` instead follows the policy."""
         return self.select(op_name, dtype, device).impl.function
 
     def call_op(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -175,9 +178,10 @@ class OpManager:
     def count_failure(
         self, site: CallSite, key: Key, impl: OpImpl, error: Exception, served_by: OpImpl
     ) -> None:
-        """An implementation failed and another served. The third time it is set aside for such tensors.
+        """Record that an implementation failed and another ran. The third time it is excluded for such
+        tensors.
 
-        Not so for one that refused the call: it may serve the next.
+        One that rejected the call is not: it may support the next.
         """
         dtype, device = key
         tensors, why = f"{dtype} on {device}", f"{type(error).__name__}: {error}"
@@ -214,13 +218,13 @@ class OpManager:
         return dict(counts)
 
     def clear_failures(self) -> None:
-        """Try again what was set aside."""
+        """Allow excluded implementations again."""
         with self.lock:
             self._failures.clear()
             self.choose_anew()
 
     def log_selection(self, site: CallSite, key: Key, impl: OpImpl) -> None:
-        """Once for each operator, tensors and implementation."""
+        """Log once for each operator, tensors and implementation."""
         tensors = "" if key[0] is None else f" for {key[0]} on {key[1]}"
         self._log_once(
             ("resolved", site.op_name, key, impl.impl_id),
@@ -233,7 +237,7 @@ class OpManager:
             logger.info("%s", message)
 
     def resolved(self) -> list[tuple[str, str, str]]:
-        """(operator, tensors, implementation) of all that was chosen under the process's policy."""
+        """Return (operator, tensors, implementation) of all choices under the process's policy."""
         found = set()
         for (policy, op, dtype, device, _), selection in list(self._selections.items()):
             if policy != self.process_policy:
@@ -245,7 +249,7 @@ class OpManager:
         return sorted(found)
 
     def set_watch(self, watch: Watch | None) -> None:
-        """Shadow calls or summaries, from the next call on; None: nothing."""
+        """Set shadow calls or summaries, from the next call on; None: none."""
         with self.lock:
             if self.watch is not None:
                 self.watch.layers.stop()
@@ -257,7 +261,7 @@ class OpManager:
     def explain(
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> str:
-        """In words: what serves the operator, why, and why not the others."""
+        """Describe the choice for the operator, and why not the others."""
         try:
             selection = self.select(op_name, dtype, device)
         except OperatorError as error:
@@ -267,7 +271,9 @@ class OpManager:
         return "\n".join(lines)
 
     def begin_in_forked_child(self) -> None:
-        """Locks may be held, work half done, and scopes open in threads that are not here."""
+        """Reset after a fork: locks may be held, work half done, and scopes open in threads that no longer
+        exist.
+        """
         self.lock, self.registry.lock = threading.RLock(), threading.RLock()
         entered = self._entered.get()
         self._scopes = {scope: policy for scope, policy in self._scopes.items() if scope in entered}

@@ -1,4 +1,4 @@
-"""SelectionPolicy: which implementations a person wants."""
+"""SelectionPolicy: the user's choice of implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, Token, check_ch
 
 @dataclass(frozen=True)
 class Value:
-    """What one source says about one key, and where that is written."""
+    """A source's value of a key, and where it is written."""
 
     value: Any
     where: str
@@ -32,9 +32,9 @@ def listed(names: str | Iterable[str], separator: str = ",") -> list[str]:
 class SelectionPolicy:
     """Hashable, so that it can be part of a key.
 
-    Without ``strict`` an order is a wish: what it does not name follows, the reference last. With ``strict``
-    what the order names must serve, and what was chosen must not fail; only where ``prefer`` names nothing
-    that an operator has, the others serve it.
+    Without ``strict`` an order is a preference: implementations outside it follow, the reference last. With
+    ``strict`` one from the order must run, and must not fail; only if no implementation of an operator is in
+    ``prefer``, the others are used.
     """
 
     #: What comes first where ``per_op_order`` says nothing.
@@ -59,7 +59,7 @@ class SelectionPolicy:
 
     @classmethod
     def of(cls, **said: Any) -> SelectionPolicy:
-        """From values as a file or a variable has them: ``of(prefer="vendor", deny_vendors=["acme"])``.
+        """Make a policy from values of a file or a variable: ``of(prefer="vendor", deny_vendors=["acme"])``.
 
         :raises ConfigError: an unknown key, a value that its key cannot have, both lists of operators.
         """
@@ -74,7 +74,7 @@ class SelectionPolicy:
         return op_name not in self.op_blacklist
 
     def refuses(self, impl: OpImpl) -> str | None:
-        """Why this implementation may not be used whatever the order says; None: it may."""
+        """Return why this implementation is not allowed, whatever the order; None: it is."""
         if impl.vendor is None:
             return None
         if impl.vendor in self.deny_vendors:
@@ -84,7 +84,7 @@ class SelectionPolicy:
         return None
 
     def arranged(self, op_name: str, impls: Iterable[OpImpl]) -> list[OpImpl]:
-        """The implementations that this policy would use, best first."""
+        """Return the implementations that this policy allows, best first."""
         by_priority = sorted(impls, key=lambda impl: (-(impl.priority or 0), impl.impl_id))
         if not self.is_dispatched(op_name):
             return [impl for impl in by_priority if impl.kind is ImplKind.REFERENCE]
@@ -97,7 +97,7 @@ class SelectionPolicy:
         return arranged + [impl for impl in by_priority if impl not in arranged]
 
     def written(self, key: str) -> str:
-        """The value of a key as a variable has it."""
+        """Format the value of a key like a variable."""
         if key == "prefer":
             return self.prefer.text
         if key == "strict":
@@ -109,7 +109,7 @@ class SelectionPolicy:
         return ",".join(sorted(getattr(self, key) or ()))
 
     def describe(self) -> str:
-        """In one line, what differs from the default."""
+        """Describe in one line how it differs from the default."""
         said = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         return " ".join(f"{key}={self.written(key)}" for key in dict.fromkeys(["prefer", *said]))
 
@@ -167,7 +167,7 @@ def read_pairs(value: Value) -> dict[str, Any]:
     return dict(given)
 
 
-#: Every key of a policy, with what reads its value. The registry checks the names in it.
+#: The reader of each key of a policy. The registry checks the names in it.
 READERS: dict[str, Callable[[Value], Any]] = {
     "prefer": _token,
     "per_op_order": _orders,

@@ -40,7 +40,7 @@ def get_manager() -> OpManager:
             if settings.log is not None:
                 live.log_to(settings.log)
             manager.set_watch(watch_of(settings))
-            for op_name in registry.op_names():  # `sgl-aspects ops` shows each, called or not
+            for op_name in registry.op_names():  # `sgl-aspects ops` shows each operator, called or not
                 manager.site(op_name)
             _manager = manager
         return _manager
@@ -56,12 +56,12 @@ def new_registry() -> OpRegistry:
 
 
 def process_manager() -> OpManager | None:
-    """The manager, if there is one yet."""
+    """Return the manager, if it exists yet."""
     return _manager
 
 
 def reset_manager() -> None:
-    """Forget the process's manager, for tests: the next use reads the configuration again."""
+    """Discard the process's manager, for tests: the next use reads the configuration again."""
     global _manager
     with _lock:
         if _manager is not None:
@@ -97,7 +97,7 @@ def with_allowed_vendors(vendors: str | Iterable[str]) -> Scope:
 
 
 def with_denied_vendors(vendors: str | Iterable[str]) -> Scope:
-    """These as well as those that are denied already."""
+    """Deny these in addition to those already denied."""
     policy = get_manager().policy
     return policy_context(replace(policy, deny_vendors=policy.deny_vendors.union(listed(vendors))))
 

@@ -23,7 +23,7 @@ class OpRegistry:
         self.lock = threading.RLock()
         self._specs: dict[str, OperatorSpec] = {}
         self._impls: dict[str, tuple[OpImpl, ...]] = {}
-        #: Managers, which choose anew after each registration.
+        #: Managers, which choose again after each registration.
         self.users: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
     def _changed(self) -> None:
@@ -59,7 +59,7 @@ class OpRegistry:
         self._changed()
 
     def unregister(self, op_name: str, impl_id: str) -> None:
-        """Take an implementation out again. The reference stays."""
+        """Unregister an implementation. The reference cannot be."""
         with self.lock:
             known = self.impls(op_name)
             kept = tuple(impl for impl in known if impl.impl_id != impl_id)
@@ -74,12 +74,15 @@ class OpRegistry:
         return op_name in self._specs
 
     def spec(self, op_name: str) -> OperatorSpec:
-        """:raises OperatorError: no operator has this name; says which there are."""
+        """Return the operator.
+
+        :raises OperatorError: no operator has this name; lists the names.
+        """
         try:
             return self._specs[op_name]
         except KeyError:
             raise OperatorError(
-                f"no operator is called {op_name!r}; there are {', '.join(self.op_names())}"
+                f"no operator is named {op_name!r}; choose from {', '.join(self.op_names())}"
             ) from None
 
     def impls(self, op_name: str) -> tuple[OpImpl, ...]:
@@ -106,9 +109,9 @@ class OpRegistry:
             self.check_names(key, value, key)
 
     def check_names(self, key: str, value: Any, where: str) -> None:
-        """Every operator, vendor and implementation that the value of a policy's or a file's key names.
+        """Check every operator, vendor and implementation in the value of a policy's or a file's key.
 
-        :raises ConfigError: one is not there; names ``where`` and the choices.
+        :raises ConfigError: one does not exist; names ``where`` and the choices.
         """
         if key in ("op_whitelist", "op_blacklist", "summaries"):
             for name in sorted(value or ()):

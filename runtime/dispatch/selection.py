@@ -1,4 +1,4 @@
-"""Choosing: which of the implementations that the policy wants can serve such tensors."""
+"""Selection: the implementation that the policy prefers and that supports given tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Considered:
-    """One implementation, and why it was not chosen; None for the one that was."""
+    """One implementation, and why it was not chosen; None for the chosen one."""
 
     impl: OpImpl
     reason: str | None
@@ -25,23 +25,23 @@ class Considered:
 
 @dataclass(frozen=True)
 class Selection:
-    """What serves calls of one operator with tensors of one type on one device."""
+    """The implementations for calls of one operator with tensors of one type on one device."""
 
     impl: OpImpl
     #: In the policy's order, those after the chosen one included.
     considered: tuple[Considered, ...]
-    #: True where another type or device might be served by another implementation.
+    #: True if other types or devices may select another implementation.
     depends_on_tensors: bool
-    #: What takes over where the chosen one refuses or fails, best first.
+    #: Used if the chosen one rejects a call or fails, best first.
     others: tuple[OpImpl, ...]
 
 
 class Availability(dict[OpImpl, "str | None"]):
-    """Implementation → why it is not available, None where it is: its own answer, asked once."""
+    """Implementation → why it is not available, None if it is: its own answer, called once."""
 
     def __missing__(self, impl: OpImpl) -> str | None:
         try:
-            answer = impl.is_available() or "it says no more"
+            answer = impl.is_available() or "no reason given"
         except Exception as error:  # noqa: BLE001  # a library that does not load, and says so in the report
             answer = f"{type(error).__name__}: {error}"
         self[impl] = f"not available: {answer}" if isinstance(answer, str) else None
@@ -57,11 +57,11 @@ def choose(
     device: torch.device | None,
     failed: Collection[str] = (),
 ) -> Selection:
-    """The first implementation in the policy's order that may and can serve; the reasons for all of them.
+    """Select the first implementation in the policy's order that is allowed and able; the reasons for all.
 
-    ``failed`` are the ids of implementations that were set aside for these tensors under this policy.
+    ``failed``: ids of implementations that were excluded for these tensors under this policy.
 
-    :raises OperatorError: there is none; says what was looked at and why each was left out.
+    :raises OperatorError: there is none; lists the candidates and why each was left out.
     """
     impls = tuple(impls)
     arranged = policy.arranged(op_name, impls)
@@ -94,7 +94,7 @@ def choose(
 
 
 def _mismatch(impl: OpImpl, dtype: torch.dtype | None, device: torch.device | None) -> str | None:
-    """Why it cannot serve such tensors. Tensors that are not known are taken to fit."""
+    """Return why it does not support such tensors. Unknown tensors are assumed to fit."""
     if device is not None and impl.device_types is not None and device.type not in impl.device_types:
         return f"runs on {_listed(impl.device_types)}, not on {device.type}"
     if dtype is not None and impl.supported_dtypes is not None and dtype not in impl.supported_dtypes:

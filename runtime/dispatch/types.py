@@ -19,7 +19,7 @@ from sgl_aspects.platforms import current_platform
 
 
 class ImplKind(enum.Enum):
-    """Where an implementation comes from. The value is its token; the priority orders kinds."""
+    """The origin of an implementation. The value is its token; the priority orders kinds."""
 
     DEFAULT = "default"
     VENDOR = "vendor"
@@ -30,7 +30,7 @@ class ImplKind(enum.Enum):
         return {"default": 150, "vendor": 100, "reference": 50}[self.value]
 
 
-#: What people write for a kind; "flagos" is the name that FlagGems' users know.
+#: The tokens of kinds; "flagos" is the name that FlagGems' users know.
 KIND_TOKENS: dict[str, ImplKind] = {
     "default": ImplKind.DEFAULT,
     "flagos": ImplKind.DEFAULT,
@@ -44,7 +44,9 @@ def _always() -> bool:
 
 
 def needs(package: str, advice: str = "") -> Callable[[], bool | str]:
-    """For ``is_available``: whether the package is installed; where it is, it must load."""
+    """Return an ``is_available`` that checks that the package is installed; a broken one raises at its
+    import.
+    """
 
     def available() -> bool | str:
         if importlib.util.find_spec(package) is None:
@@ -56,7 +58,7 @@ def needs(package: str, advice: str = "") -> Callable[[], bool | str]:
 
 
 def on_platform(key: str) -> Callable[[], bool | str]:
-    """For ``is_available``: whether the current platform has this dispatch key."""
+    """Return an ``is_available`` that checks the current platform's dispatch key."""
 
     def available() -> bool | str:
         here = current_platform.get_dispatch_key_name()
@@ -70,7 +72,7 @@ class OpImpl:
     """One implementation of one operator.
 
     ``fn`` takes the operator's arguments, as its reference does (operators/). It may be the function's name,
-    "pkg.mod:function", which is imported when it is first chosen. None of a requirement means no requirement.
+    "pkg.mod:function", which is imported when it is first chosen. A requirement of None is no requirement.
     """
 
     op_name: str
@@ -87,15 +89,18 @@ class OpImpl:
     min_arch: tuple[int, int] | None = None
     #: Types of torch devices that it runs on, ("cuda",).
     device_types: frozenset[str] | None = None
-    #: Whether it can run in this process, asked once: True, or False or a reason why not.
+    #: Whether it can run in this process, called once: True, or False or a reason why not.
     is_available: Callable[[], bool | str] = _always
-    #: Arguments that it writes to, beyond those that the operator itself says it does.
+    #: Arguments that it writes to, beyond those in the operator's declaration.
     mutates: tuple[str, ...] = ()
-    #: Makes of a weight, once it is loaded, what :attr:`fn` is given as ``packed``; None: not of this weight.
+    #: Packs a loaded weight for :attr:`fn`'s argument ``packed``; None: not this weight.
     prepare: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        """:raises OperatorError: a field does not hold what it should."""
+        """Check the fields.
+
+        :raises OperatorError: a field has a wrong value.
+        """
         for name, collection in (
             ("supported_dtypes", frozenset),
             ("device_types", frozenset),
@@ -120,7 +125,7 @@ class OpImpl:
             ("priority", isinstance(self.priority, int), ": write a whole number"),
             ("supported_dtypes", types, ": write types such as torch.bfloat16"),
             ("min_arch", self.min_arch is None or _is_version(self.min_arch), ": write (major, minor)"),
-            ("is_available", callable(self.is_available), ": write a function that says True or why not"),
+            ("is_available", callable(self.is_available), ": write a function that returns True or why not"),
         ):
             if not is_right:
                 raise OperatorError(f"OpImpl {self.impl_id!r}: {name}={getattr(self, name)!r}{advice}")
@@ -147,7 +152,7 @@ def _is_version(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OperatorSpec:
-    """An operator: its reference says what it computes and what its arguments are called."""
+    """An operator: its reference defines the computation and the names of its arguments."""
 
     name: str
     reference: Callable[..., Any]
@@ -171,7 +176,7 @@ class OperatorSpec:
         return list(self.parameters).index(self.keyed_by)
 
     def written_signature(self) -> tuple[str, str]:
-        """For generated code: "x, eps=1e-06" and "x, eps"."""
+        """Return the signature and the arguments for generated code: "x, eps=1e-06" and "x, eps"."""
         # A default of these operators is a number, a text, True, False or None: it can be written as it is.
         signature = ", ".join(
             name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
@@ -199,10 +204,10 @@ class OperatorSpec:
         return made
 
     def check_signature(self, impl: OpImpl) -> None:
-        """The reference's parameters under their names and in their order; more only with defaults. An
-        implementation that is registered by name is checked when it is first chosen.
+        """Check that the function has the reference's parameters, names and order; more only with defaults.
+        An implementation that is registered by name is checked when it is first chosen.
 
-        :raises OperatorSignatureError: says what differs.
+        :raises OperatorSignatureError: names the difference.
         """
         self._check_arguments(impl.mutates, f"{impl.impl_id}: mutates")
         if callable(impl.fn):
@@ -254,9 +259,9 @@ class Token:
 
     @classmethod
     def parse(cls, text: object, where: str) -> Token:
-        """``default``, ``flagos``, ``vendor``, ``reference``, ``vendor:<name>`` or ``impl:<id>``.
+        """Parse ``default``, ``flagos``, ``vendor``, ``reference``, ``vendor:<name>`` or ``impl:<id>``.
 
-        :raises ConfigError: anything else; ``where`` says which key of which file or which variable.
+        :raises ConfigError: anything else; ``where`` names the key of the file or the variable.
         """
         if isinstance(text, str):
             head, colon, name = (part.strip() for part in text.partition(":"))
@@ -280,6 +285,9 @@ class Token:
 
 
 def check_choice(where: str, what: str, name: str, choices: list[str]) -> None:
-    """:raises ConfigError: ``name`` is not one of the choices."""
+    """Check a name.
+
+    :raises ConfigError: ``name`` is not one of the choices.
+    """
     if name not in choices:
         raise ConfigError(f"{where}: unknown {what} {name!r}; choose from {', '.join(choices) or 'none'}")

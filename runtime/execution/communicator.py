@@ -1,4 +1,4 @@
-"""Communicator: what the ranks of one engine tell each other."""
+"""Communicator: collectives between the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from sgl_aspects.platforms import current_platform, resolve_qualified_name
 
 
 class Communicator:
-    """One rank alone: nothing to tell. Tensors come back as they are."""
+    """The communicator of a single rank: tensors are returned unchanged."""
 
     rank = 0
     world_size = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on each of them. ``x`` may be overwritten."""
+        """Return the sum over all ranks, on each of them. ``x`` may be overwritten."""
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The tensors of all ranks, of one shape, one after the other along ``dim``."""
+        """Concatenate the tensors of all ranks, of one shape, along ``dim``."""
         return x
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """What rank ``source`` has, in place."""
+        """Overwrite ``x`` with rank ``source``'s."""
         return x
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's share, along ``dim``, of the sum over all ranks."""
+        """Return this rank's part, along ``dim``, of the sum over all ranks."""
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Give ``x`` to the rank ``to``, which receives it."""
+        """Send ``x`` to the rank ``to``, which receives it."""
         raise ConfigError(f"send to rank {to}: this rank is alone")
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """The tensor that rank ``source`` sends, which has this shape and type."""
+        """Receive the tensor of this shape and type that rank ``source`` sends."""
         raise ConfigError(f"recv from rank {source}: this rank is alone")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank; small things that pickle."""
+        """Return the value of each rank, by rank; small objects that pickle."""
         return [value]
 
     # -- several tensors by name, with other values between them: values pickle, tensors go as they are ----
 
     def broadcast_tensor_dict(self, values: dict[str, Any] | None, source: int = 0) -> dict[str, Any]:
-        """What rank ``source`` gives, on each rank; the others give None."""
+        """Return rank ``source``'s values on each rank; the others pass None."""
         if self.world_size == 1:
             return dict(values or {})
         found = self.gather_objects(
@@ -72,7 +72,7 @@ class Communicator:
         }
 
     def send_tensor_dict(self, values: dict[str, Any], to: int) -> None:
-        """Give values by name to the rank ``to``, which calls :meth:`recv_tensor_dict`."""
+        """Send values by name to the rank ``to``, which calls :meth:`recv_tensor_dict`."""
         described = pickle.dumps(_described(values))
         self.send(torch.tensor([len(described)], device=self._device), to)
         self.send(torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self._device), to)
@@ -81,7 +81,7 @@ class Communicator:
                 self.send(value.contiguous(), to)
 
     def recv_tensor_dict(self, source: int) -> dict[str, Any]:
-        """What rank ``source`` sends by :meth:`send_tensor_dict`."""
+        """Receive the values that rank ``source`` sends by :meth:`send_tensor_dict`."""
         size = int(self.recv((1,), torch.int64, source))
         described = pickle.loads(self.recv((size,), torch.uint8, source).cpu().numpy().tobytes())
         return {
@@ -103,7 +103,7 @@ class Communicator:
         """Leave the group."""
 
     def share(self, size: int, what: str) -> int:
-        """One rank's part of ``size``; ConfigError where it cannot be cut evenly."""
+        """Return one rank's part of ``size``; ConfigError if it cannot be divided evenly."""
         if size % self.world_size:
             raise ConfigError(
                 f"tp_size={self.world_size} does not divide {what} ({size}): choose a tp_size that does"
@@ -125,7 +125,7 @@ class TorchCommunicator(Communicator):
 
     @classmethod
     def of_group(cls, group: Any, ranks: Sequence[int], rank: int) -> TorchCommunicator:
-        """In a group that an engine has made already: ``ranks`` of the world, this one the ``rank``-th."""
+        """Join a group that an engine has made: ``ranks`` of the world, this one the ``rank``-th."""
         made = cls.__new__(cls)
         made._join(rank, list(ranks), group)
         return made
@@ -194,7 +194,7 @@ class FlagCXCommunicator(TorchCommunicator):
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What a rank must know of a tensor before it comes."""
+    """The description of a tensor that a rank needs before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -208,7 +208,7 @@ def _described(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_communicator(rank: int, world_size: int, init_method: str) -> Communicator:
-    """The platform's own class; else FlagCX where FLAGCX_PATH is set. A single rank joins no group."""
+    """Make the platform's own class; else FlagCX if FLAGCX_PATH is set. A single rank joins no group."""
     if world_size == 1:
         return Communicator()
     usual = TorchCommunicator if env.text("FLAGCX_PATH") is None else FlagCXCommunicator

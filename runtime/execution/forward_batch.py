@@ -22,7 +22,7 @@ class ForwardBatch:
     forward_mode: ForwardMode
     #: [tokens]
     input_ids: torch.Tensor
-    #: [tokens]: the place of each token in its request.
+    #: [tokens]: the position of each token in its request.
     positions: torch.Tensor
     #: [requests]: rows of the page table.
     rows: torch.Tensor
@@ -34,7 +34,7 @@ class ForwardBatch:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """[tokens]: where each token's keys and values go. Computed on first use by a backend."""
+        """[tokens]: the slots of each token's keys and values. Computed on first use by a backend."""
         rows = self.rows
         if self.forward_mode is not ForwardMode.DECODE:
             rows = rows.repeat_interleave(torch.tensor(self.num_new_tokens, device=rows.device))
@@ -46,7 +46,7 @@ class ForwardBatch:
         return self.last_tokens(self.positions) + 1
 
     def last_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Of ``x`` [tokens, …] what belongs to each request's last token: [requests, …]."""
+        """Return the rows of ``x`` [tokens, …] for each request's last token: [requests, …]."""
         if self.forward_mode is ForwardMode.DECODE:
             return x
         return x.index_select(0, self._last_token_indices)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
-    """What ``SRTPlatform.get_graph_runner_cls`` names. A vendor's own has these three methods."""
+    """The interface of ``SRTPlatform.get_graph_runner_cls``. A vendor's own has these three methods."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self._runner = model_runner
@@ -54,13 +54,13 @@ class GraphRunner:
     # -- capturing -----------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture every size, once the model is loaded and again whenever its weights were changed."""
+        """Capture every size, once the model is loaded and after each change of weights."""
         start = time.perf_counter()
         self._captured.clear()
         self._inputs.zero_()
         self._inputs[2] = self._runner.page_table.padding_row
         console = Console(stderr=True)
-        # The largest first: what the smaller ones need fits into what it leaves behind.
+        # The largest first: the smaller ones reuse its memory.
         for size in track(
             self.sizes[::-1],
             description=f"Capturing {self._platform.get_graph_label()}s",
@@ -88,7 +88,7 @@ class GraphRunner:
             return graph, graph.capture(lambda: self._decode(size))
 
     def _decode(self, size: int) -> torch.Tensor:
-        """The work itself: logits [size, vocab_size] of what the inputs hold."""
+        """Compute logits [size, vocab_size] from the inputs: the captured work."""
         runner = self._runner
         token_ids, positions, rows = self._inputs[:, :size].unbind(0)
         batch = ForwardBatch(
@@ -106,17 +106,17 @@ class GraphRunner:
     # -- replaying -----------------------------------------------------------------------------------
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether there is a graph for ``batch``: it only decodes, and is not too large."""
+        """Return whether there is a graph for ``batch``: it only decodes, and is not too large."""
         return batch.forward_mode is ForwardMode.DECODE and batch.batch_size <= self.sizes[-1]
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Logits [batch_size, vocab_size], in memory that the next replay of this size writes again."""
+        """Replay: logits [batch_size, vocab_size], in memory that the next replay of this size overwrites."""
         count = batch.batch_size
         size = next(size for size in self.sizes if size >= count)
         self._host_inputs.reverse()
         host = self._host_inputs[0]
         padding = [0] * (size - count)
-        ahead = 0 if batch.follows is None else 1  # the token of the step before is not counted yet
+        ahead = 0 if batch.follows is None else 1  # the previous step's token is not counted yet
         host[:, :size] = torch.tensor(
             [
                 [req.last_token for req in batch.reqs] + padding,
@@ -128,7 +128,7 @@ class GraphRunner:
         if batch.follows is not None:
             self._inputs[0, :count].copy_(batch.follows.on_device)
         watch = get_manager().watch
-        if watch is not None and watch.takes_step():  # of what a graph hides, nothing can be compared
+        if watch is not None and watch.takes_step():  # calls inside a graph cannot be compared
             with watch.every_call():
                 return self._decode(size)[:count]
         graph, logits = self._captured[size]

@@ -64,14 +64,14 @@ class ModelRunner:
         self.init_graphs()
 
     def load_model(self) -> None:
-        """The model with the checkpoint's weights, ready to run."""
+        """Load the model with the checkpoint's weights, ready to run."""
         self.model = self._build_model(self.checkpoint)
 
     def update_weights(self, model_path: str) -> None:
-        """Put the weights of another checkpoint of the same model in the place of the present ones.
+        """Replace the weights by those of another checkpoint of the same model.
 
-        They are loaded beside those. ModelLoadError where any rank cannot load them: nothing has changed
-        then, on any rank.
+        They are loaded beside the present ones. ModelLoadError if any rank cannot load them: nothing has
+        changed then, on any rank.
         """
         failure, model = None, None
         try:
@@ -83,9 +83,9 @@ class ModelRunner:
         failures = [other for other in self.communicator.gather_objects(failure) if other]
         if not failures:
             self.model, self.checkpoint = model, checkpoint
-        # One of the two is not needed any more. Its memory is given back now: the next one may need it.
+        # Release the unused one of the two now: the next one may need its memory.
         del model
-        gc.collect()  # its layers and the places where they call operators hold each other
+        gc.collect()  # its layers and their call sites form reference cycles
         self.platform.empty_cache()
         if failures:
             raise ModelLoadError(f"{model_path} was not loaded, the old weights stay: {failures[0]}")
@@ -93,7 +93,7 @@ class ModelRunner:
 
     def _build_model(self, checkpoint: Checkpoint) -> Any:
         start = time.perf_counter()
-        get_manager()  # a wrong setting of operators is reported before weights are read
+        get_manager()  # an invalid setting of operators is reported before weights are read
         method = self.server_args.quantization
         quantization = None if method is None else quantization_config(method, self.platform)
         with self.device, self.platform.inference_mode():
@@ -113,7 +113,7 @@ class ModelRunner:
         return model
 
     def init_kv_cache(self) -> None:
-        """Pool, allocator and page table, of the size asked for or of what the free memory allows."""
+        """Make pool, allocator and page table, of the configured size or of what the free memory allows."""
         args, config = self.server_args, self.config
         kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
         pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind=kind))
@@ -141,7 +141,7 @@ class ModelRunner:
             dtype=self.dtype,
             layer_num=config.num_kv_layers,
             device=self.device,
-            # As SGLang makes its pools: one stage has all layers, and no memory is given up meanwhile.
+            # With the keywords of SGLang's pools: one stage has all layers, and memory is kept.
             enable_memory_saver=False,
             start_layer=0,
             end_layer=config.num_kv_layers - 1,
@@ -161,7 +161,7 @@ class ModelRunner:
             allocator,
             self.page_table,
             self.kv_pool,
-            # A state is that of its request's last token: of a prefix there is none.
+            # A state is that of its request's last token: prefixes have none.
             prefix_cache=args.prefix_cache and config.linear is None,
             clears_pages=self.attention_backend.reads_unwritten_slots,
         )
@@ -173,8 +173,9 @@ class ModelRunner:
         )
 
     def compile_model(self) -> None:
-        """Compile the model's layers, where that is asked for: by the platform's own class where it declares
-        ``piecewise_graph``, else by its compiler."""
+        """Compile the model's layers if configured: by the platform's own class if it declares
+        ``piecewise_graph``, else by its compiler.
+        """
         if not self.server_args.compile:
             return
         pieces: Any = PiecewiseBackend
@@ -188,7 +189,7 @@ class ModelRunner:
             ) from error
 
     def init_graphs(self) -> None:
-        """The platform's graph runner, and what it captures; None where there is nothing to capture with."""
+        """Return the platform's graph runner, with its graphs captured; None if it has none."""
         self.graph_runner: Any = None
         if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
             return
@@ -201,13 +202,13 @@ class ModelRunner:
         self.graph_runner.capture()
 
     def weights_changed(self) -> None:
-        """Called once there are new weights: what was compiled and captured with the old ones is renewed."""
+        """Renew what was compiled and captured with the old weights; called after a change."""
         self.compile_model()
         if self.graph_runner is not None and self.platform.needs_graph_recapture():
             self.graph_runner.capture()
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [batch_size, vocab_size] of the token after the last one that each request feeds."""
+        """Return logits [batch_size, vocab_size] for the token after each request's last one."""
         with self.platform.inference_mode():
             if self.graph_runner is not None and self.graph_runner.can_run(batch):
                 logits: torch.Tensor = self.graph_runner.replay(batch)
@@ -215,13 +216,13 @@ class ModelRunner:
             return self.compute_logits(ForwardBatch.of(batch, self.attention_backend, self.device))
 
     def compute_logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """One step's work on the device: what a graph runner captures."""
+        """Run one step on the device: the part that a graph runner captures."""
         self.attention_backend.prepare(batch)
         logits: torch.Tensor = self.model(batch)
         return logits
 
     def can_follow(self, batch: Batch) -> bool:
-        """Whether a step can begin before the tokens of ``batch``, the step before it, are known here."""
+        """Return whether a step can begin before the host has the tokens of ``batch``, the previous step."""
         return (
             self.platform.is_asynchronous()
             and not self.server_args.disable_overlap
@@ -230,9 +231,9 @@ class ModelRunner:
         )
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> SampledTokens:
-        """One token a request; what it says for requests that ``batch.samples`` denies means nothing.
+        """Sample one token per request; undefined for requests that ``batch.samples`` excludes.
 
-        Rank 0 chooses, and the others hear of it.
+        Rank 0 chooses, and broadcasts to the others.
         """
         with self.platform.inference_mode():
             if self.communicator.rank > 0:
@@ -243,7 +244,7 @@ class ModelRunner:
 
     def _choose_tokens(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         params = [req.sampling_params for req in batch.reqs]
-        # A greedy request, or a prompt that is not done, draws nothing: its sequence stays its own.
+        # A greedy request, or an incomplete prompt, draws nothing: its sequence is not advanced.
         uniforms = [
             req.random.random() if sampling and not req.sampling_params.is_greedy else 0.0
             for req, sampling in zip(batch.reqs, batch.samples)
@@ -254,13 +255,13 @@ class ModelRunner:
     def logprobs(
         self, logits: torch.Tensor, token_ids: list[int], batch: Batch
     ) -> list[TokenLogprobs | None]:
-        """For each request that asked, of the distribution before penalties and temperature."""
+        """Return log probabilities for each request that needs them, before penalties and temperature."""
         with self.platform.inference_mode():
             return token_logprobs(logits, token_ids, [req.sampling_params.logprobs for req in batch.reqs])
 
 
 def choose_context_length(wanted: int | None, of_model: int) -> int:
-    """What the user wants, up to what the model was made for."""
+    """Return the user's context length, limited to the model's."""
     if wanted is None:
         return of_model
     if wanted > of_model:
@@ -269,9 +270,9 @@ def choose_context_length(wanted: int | None, of_model: int) -> int:
 
 
 def check_same_model(present: ModelConfig, new: ModelConfig, path: str) -> None:
-    """ModelLoadError that names what differs. The type of the weights may: they are converted."""
+    """Raise a ModelLoadError that names the differences. The type of the weights may differ."""
     differing = [
-        f"{field.name} ({getattr(new, field.name)!r} in the place of {getattr(present, field.name)!r})"
+        f"{field.name} ({getattr(new, field.name)!r} instead of {getattr(present, field.name)!r})"
         for field in dataclasses.fields(ModelConfig)
         if field.name not in ("dtype", "eos_token_ids")
         and getattr(new, field.name) != getattr(present, field.name)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PiecewiseBackend:
-    """For platforms that name no class of their own (``get_piecewise_backend_cls``), which has ``compile``.
+    """For platforms without a class of their own (``get_piecewise_backend_cls``), which has ``compile``.
 
     Nothing is captured: a platform whose pieces are replayed as graphs declares ``piecewise_graph``.
     """

@@ -1,4 +1,4 @@
-"""ProfileWindow: what PyTorch's profiler sees of a few steps."""
+"""ProfileWindow: PyTorch's profiler for a few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ProfileWindow:
         self._profile.start()
 
     def write(self) -> None:
-        """A Chrome trace; the file is there when it is whole."""
+        """Write a Chrome trace; the file appears when it is complete."""
         self._platform.synchronize()  # the device's part of the last step belongs to it
         self._profile.stop()
         begun = self._file.with_name("unfinished." + self._file.name)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counters:
-    """What a RequestManager has seen since it was made."""
+    """Counts of a RequestManager since it was made."""
 
     received_requests: int = 0
     #: By finish reason.
@@ -57,15 +57,15 @@ class RequestManager:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._max_total_tokens = max_total_tokens
-        #: The requests under way. The caller that takes one out ends it, so that each ends once.
+        #: The open requests. The caller that removes one ends it, so that each ends once.
         self._under_way: dict[str, RequestHandle] = {}
         self.counters = Counters()
         self._lock = threading.Lock()
-        #: Why no request is taken any more; None while they are.
+        #: Why requests are rejected; None while they are accepted.
         self.death: str | None = None
 
     def receive_request(self, request: GenerateRequest) -> RequestHandle:
-        """InvalidRequestError where a request with this id is under way; nothing is received then."""
+        """Open the request; InvalidRequestError, and nothing opened, if one with this id is open."""
         handle = RequestHandle(request, self)
         with self._lock:
             if self.death is not None:
@@ -79,7 +79,7 @@ class RequestManager:
         return handle
 
     def tokenize_request(self, handle: RequestHandle) -> list[int]:
-        """The prompt's tokens; InvalidRequestError where it is empty or can never fit."""
+        """Return the prompt's tokens; InvalidRequestError if it is empty or can never fit."""
         prompt = handle.request.prompt
         if handle.request.is_chat:
             tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # is_chat says so
@@ -94,7 +94,7 @@ class RequestManager:
         return tokens
 
     def check_sampling_params(self, params: SamplingParams) -> None:
-        """InvalidRequestError for what only the model can validate: token ids, the schema."""
+        """Raise InvalidRequestError for errors that only the model can detect: token ids, the schema."""
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(params, name):
                 self._check_id(token, f"{name}: ")
@@ -109,7 +109,7 @@ class RequestManager:
         self._send(TokenizedRequest(handle.rid, handle.input_ids, params))
 
     def handle_outputs(self, outputs: list[TokenOutput]) -> None:
-        """Take in those of one step. What goes wrong with one ends its request alone."""
+        """Process the outputs of one step. An error with one ends its request alone."""
         for output in outputs:
             try:
                 self.handle_output(output)
@@ -117,7 +117,7 @@ class RequestManager:
                 self.fail_request(output.rid, error)
 
     def handle_output(self, output: TokenOutput) -> None:
-        """Take in what a request got in one step. Outputs of a request that has ended are dropped."""
+        """Process a request's output of one step. Outputs of a request that has ended are dropped."""
         with self._lock:
             handle = self._under_way.get(output.rid)
         if handle is None:
@@ -131,7 +131,7 @@ class RequestManager:
         finish_reason = output.finish_reason
         shown = self._shown_logprobs(handle, output, len(handle.text) + len(text))
         if handle.stop_texts.found and finish_reason in (None, "length", "stop"):
-            if finish_reason is None:  # the scheduler does not know text: it would go on
+            if finish_reason is None:  # the scheduler does not see text: it would go on
                 self._send(AbortRequest(handle.rid))
             finish_reason = "stop"
         handle.text += text
@@ -144,7 +144,7 @@ class RequestManager:
             self.end_request(handle, finish_reason, output.error)
 
     def detokenize(self, handle: RequestHandle, token_ids: Sequence[int]) -> str:
-        """The text that these further tokens add, as far as it is certain."""
+        """Return the text that these tokens add, as far as it is final."""
         return handle.decoder.add(token_ids)
 
     def finish_request(
@@ -157,7 +157,7 @@ class RequestManager:
         handle.put_chunk(None)
 
     def abort(self, rid: str) -> bool:
-        """Ask the scheduler to end the request; False where none with this id is under way."""
+        """Send an abort to the scheduler; False if no request with this id is open."""
         with self._lock:
             known = rid in self._under_way
         if known:
@@ -165,7 +165,7 @@ class RequestManager:
         return known
 
     def fail_request(self, rid: str, error: BaseException) -> None:
-        """End a request on this side because of ``error``, and tell the scheduler."""
+        """End a request on this side because of ``error``, and abort it in the scheduler."""
         with self._lock:
             handle = self._under_way.get(rid)
         if handle is not None:
@@ -175,7 +175,7 @@ class RequestManager:
     def end_request(
         self, handle: RequestHandle, finish_reason: str, error: BaseException | None = None
     ) -> None:
-        """Finish a request unless another thread has: its last output and the scheduler's death may meet."""
+        """Finish a request unless another thread has, as with its last output and the scheduler's death."""
         with self._lock:
             first = self._under_way.get(handle.rid) is handle
             if first:
@@ -185,7 +185,7 @@ class RequestManager:
             self.finish_request(handle, finish_reason, error)
 
     def scheduler_died(self, error: SchedulerDiedError) -> None:
-        """End every request with this error, each with an instance of its own, and refuse all later ones."""
+        """End every request with this error, each with its own instance, and reject all later ones."""
         with self._lock:
             self.death = str(error)
             handles = list(self._under_way.values())
@@ -217,7 +217,7 @@ class RequestManager:
     def _shown_logprobs(
         self, handle: RequestHandle, output: TokenOutput, given: int
     ) -> list[TokenLogprobs] | None:
-        """Those whose text is among the first ``given`` characters, and has not been shown."""
+        """Return the tokens whose text is among the first ``given`` characters, and has not been yielded."""
         if output.logprobs is None:
             return None
         entries = output.logprobs[:-1] if output.has_end_token else output.logprobs

@@ -1,4 +1,4 @@
-"""A request in the caller's process: what is asked for, what comes of it, and the whole in the end."""
+"""A request in the caller's process: its parameters, its chunks, and the whole answer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class GenerateRequest:
     prompt: Prompt
     sampling_params: SamplingParams
     rid: str
-    #: Whether the caller wants text as it comes.
+    #: Whether the caller reads the text as it arrives.
     stream: bool
     #: HTTP headers of the call that led to this, by lower-case name, such as "traceparent".
     headers: Mapping[str, str]
-    #: Of several requests that one call led to, the id of the first; empty where there is but one.
+    #: The id of the first of several requests of one call; empty for a single one.
     group: str
 
     @property
@@ -49,7 +49,7 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    #: One for each token, where the request asked for them.
+    #: One for each token, if requested.
     logprobs: list[TokenLogprobs] | None = None
     #: The same, but held back as long as the tokens' text is, and without tokens that only end the request:
     #: for readers who must not see a part of a stop text.
@@ -67,7 +67,7 @@ class GenerationResult:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
-    #: One for each output token, where ``SamplingParams.logprobs`` asked for them.
+    #: One for each output token, if ``SamplingParams.logprobs`` requests them.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
@@ -76,7 +76,7 @@ class GenerationResult:
 
 
 class RequestHandle:
-    """One request under way. Iterate for its chunks, once; or take the whole with :meth:`result`.
+    """One open request. Iterate over its chunks, once; or wait for the whole with :meth:`result`.
 
     Only the RequestManager writes its fields.
     """
@@ -97,14 +97,14 @@ class RequestHandle:
         self.error: BaseException | None = None
         #: ``time.time_ns`` of the first token, None before it.
         self.first_token_time_ns: int | None = None
-        #: None is the last; ``finished`` is set before it is put.
+        #: Ends with None; ``finished`` is set before that.
         self.chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
         self.finished = threading.Event()
-        #: Called, in the thread that receives, after something was put into ``chunks``.
+        #: Called, in the thread that receives, after a chunk was put into ``chunks``.
         self.wake: Callable[[], None] | None = None
         self.decoder = IncrementalDecoder(manager.tokenizer)
         self.stop_texts = StopTexts(request.sampling_params.stop)
-        #: Characters that all tokens so far gave, those that are held back among them.
+        #: Characters of all tokens so far, including those held back.
         self.decoded_chars = 0
         #: Those whose text is among ``text``.
         self.shown_logprobs: list[TokenLogprobs] = []
@@ -131,7 +131,7 @@ class RequestHandle:
             self.abort()
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        """The same for ``async for``: the event loop goes on while the next chunk is awaited."""
+        """Iterate with ``async for``: the event loop goes on while the next chunk is awaited."""
         try:
             async for _, chunk in chunks_of([self]):
                 yield chunk
@@ -154,7 +154,7 @@ class RequestHandle:
         )
 
     def abort(self) -> bool:
-        """Ask for the end of the request, whose finish_reason is "abort" then. False where it has ended."""
+        """Abort the request, whose finish_reason is "abort" then. False if it has ended."""
         return not self.finished.is_set() and self._manager.abort(self.rid)
 
     def raise_error(self) -> None:
@@ -163,11 +163,13 @@ class RequestHandle:
 
 
 async def chunks_of(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, StreamChunk]]:
-    """(index of the request, its next chunk) as they come, until all have ended; an error of one ends all."""
+    """Yield (index of the request, its next chunk) as they arrive, until all have ended; an error of one ends
+    all.
+    """
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader
             loop.call_soon_threadsafe(ready.set)
 
     for handle in handles:

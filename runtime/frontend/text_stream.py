@@ -1,4 +1,4 @@
-"""Tokens to text, as they come."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _WINDOW = 16
 
 
 class IncrementalDecoder:
-    """``add`` returns text once it is certain: a character spread over tokens comes with the last of them.
+    """``add`` returns text once it is final: a character spread over tokens comes with the last of them.
 
-    The pieces, with what ``flush`` returns, are exactly the text of all tokens decoded at once.
+    The pieces, with the result of ``flush``, are exactly the text of all tokens decoded at once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        #: Tokens at the start of the window that are there for context: their text is out already.
+        #: Tokens at the start of the window that are context only: their text has been returned.
         self._context = 0
-        #: Characters of the window's text that are out.
+        #: Characters of the window's text that have been returned.
         self._given = 0
         #: Whether the last bytes may become a character with the next token.
         self.is_incomplete = False
@@ -41,7 +41,7 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """What ``add`` held back: bytes that never became a character."""
+        """Return the text held back by ``add``: bytes that never became a character."""
         text = self._tokenizer.decode(self._window)
         piece = text[self._given :]
         self._given = len(text)
@@ -63,7 +63,7 @@ class StopTexts:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The part of the text so far that no stop text can begin in; ``found``: one was found."""
+        """Return the text so far in which no stop text can begin; ``found``: one was found."""
         text = self._held + text
         hits = [index for index in (text.find(stop) for stop in self._stops) if index >= 0]
         if hits:

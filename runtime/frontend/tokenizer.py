@@ -46,7 +46,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "the text holds half of a surrogate pair: it is not valid Unicode"
             ) from None
-        # As a batch, because other threads go on meanwhile: encode() would stop them, for seconds at some MB.
+        # As a batch, because encode() would hold the GIL, for seconds at some MB.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -55,11 +55,11 @@ class Tokenizer:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Special tokens leave no text."""
+        """Decode; special tokens leave no text."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to the text, special tokens by their name."""
+        """Return the text of one token, special tokens by their name."""
         token = self.backend.id_to_token(token_id)
         if token is None:  # the model's vocabulary is larger than the tokenizer's
             return b""
@@ -76,7 +76,7 @@ class Tokenizer:
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
-        """The conversation as the model was trained to read it, open for the assistant's answer."""
+        """Format the conversation by the chat template, up to the assistant's answer."""
         if not _are_messages(messages):
             raise InvalidRequestError(f"{messages!r} is not a conversation: {_EXAMPLE}")
         try:

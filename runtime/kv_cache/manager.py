@@ -1,4 +1,4 @@
-"""KVCache: what requests hold of the key-value cache, from the prefix they find to what they leave behind."""
+"""KVCache: allocates pages to requests, from the cached prefix to what they leave behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class KVCache:
     """The pages of a request are the prefix tree's as far as ``req.shared_pages``, and its own after that.
 
-    Sizes are in tokens. What it says of memory counts what could be evicted as available.
+    Sizes are in tokens. Evictable memory counts as available.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KVCache:
         return self.prefix_cache.num_pages * self.page_size
 
     def match_prefix(self, req: Req) -> int:
-        """Hold the longest cached prefix for ``req``; returns how many tokens it has: never all of them."""
+        """Lock the longest cached prefix for ``req``; returns its number of tokens: never all of them."""
         tokens = req.tokens_between(0, req.total_tokens - 1)
         whole = len(tokens) // self.page_size * self.page_size
         req.prefix = self.prefix_cache.match(tokens[:whole])
@@ -57,7 +57,7 @@ class KVCache:
         return req.shared_pages * self.page_size
 
     def alloc(self, num_tokens: int) -> list[int] | None:
-        """Pages for this number of tokens, evicting cached ones; None where too few can be freed."""
+        """Return pages for this number of tokens, evicting cached ones; None if too few can be freed."""
         if num_tokens > self.available_size():
             return None
         short = num_tokens - self.allocator.available_size()
@@ -68,9 +68,10 @@ class KVCache:
             self.pool.clear(pages)
         return pages
 
-    def admit(self, req: Req, reserve: int) -> bool:
-        """Give ``req`` a row and pages for all its tokens; False, and nothing held, where they leave less
-        than ``reserve`` tokens for others."""
+    def add(self, req: Req, reserve: int) -> bool:
+        """Allocate a row and pages for all tokens of ``req``; False, and nothing allocated, if they leave
+        less than ``reserve`` tokens for others.
+        """
         cached = self.match_prefix(req)
         wanted = req.total_tokens - cached
         pages = self.alloc(wanted) if wanted + reserve <= self.available_size() else None
@@ -84,7 +85,7 @@ class KVCache:
         return True
 
     def extend(self, req: Req, num_tokens: int) -> bool:
-        """Make the request's pages hold ``num_tokens`` tokens; False where memory has run out."""
+        """Extend the request's pages to ``num_tokens`` tokens; False if memory has run out."""
         missing = num_tokens - len(req.pages) * self.page_size
         if missing <= 0:
             return True
@@ -96,7 +97,7 @@ class KVCache:
         return True
 
     def store_prefix(self, req: Req) -> None:
-        """Put what the request has computed into the tree, for others to find, and go on holding it."""
+        """Insert what the request has computed into the tree, for others to find; it stays locked."""
         count = req.computed_tokens // self.page_size
         if not self._keeps_prefixes or count <= req.shared_pages:
             return
@@ -106,7 +107,7 @@ class KVCache:
         self.prefix_cache.unlock(req.prefix)
         req.prefix, req.shared_pages = node, count
         kept = self.prefix_cache.pages_of(node)
-        # Where another request computed the same at the same time and came first, its pages stay.
+        # If another request inserted the same first, its pages stay.
         twice = [page for page, tree_page in zip(mine, kept) if page != tree_page]
         if twice:
             self.allocator.free(twice)
@@ -114,7 +115,7 @@ class KVCache:
             self.page_table.set_pages(req.row, 0, kept)
 
     def release(self, req: Req) -> None:
-        """Take back all that the request holds; what it computed stays in the tree until room is needed."""
+        """Release all that the request holds; what it computed stays in the tree until memory is needed."""
         self.store_prefix(req)
         self.allocator.free(req.pages[req.shared_pages :])
         self.prefix_cache.unlock(req.prefix)
@@ -122,5 +123,5 @@ class KVCache:
         req.row, req.prefix, req.pages, req.shared_pages = -1, None, [], 0
 
     def forget_prefixes(self) -> None:
-        """Evict all pages that no request holds: the weights that they were computed with are gone."""
+        """Evict all unlocked pages: the weights that they were computed with have been replaced."""
         self.prefix_cache.evict(self.prefix_cache.num_evictable)

@@ -1,4 +1,4 @@
-"""Which pages of the key-value cache are free, and which belong to which request.
+"""The pages of the key-value cache: which are free, and which belong to which request.
 
     page table, one row for each running request          pool, page_size 4 (slots 0 1 2 3 | 4 5 6 7 | ...)
     row 0 │ 3 5 0 0   six tokens: page 3 full, 5 half      page 0 │ padding: never handed out
@@ -8,8 +8,8 @@
     The token at position p of a row lives in              page 4 │ free
     slot = row[p // page_size] * page_size + p % page_size page 5 │ k4 k5 .. ..   row 0
 
-Rows end in zeros, so that a step can take the same number of pages from each row: what it reads from page 0
-it masks. All layers share one page table; each has its own keys and values in the same slots.
+Rows end in zeros, so that a step can take the same number of pages from each row and mask values from page 0.
+All layers share one page table; each has its own keys and values in the same slots.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PagedAllocator:
         return -(-num_tokens // self.page_size)
 
     def alloc(self, num_tokens: int) -> list[int] | None:
-        """Pages that hold ``num_tokens`` tokens; None, and nothing taken, where there are not enough."""
+        """Allocate pages for ``num_tokens`` tokens; None, and nothing allocated, if there are not enough."""
         count = self.pages_for(num_tokens)
         if count > len(self._free):
             return None
@@ -52,7 +52,7 @@ class PagedAllocator:
 
 
 def copy_to(target: torch.Tensor, numbers: list[int]) -> None:
-    """Whole numbers into a tensor, where it can be without waiting for the work that its device was given."""
+    """Copy whole numbers into a tensor, asynchronously where possible."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if current_platform.is_pin_memory_available():
         host = host.pin_memory()
@@ -84,7 +84,7 @@ class PageTable:
         self._free_rows.append(row)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[tokens]: where the token at each position of each row lives."""
+        """Return [tokens]: the slot of the token at each position of each row."""
         page_size = self.page_size
         if page_size == 1:
             return self.table[rows, positions]

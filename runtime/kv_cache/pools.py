@@ -56,7 +56,7 @@ class TokenPool:
         self.dtype = dtype
         self.width = width
         pages = size // page_size + 1  # page 0 is the padding
-        # Left as the device gives it: the operating system commits memory as pages are first written.
+        # Uninitialized: the operating system commits memory as pages are first written.
         self._pages = torch.empty(layer_num, pages, page_size * width, dtype=dtype, device=device)
         self._pages[:, 0] = 0
         #: [slots, width] of each layer, views.
@@ -68,7 +68,7 @@ class TokenPool:
         raise NotImplementedError
 
     def clear(self, pages: list[int]) -> None:
-        """Zero pages before a request gets them: whatever they held, masked or not, must not be NaN."""
+        """Zero pages before a request gets them: NaN in them would survive any mask."""
         numbers = torch.empty(len(pages), dtype=torch.int64, device=self._pages.device)
         copy_to(numbers, pages)
         self._pages.index_fill_(1, numbers, 0)

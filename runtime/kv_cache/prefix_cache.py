@@ -34,27 +34,27 @@ class Node:
 
 
 class PrefixCache:
-    """Owns the pages that are put into it, until it gives them to ``free`` when it evicts them."""
+    """Owns the pages that are inserted, until it evicts them through ``free``."""
 
     def __init__(self, page_size: int, free: Callable[[list[int]], None]) -> None:
         self.page_size = page_size
         self.root = Node(None, [], [], 0)
-        #: Pages in the tree, and those of them that no request holds.
+        #: Pages in the tree, and the unlocked ones among them.
         self.num_pages = 0
         self.num_evictable = 0
         self._free = free
         self._clock = itertools.count(1)
         self._order = itertools.count()
-        #: Unlocked leaves, with the time they had when they were put here; it may be outdated.
+        #: Unlocked leaves, with their time of insertion here; it may be outdated.
         self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, tokens: Sequence[int]) -> Node:
-        """Where the longest cached prefix of ``tokens`` ends: the root where there is none."""
+        """Return the node of the longest cached prefix of ``tokens``: the root if there is none."""
         node, _ = self._walk(tokens)
         return node
 
     def pages_of(self, node: Node) -> list[int]:
-        """The pages of the whole prefix that ends at ``node``."""
+        """Return the pages of the whole prefix that ends at ``node``."""
         parts = []
         while node.parent is not None:
             parts.append(node.pages)
@@ -62,10 +62,10 @@ class PrefixCache:
         return [page for part in reversed(parts) for page in part]
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> Node:
-        """Put a prefix of whole pages into the tree; returns where it ends.
+        """Insert a prefix of whole pages; returns its last node.
 
-        The pages of the part that the tree did not have are the tree's from now on. For the part that it
-        had, its own stay: see :meth:`pages_of`.
+        The pages of the part that was not in the tree belong to the tree from now on. For the rest, its own
+        pages stay: see :meth:`pages_of`.
         """
         node, known = self._walk(tokens)
         if known < len(tokens):
@@ -80,7 +80,7 @@ class PrefixCache:
         return node
 
     def lock(self, node: Node | None) -> None:
-        """Hold the prefix that ends at ``node``: none of it is evicted."""
+        """Lock the prefix that ends at ``node``: none of it is evicted."""
         while node is not None and node.parent is not None:
             if node.locks == 0:
                 self.num_evictable -= len(node.pages)
@@ -96,7 +96,7 @@ class PrefixCache:
             node = node.parent
 
     def evict(self, num_pages: int) -> int:
-        """Free up to this number of pages that no request holds; returns how many."""
+        """Free up to this number of unlocked pages; returns how many."""
         freed = 0
         while freed < num_pages and self._leaves:
             noted, _, node = heapq.heappop(self._leaves)
@@ -122,7 +122,7 @@ class PrefixCache:
         return freed
 
     def _walk(self, tokens: Sequence[int]) -> tuple[Node, int]:
-        """The node at which the longest known prefix ends, and its length; cuts a node where it must."""
+        """Return the last node of the longest known prefix, and its length; splits a node if needed."""
         node, known, now = self.root, 0, next(self._clock)
         while (child := node.children.get(self._key(tokens, known))) is not None:
             shared = self._shared(child.tokens, tokens, known)
@@ -133,7 +133,7 @@ class PrefixCache:
         return node, known
 
     def _shared(self, mine: list[int], tokens: Sequence[int], start: int) -> int:
-        """How many tokens, in whole pages, ``mine`` shares with ``tokens`` from ``start`` on."""
+        """Return how many tokens, in whole pages, ``mine`` shares with ``tokens`` from ``start`` on."""
         if mine == list(tokens[start : start + len(mine)]):
             return len(mine)
         size = self.page_size
@@ -143,7 +143,7 @@ class PrefixCache:
         return len(mine)
 
     def _split(self, node: Node, length: int) -> Node:
-        """A new parent for ``node`` that takes its first ``length`` tokens. Requests keep their node."""
+        """Insert a new parent for ``node`` with its first ``length`` tokens. Requests keep their node."""
         parent = node.parent
         assert parent is not None  # the root has no tokens
         count = length // self.page_size

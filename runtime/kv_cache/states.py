@@ -1,4 +1,4 @@
-"""StatePool: what layers of linear attention keep of each request, whatever its length."""
+"""StatePool: the states of linear attention layers, one per request, of fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which class plays which architecture, by name: nothing is imported before a model is built."""
+"""The class of each architecture, by name: nothing is imported before a model is built."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def model_class(architecture: str) -> Any:
     if architecture not in MODELS:
         raise ModelLoadError(
             f"architecture {architecture!r} is not known to this engine; "
-            f"it knows {', '.join(known_architectures())}"
+            f"choose from {', '.join(known_architectures())}"
         )
     return resolve_qualified_name(MODELS[architecture])

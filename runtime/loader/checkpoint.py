@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(abc.ABC):
-    """A model on disk. Opening one reads little; each part is read when it is asked for.
+    """A model on disk. Opening one reads little; each part is read on demand.
 
     Every part that is missing or damaged is a ModelLoadError that names the file.
     """

@@ -25,13 +25,13 @@ from sgl_aspects.errors import ModelLoadError
 # The type numbers of the format, and how struct reads each. 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-#: What reading numbers that make no sense ends in; RecursionError of arrays in arrays, and so on.
+#: Errors of reading nonsensical numbers; RecursionError of nested arrays, for example.
 _DAMAGE = (struct.error, ValueError, TypeError, ArithmeticError, IndexError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    #: Slowest dimension first, as numpy has it: the file's order reversed.
+    #: Slowest dimension first, as in numpy: the file's order reversed.
     shape: tuple[int, ...]
     quantization: gguf.GGMLQuantizationType
     #: Bytes from the start of the data.
@@ -98,7 +98,7 @@ class GGUFReader:
         except (NotImplementedError, ValueError) as error:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r} of type {info.quantization.name} and shape {list(info.shape)} "
-                f"is nothing that the gguf package can turn into numbers: {error}"
+                f"cannot be dequantized by the gguf package: {error}"
             ) from error
 
     def _scalar(self, code: str) -> Any:

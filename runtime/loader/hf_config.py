@@ -1,4 +1,4 @@
-"""ModelConfig from the config.json of a Hugging Face checkpoint: what is not said in one key."""
+"""ModelConfig from the config.json of a Hugging Face checkpoint: keys that need interpretation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config_from_hugging_face(
 
 
 def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Null says no more than a key that is not there."""
+    """Drop null values, which are the same as missing keys."""
     return {name: value for name, value in raw.items() if value is not None}
 
 

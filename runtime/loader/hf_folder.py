@@ -38,7 +38,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 if name.endswith("_token") and value is not None and not isinstance(value, bool)
             }
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelLoadError(f"{file} or a chat template beside it makes no sense: {error!r}") from error
+            raise ModelLoadError(f"{file} or a chat template beside it is invalid: {error!r}") from error
         backend = read_tokenizer_file(self.path / "tokenizer.json")
         return Tokenizer(backend, chat_template=template, template_tokens=tokens)
 

@@ -1,4 +1,4 @@
-"""ModelConfig: what the engine and the model classes need to know of a checkpoint."""
+"""ModelConfig: the engine's and the model classes' view of a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def key(*names: str, default: Any = MISSING) -> Any:
-    """A field that has one of these names in config.json, and not its own."""
+    """Declare a field that has one of these names in config.json, and not its own."""
     return field(default=default, metadata={"keys": names})
 
 
 def read(cls: type[_Config], raw: Mapping[str, Any], **known: Any) -> _Config:
-    """An object of ``cls`` with what ``raw`` says of its fields; what it cannot say in one key is ``known``.
+    """Make a ``cls`` from the keys of ``raw``; ``known`` has the fields that need more than one key.
 
-    KeyError where a key is not there that must be; ModelLoadError where it holds something else.
+    KeyError if a required key is missing; ModelLoadError if it has a wrong value.
     """
     for each in fields(cls):  # type: ignore[arg-type]
         names = each.metadata.get("keys", (each.name,))
@@ -42,7 +42,7 @@ def read(cls: type[_Config], raw: Mapping[str, Any], **known: Any) -> _Config:
                 known[each.name] = convert(raw[name])
             except (TypeError, ValueError, OverflowError) as error:
                 raise ModelLoadError(f"{name}={raw[name]!r}: {kind} is needed") from error
-            at_least = 0 if each.default in (0, 1) else 1  # what a model may also have none of
+            at_least = 0 if each.default in (0, 1) else 1  # fields that may also be 0
             if convert is operator.index and known[each.name] < at_least:
                 raise ModelLoadError(f"{name}={raw[name]!r}: at least {at_least} is needed")
         elif each.default is MISSING:
@@ -61,7 +61,7 @@ class RopeConfig:
     #: llama3.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    #: yarn. The mscales say how much attention is sharpened; attention_factor, where given, says it outright.
+    #: yarn. The mscales set how much attention is sharpened; attention_factor, if given, sets it directly.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -79,7 +79,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Experts in the place of an MLP."""
+    """Experts instead of an MLP."""
 
     num_experts: int = key("num_experts", "num_local_experts", "n_routed_experts")
     experts_per_token: int = key("num_experts_per_tok")
@@ -140,7 +140,7 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
-    """Layers with a state for each request in the place of keys and values: the gated delta rule."""
+    """Layers with a state for each request instead of keys and values: the gated delta rule."""
 
     layers: frozenset[int]
     num_key_heads: int = key("linear_num_key_heads")

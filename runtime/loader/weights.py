@@ -1,4 +1,4 @@
-"""Fill a model's parameters from a checkpoint, and say exactly what does not fit."""
+"""Fills a model's parameters from a checkpoint, with an error for each mismatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint's tensor goes: the whole of it, or this rank's piece of ``count`` along ``dim``."""
+    """The destination of a checkpoint's tensor: the whole of it, or this rank's piece of ``count`` along
+    ``dim``.
+    """
 
     tensor: torch.Tensor
     dim: int = 0
@@ -24,7 +26,7 @@ class Target:
 
     @property
     def shape(self) -> list[int]:
-        """What the checkpoint's tensor has to have."""
+        """The required shape of the checkpoint's tensor."""
         shape = list(self.tensor.shape)
         if self.count > 1:
             shape[self.dim] *= self.count
@@ -39,10 +41,10 @@ class Target:
 
 
 def weight_targets(model: nn.Module) -> dict[str, Target]:
-    """Every parameter by the name that checkpoints use.
+    """Return every parameter by the name that checkpoints use.
 
-    A module whose parameters are merged or cut has ``weight_targets(prefix)`` that says how; ``prefix`` is
-    its own path with a dot. Others take each tensor whole.
+    A module whose parameters are merged or cut has a ``weight_targets(prefix)``; ``prefix`` is its own path
+    with a dot. Others take each tensor whole.
     """
     targets: dict[str, Target] = {}
     for path, module in model.named_modules():
@@ -84,14 +86,14 @@ def fill_weights(
         if target.shape != list(tensor.shape):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint, "
-                f"but the config asks for {target.shape}"
+                f"but the config requires {target.shape}"
             )
         target.fill(tensor)
     if missing:
         raise ModelLoadError(f"the checkpoint lacks {_listed(list(missing))}")
     if unexpected:
         raise ModelLoadError(
-            f"the checkpoint has tensors that the model has no place for: {_listed(unexpected)}"
+            f"the checkpoint has tensors that the model does not have: {_listed(unexpected)}"
         )
 
 

@@ -1,6 +1,6 @@
-"""What all the models here share: embeddings, a stack of decoder layers, a norm, and the head.
+"""The parts that all models share: embeddings, a stack of decoder layers, a norm, and the head.
 
-A family is a subclass of :class:`CausalLM` that says what attention its layers have.
+A family is a subclass of :class:`CausalLM` that defines its layers' attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecoderLayer(nn.Module):
         positions: Tensor,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        """``residual`` is the stream so far; ``hidden`` what the layer before adds to it."""
+        """``residual`` is the stream so far; ``hidden`` the previous layer's addition to it."""
         normed, residual = self.input_layernorm(hidden, residual)
         attended = self.self_attn(normed, rotary, positions, batch)
         normed, residual = self.post_attention_layernorm(attended, residual)
@@ -62,7 +62,7 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, self.rotary, batch.positions, batch)
         normed: Tensor
-        # Only the last token of each request is asked for its successor.
+        # Only each request's last token needs logits.
         normed, _ = self.norm(batch.last_tokens(hidden), batch.last_tokens(residual))
         return normed
 
@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether a decode step can be captured: False where a part of the model says so."""
+        """Whether a decode step can be captured: False if a part of the model cannot."""
         return all(getattr(module, "capturable", True) for module in self.modules() if module is not self)
 
     def make_attention(self, layer_id: int) -> nn.Module:

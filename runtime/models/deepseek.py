@@ -1,7 +1,7 @@
 """DeepSeek V2, V3 and V3.2: latent attention, experts in groups, and an indexer for sparse attention.
 
-Attention runs on the compressed rows themselves. The matrix that would make keys of them is applied to the
-query instead, and the one that would make values to what attention gives:
+Attention runs on the compressed rows themselves. The key projection is applied to the query instead, and the
+value projection to the output of attention:
 
     score = q · (W_k latent) + q_rope · k_rope = (W_kᵀ q) · latent + q_rope · k_rope
     value = Σ weight (W_v latent) = W_v (Σ weight latent)
@@ -55,7 +55,7 @@ class LatentHeads(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Says how well each token before suits a query: the backend reads the best. Whole on each rank."""
+    """Scores each earlier token for a query: the backend reads the best. Whole on each rank."""
 
     def __init__(
         self, config: ModelConfig, mla: MLAConfig, indexer: IndexerConfig, dtype: torch.dtype
@@ -143,18 +143,18 @@ class LatentAttention(nn.Module):
 
 
 class DeepseekForCausalLM(CausalLM):
-    """All three: the config says what they have."""
+    """All three: the config distinguishes them."""
 
     def make_attention(self, layer_id: int) -> nn.Module:
         assert self.config.mla is not None  # hf_config.py reads it for every Deepseek architecture
         return LatentAttention(self.config, self.config.mla, layer_id, self.dtype, self.tp)
 
     def may_skip(self, name: str) -> bool:
-        """Layers past the last predict further tokens at once: they are not used."""
+        """Skip layers past the last, which predict further tokens at once."""
         layer = name.removeprefix("model.layers.").partition(".")[0]
         return super().may_skip(name) or (layer.isdigit() and int(layer) >= self.config.num_layers)
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Pairs of neighbours to pairs of halves: 0 1 2 3 4 5 to 0 2 4 1 3 5."""
+    """Reorder pairs of neighbours to pairs of halves: 0 1 2 3 4 5 to 0 2 4 1 3 5."""
     return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

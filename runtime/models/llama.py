@@ -1,6 +1,6 @@
-"""Llama and what is built like it: grouped-query attention, rotary positions, gated MLP, RMS norms.
+"""Llama and similar models: grouped-query attention, rotary positions, gated MLP, RMS norms.
 
-Qwen2 is that with biases, Qwen3 with norms of each head, Qwen3-MoE with experts: the config says so.
+Qwen2 adds biases, Qwen3 norms of each head, Qwen3-MoE experts, as the config specifies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layer has after attention: an MLP, or experts in its place."""
+"""The part of a layer after attention: an MLP, or experts."""
 
 from __future__ import annotations
 

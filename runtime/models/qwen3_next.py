@@ -66,7 +66,7 @@ class Convolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    #: How long each request's part is, is asked on the host.
+    #: False: the length of each request's part is read on the host.
     capturable = False
 
     def __init__(

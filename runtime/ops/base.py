@@ -15,7 +15,7 @@ _layers: weakref.WeakSet[Operator] = weakref.WeakSet()
 
 
 class _Operators(type):
-    """A method ``forward_<key>`` that is assigned or deleted takes effect in the layers that exist."""
+    """Makes an assigned or deleted method ``forward_<key>`` take effect in existing layers."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -32,7 +32,7 @@ class Operator(nn.Module, metaclass=_Operators):
     """``compute`` calls a function of :mod:`~sgl_aspects.runtime.dispatch`, which finds its implementation.
 
     A platform may override whole layers, as SGLang's platforms do: by a method ``forward_<dispatch key>`` of
-    the class or by :meth:`register_oot_forward`. What overrides is not dispatched: policies, shadow calls and
+    the class or by :meth:`register_oot_forward`. Overrides are not dispatched: policies, shadow calls and
     fallback are for registered implementations only.
     """
 
@@ -41,9 +41,9 @@ class Operator(nn.Module, metaclass=_Operators):
 
     @classmethod
     def register_oot_forward(cls, op_cls: type, fn: Callable[..., Any], platform_key: str) -> None:
-        """Let ``fn(layer, ...)`` serve layers of exactly ``op_cls`` under the dispatch key ``platform_key``.
+        """Use ``fn(layer, ...)`` for layers of exactly ``op_cls`` under the dispatch key ``platform_key``.
 
-        It comes before a method ``forward_<platform_key>``, and serves from the next call on.
+        It takes precedence over a method ``forward_<platform_key>``, from the next call on.
         """
         cls.oot_forwards.setdefault(platform_key, {})[op_cls] = fn
         _override_all()
@@ -66,7 +66,7 @@ class Operator(nn.Module, metaclass=_Operators):
     def _override(self) -> None:
         _layers.add(self)
         key, cls = current_platform.get_dispatch_key_name(), type(self)
-        #: What the platform runs in place of ``compute``.
+        #: The platform's override of ``compute``.
         self.overriding: Callable[..., Any] | None = None
         if self.can_be_overridden:
             registered = self.oot_forwards.get(key, {}).get(cls)
@@ -87,7 +87,7 @@ class Operator(nn.Module, metaclass=_Operators):
 
 
 def _overriding_method(cls: type[Operator], name: str) -> Callable[..., Any] | None:
-    """None, too, where ``cls`` computes something else than its base class that has the method."""
+    """Return None also if ``cls`` computes something else than its base class that has the method."""
     owner = next(each for each in cls.__mro__ if name in vars(each) or "compute" in vars(each))
     return getattr(cls, name) if name in vars(owner) else None
 
@@ -98,5 +98,5 @@ def _override_all() -> None:
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Room for a checkpoint's numbers, which are not trained here."""
+    """Make an uninitialized parameter for a checkpoint's numbers, which are not trained here."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

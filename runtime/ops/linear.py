@@ -15,7 +15,7 @@ class Linear(Operator):
     """``x @ weight.T + bias`` with weight [out_features, in_features]."""
 
     bias: nn.Parameter | None
-    #: True where a weight of fewer bits would change what the model does.
+    #: True if a weight of fewer bits would change the model's behaviour.
     keeps_precision: ClassVar[bool] = False
     #: [out_features]: of a weight that was quantized, by what each row is multiplied.
     scale: Tensor | None = None
@@ -42,7 +42,7 @@ class Linear(Operator):
         return self.scale is None
 
     def prepare_weights(self) -> None:
-        """Pack the weight as the implementation wants it; free the plain one if nothing shares it."""
+        """Pack the weight for the implementation; free the plain one if nothing shares it."""
         super().prepare_weights()
         if self.scale is not None or self.overriding is not None:
             return

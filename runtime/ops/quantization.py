@@ -1,6 +1,6 @@
 """Weight-only quantization: linears keep their weights in 8 bits, with one scale for each row.
 
-``ServerArgs.quantization`` names the method. The platform is asked whether its device can run it
+``ServerArgs.quantization`` names the method. The platform checks that its device can run it
 (``verify_quantization``), and may name its own class for it (``get_quantization_config``), which is made with
 the method's name and has ``quantize(model)``.
 """
@@ -21,7 +21,7 @@ WEIGHT_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class WeightOnly:
-    """This engine's own: works on every torch device that has the type."""
+    """The built-in quantization: works on every torch device that has the type."""
 
     def __init__(self, method: str) -> None:
         if method not in WEIGHT_TYPES:
@@ -29,16 +29,18 @@ class WeightOnly:
         self.dtype = WEIGHT_TYPES[method]
 
     def quantize(self, model: nn.Module) -> None:
-        """All linears in 16 or 32 bits but the head: of a wrong likeliest token nothing recovers."""
+        """Return all linears in 16 or 32 bits except the head, where an error changes the chosen token
+        directly.
+        """
         for name, module in model.named_modules():
             if isinstance(module, Linear) and name != "lm_head" and not module.keeps_precision:
                 module.quantize(self.dtype)
 
 
 def quantization_config(method: str, platform: SRTPlatform) -> Any:
-    """What quantizes a model by ``method``: the platform's own, or this engine's.
+    """Make the quantizer of ``method``: the platform's own, or the built-in one.
 
-    ConfigError where the device cannot run it.
+    ConfigError if the device cannot run it.
     """
     try:
         platform.verify_quantization(method)

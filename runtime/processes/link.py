@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 #: The pipe closes at the scheduler's death, unless a forked process holds it open: then this reports it.
 _ALIVE_CHECK_SECONDS = 1.0
-#: How long a stopping scheduler may take before it is killed: it finishes its current step.
+#: Seconds that a stopping scheduler may take before it is killed: it finishes its current step.
 _STOP_SECONDS = 5.0
 
 
@@ -56,7 +56,7 @@ class SchedulerLink:
         self._questions: dict[int, concurrent.futures.Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        #: Why the scheduler does not answer any more.
+        #: Why the scheduler no longer answers.
         self._death: str | None = None
         self.ranks = RankProcesses(server_args)
         self._connection = self.ranks.connections[0]
@@ -78,7 +78,7 @@ class SchedulerLink:
         )
 
     def start(self, manager: RequestManager) -> None:
-        """From now on messages go both ways; ``manager`` gets the outputs, and hears of the death."""
+        """Start the threads; ``manager`` gets the outputs, and is notified of the death."""
         threading.Thread(target=self._send_loop, name="sgl-aspects-send", daemon=True).start()
         self._receiving = threading.Thread(
             target=self._receive_loop, args=(manager,), name="sgl-aspects-receive", daemon=True
@@ -86,13 +86,14 @@ class SchedulerLink:
         self._receiving.start()
 
     def send(self, message: Any) -> None:
-        """Returns at once; a message to a scheduler that is gone is dropped, and the receiver is notified."""
-        self._outbox.put(pickle.dumps(message))  # here, where the caller hears of what cannot be pickled
+        """Queue a message; one to a scheduler that is gone is dropped, and the receiver is notified."""
+        # here, where the caller gets the error of an object that cannot be pickled
+        self._outbox.put(pickle.dumps(message))
 
     def ask(
         self, question: ProfileRequest | StatsRequest | UpdateWeightsRequest, timeout: float | None = None
     ) -> Any:
-        """The answer's value; raises the error that it carries, and TimeoutError when it is late."""
+        """Return the answer's value; raises the error that it carries, and TimeoutError when it is late."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             if self._death is not None:
@@ -122,7 +123,7 @@ class SchedulerLink:
     # -- threads -------------------------------------------------------------------------------------
 
     def _send_loop(self) -> None:
-        with contextlib.suppress(OSError):  # the scheduler is gone: the other thread says so to everyone
+        with contextlib.suppress(OSError):  # the scheduler is gone: the other thread notifies everyone
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(message)
 
@@ -132,7 +133,7 @@ class SchedulerLink:
                 self._answer(message)
             else:
                 manager.handle_outputs(message)
-        # One that has failed ends soon. Where another did, those that wait for it may never.
+        # A failed process ends soon. Those that wait for a failed one may never end.
         self.ranks.processes[0].join(_STOP_SECONDS if self.ranks.are_alive() else _ALIVE_CHECK_SECONDS)
         self._outbox.put(None)
         death = self._why_it_ended()
@@ -153,7 +154,7 @@ class SchedulerLink:
             question.set_exception(reply.error)
 
     def _receive(self) -> Any:
-        """The next message; None once the scheduler is gone, or has said with what error it goes."""
+        """Return the next message; None once the scheduler is gone, or has sent its last error."""
         try:
             while not self._connection.poll(_ALIVE_CHECK_SECONDS):
                 if not self.ranks.are_alive():
@@ -177,7 +178,7 @@ class SchedulerLink:
         return SchedulerDiedError(f"{what}. Start a new Engine.")
 
     def _start_error(self) -> Exception:
-        """What to raise for a scheduler that failed while starting, or ended without a word."""
+        """Return the error of a scheduler that failed while starting, or ended without a message."""
         self.ranks.join(_ALIVE_CHECK_SECONDS if len(self.ranks.processes) > 1 else _STOP_SECONDS)
         what, failure = self.ranks.cause()
         if failure is not None:

@@ -1,4 +1,4 @@
-"""What travels over the pipe between the caller's process and the scheduler's.
+"""The messages between the caller's process and the scheduler's.
 
 Plain data that pickles small. Requests go to the scheduler one by one; the outputs of a step come back as one
 list of TokenOutput.
@@ -81,7 +81,7 @@ class FailureMessage:
     traceback: str
     #: The requests that the scheduler was at work on.
     rids: list[str] = field(default_factory=list)
-    #: When, of ``time.monotonic_ns``: the first error of several ranks led to the others.
+    #: ``time.monotonic_ns`` of the error: the first one of several ranks caused the others.
     time_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -93,11 +93,11 @@ class TokenOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     cached_tokens: int = 0
-    #: What went wrong where finish_reason is "error".
+    #: The error, if finish_reason is "error".
     error: EngineError | None = None
     #: Whether the last token only ended the request and is not part of the text.
     has_end_token: bool = False
-    #: One for each token, where the request asked for them.
+    #: One for each token, if requested.
     logprobs: list[TokenLogprobs] | None = None
 
 

@@ -1,6 +1,7 @@
-"""RankLinks: where one scheduler process stands among those of its engine, and its pipes to the others.
+"""RankLinks: the rank of one scheduler process, and its pipes to the others.
 
-With tensor parallelism each rank has a process, and each process a whole Scheduler that decides alike:
+With tensor parallelism each rank has a process, and each process a whole Scheduler that makes the same
+decisions:
 
     owner ──► rank 0 ──► rank 1       messages: rank 0 passes on what it gets, before each step
               rank 0 ◄─► rank 1       tensors: the communicator, in the model and for the sampled tokens

@@ -78,12 +78,13 @@ class RankProcesses:
             self._folder.cleanup()
 
     def cause(self) -> tuple[str, FailureMessage | None]:
-        """Who ended first, in words, with the error that it named. Ask before :meth:`kill`.
+        """Describe the process that ended first, with its error. Call before :meth:`kill`.
 
-        One that was killed says nothing, and those that waited for it fail because of that: it comes first.
+        One that was killed reports nothing, and those that waited for it fail because of that: it comes
+        first.
         """
         for rank, connection in enumerate(self.connections[1:], 1):
-            with contextlib.suppress(EOFError, OSError):  # it said nothing
+            with contextlib.suppress(EOFError, OSError):  # it reported nothing
                 if connection.poll(0):
                     self.failures[rank] = connection.recv()
         exits = {rank: process.exitcode for rank, process in enumerate(self.processes)}
@@ -127,6 +128,6 @@ def exit_in_words(exit_code: int | None) -> str:
             name = signal.Signals(-exit_code).name
         except ValueError:
             name = "unknown"
-        hint = " (where it was not you, the system may have run out of memory)" if name == "SIGKILL" else ""
+        hint = " (unless you killed it, the system may have run out of memory)" if name == "SIGKILL" else ""
         return f"was killed by signal {-exit_code}, {name}{hint}"
     return f"ended with exit code {exit_code}"

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks: RankLinks) -> None:
     """Load the model and serve until a stop message. An error is sent to the owner, which raises it."""
-    # Ctrl-C reaches every process of the terminal; the owner decides what it means.
+    # Ctrl-C reaches every process of the terminal; the owner decides how to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # OpenMP's threads spin for their next work by default: beside one busy neighbour that costs tenfold.

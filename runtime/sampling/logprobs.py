@@ -14,7 +14,7 @@ class TokenLogprobs:
 
     token_id: int
     logprob: float
-    #: The likeliest tokens, best first, as many as were asked for.
+    #: The likeliest tokens, best first, as many as requested.
     top: tuple[tuple[int, float], ...] = ()
 
 

@@ -12,14 +12,14 @@ class SampledTokens:
     """One token a request. Made without waiting, so that more work can be given to the device meanwhile."""
 
     def __init__(self, on_device: torch.Tensor, platform: SRTPlatform) -> None:
-        #: For each request, where any asked for them.
+        #: For each request, if any requests them.
         self.logprobs: list[TokenLogprobs | None] = []
         #: [requests]
         self.on_device = on_device
         self._host = on_device
         self._arrived: DeviceEvent | None = None
         if platform.is_asynchronous():
-            # Asking the device itself would wait for all work that it was given since.
+            # Querying the device itself would wait for all work queued since.
             self._host = torch.empty(
                 on_device.shape,
                 dtype=on_device.dtype,
@@ -31,7 +31,7 @@ class SampledTokens:
             self._arrived.record()
 
     def tolist(self) -> list[int]:
-        """Waits until they are there."""
+        """Wait until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens: list[int] = self._host.tolist()

@@ -8,9 +8,9 @@ import torch
 
 from sgl_aspects.runtime.sampling_params import SamplingParams
 
-#: top_p looks among this many of the likeliest tokens first; a full sort of a vocabulary takes far longer.
+#: top_p considers this many of the likeliest tokens first; sorting a whole vocabulary takes far longer.
 _CANDIDATES = 256
-#: The number of parts of a vocabulary in which the likeliest token is looked for at once.
+#: The number of parts of a vocabulary that are searched for the likeliest token in parallel.
 _PARTS = 256
 
 
@@ -38,7 +38,7 @@ class Sampler:
 
     def _probabilities(self, logits: torch.Tensor, temperatures: list[float]) -> torch.Tensor:
         divisors = torch.tensor(temperatures, device=logits.device, dtype=torch.float32).unsqueeze(1)
-        divisors.clamp_(min=torch.finfo(torch.float32).tiny)  # what is zero here, the request did not call so
+        divisors.clamp_(min=torch.finfo(torch.float32).tiny)  # exact zeros here are not requested ones
         # Subtracting the largest first keeps tiny temperatures from overflowing to infinity.
         shifted = logits.float() - logits.float().amax(dim=-1, keepdim=True)
         return torch.softmax(shifted / divisors, dim=-1)

@@ -21,7 +21,7 @@ class ForwardMode(enum.Enum):
     EXTEND = "extend"
     #: Only requests that get their next token.
     DECODE = "decode"
-    #: Both in one step: the decoding requests come first.
+    #: Both in one step, the decoding requests first.
     MIXED = "mixed"
 
 
@@ -37,7 +37,7 @@ class Req:
     #: Among equal priorities, the one that arrived first goes first.
     arrival: int = 0
     output_ids: list[int] = field(default_factory=list)
-    #: Prompt tokens that were found in the prefix cache when the request was first admitted.
+    #: Prompt tokens that were found in the prefix cache when the request was first added.
     cached_tokens: int = 0
     #: Tokens whose keys and values are in the cache.
     computed_tokens: int = 0
@@ -47,14 +47,14 @@ class Req:
     prefix: Node | None = None
     #: Row of the page table; -1 while waiting.
     row: int = -1
-    #: Stays true when the request has to give way and waits again.
-    was_admitted: bool = False
+    #: Stays true when the request is preempted and waits again.
+    was_added: bool = False
     finish_reason: str | None = None
-    #: Where the reason is "error": what went wrong.
+    #: The error, if the reason is "error".
     error: EngineError | None = None
     #: Whether the last token only ended the request and is not part of the text.
     has_end_token: bool = False
-    #: What the output is held to, where the request brought a schema.
+    #: Constrains the output, if the request has a schema.
     grammar: Grammar | None = None
 
     @property
@@ -76,12 +76,12 @@ class Req:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """The lower goes first, and gives way last."""
+        """The lower is served first, and preempted last."""
         return -self.priority, self.arrival
 
     @property
     def is_prefill_done(self) -> bool:
-        """Whether only the token that was sampled last is to be computed. A retracted request has more."""
+        """Return whether only the token sampled last is to be computed. A preempted request has more."""
         return bool(self.output_ids) and self.computed_tokens >= self.total_tokens - 1
 
     @property
@@ -102,7 +102,7 @@ class Req:
 
 @dataclass(eq=False)
 class Batch:
-    """What the model sees in one step: the next ``num_new_tokens[i]`` tokens of ``reqs[i]``."""
+    """The input of one step: the next ``num_new_tokens[i]`` tokens of ``reqs[i]``."""
 
     forward_mode: ForwardMode
     reqs: list[Req]

@@ -24,7 +24,7 @@ _MAX_SCHEMA_LENGTH = 1 << 16
 
 
 def check_json_schema(schema: str) -> None:
-    """InvalidRequestError where the schema is none, or uses what the library cannot hold to."""
+    """Raise InvalidRequestError if the schema is invalid, or the library does not support it."""
     if len(schema) > _MAX_SCHEMA_LENGTH:
         raise InvalidRequestError(
             f"json_schema has {len(schema)} characters; at most {_MAX_SCHEMA_LENGTH} are taken"
@@ -35,7 +35,7 @@ def check_json_schema(schema: str) -> None:
 
 
 class Grammar:
-    """How far the output of one request has come in its schema."""
+    """The progress of one request's output in its schema."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -54,12 +54,12 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow."""
+        """Return whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
     @property
     def error(self) -> str:
-        """What went wrong, such as a schema that takes too much work; empty where nothing has."""
+        """The error, such as a schema that takes too much work; "" for none."""
         return str(self._matcher.get_error())
 
 

@@ -1,10 +1,10 @@
 """Scheduler: decides, step by step, which tokens of which requests the model sees.
 
 Each step takes the next token of every request that is decoding, and fills up with prompts, cut into chunks
-(chunked prefill). A request is admitted when there is room for its prompt, and gets pages for its output as
-it grows. Where memory runs out, the request that comes last by priority and arrival gives way: it goes back
-to its place in the queue, keeps its tokens, and computes them again later. The first one never has to, since
-one request alone always fits; so requests are served first come, first served.
+(chunked prefill). A request is added when there is room for its prompt, and gets pages for its output as it
+grows. If memory runs out, the last request by priority and arrival is preempted: it goes back to its place in
+the queue, keeps its tokens, and recomputes them later. The first one never is, since one request alone always
+fits; so requests are served first come, first served.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-#: While idle, look this often whether the owner still lives.
+#: While idle, check this often that the owner still lives.
 _OWNER_CHECK_SECONDS = 2.0
 
 
@@ -58,7 +58,7 @@ class Scheduler:
         self.ranks = ranks or RankLinks()
         self.model_runner = ModelRunner(server_args, self.ranks)
         self.kv_cache = self.model_runner.kv_cache
-        #: In the order in which they are served. One that had to give way is where it was before.
+        #: In the order in which they are served. A preempted one is in its former place.
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self.step_id = 0
@@ -66,9 +66,9 @@ class Scheduler:
         self.shutting_down = False
         #: The batch whose tokens have not been processed yet.
         self.in_flight: tuple[Batch, SampledTokens] | None = None
-        #: Asked for, and waiting for the requests that have begun with the old weights.
+        #: A pending weight update, which waits for the requests that have begun with the old weights.
         self.weight_updates: deque[UpdateWeightsRequest] = deque()
-        #: The requests that the scheduler is at work on: named where it dies of an error.
+        #: The requests of the current step: named in an error that ends the process.
         self.at_work_on: list[str] = []
         #: The profile that is being taken.
         self.profile: ProfileWindow | None = None
@@ -108,7 +108,7 @@ class Scheduler:
     # -- messages ------------------------------------------------------------------------------------
 
     def recv_requests(self) -> list[Any]:
-        """All messages that are there; waits for one while there is no work. EOFError: the owner is gone.
+        """Return all messages available; waits for one if there is no work. EOFError: the owner is gone.
 
         The other ranks get theirs from rank 0: so all handle the same ones before the same step.
         """
@@ -128,7 +128,7 @@ class Scheduler:
         return messages
 
     def _send(self, message: Any) -> None:
-        """To the owner, who hears each thing once: from rank 0."""
+        """Send to the owner, once: from rank 0."""
         if self.ranks.rank == 0:
             self.connection.send(message)
 
@@ -169,13 +169,13 @@ class Scheduler:
         bisect.insort(self.waiting, req, key=lambda other: other.precedence)
 
     def _limit_queue(self) -> None:
-        """Refuse the last request where one too many waits; those that can run at once do not count."""
+        """Reject the last request if too many wait; those that can run at once do not count."""
         args = self.server_args
         if args.max_queued_requests is None:
             return
         free_places = args.max_running_requests - len(self.running)
         if len(self.waiting) > args.max_queued_requests + max(free_places, 0):
-            refused = next(req for req in reversed(self.waiting) if not req.was_admitted)
+            refused = next(req for req in reversed(self.waiting) if not req.was_added)
             error = (
                 f"the queue is full: {args.max_queued_requests} requests wait (max_queued_requests). "
                 "Try again later"
@@ -183,7 +183,7 @@ class Scheduler:
             self.fail_request(refused, QueueFullError(error))
 
     def fail_request(self, req: Req, error: EngineError) -> None:
-        """End a request with an error, and tell its caller."""
+        """End a request with an error, and notify its caller."""
         self.finish_request(req, "error")
         self._send([TokenOutput(req.rid, [], "error", req.cached_tokens, error)])
 
@@ -198,17 +198,17 @@ class Scheduler:
     # -- new weights ---------------------------------------------------------------------------------
 
     def request_weight_update(self, message: UpdateWeightsRequest) -> None:
-        """Remember it. Requests without output begin anew after it; those with output go on to their end."""
+        """Keep it pending. Requests without output begin anew after it; those with output finish first."""
         self.weight_updates.append(message)
         for req in [req for req in self.running if not req.output_ids]:
             self.retract_request(req)
 
     def _is_any_begun(self) -> bool:
-        """Whether a request has output of the weights that are in place, and is not at its end."""
+        """Return whether a request has output of the present weights, and has not ended."""
         return any(req.output_ids for req in (*self.running, *self.waiting))
 
     def update_weights(self, message: UpdateWeightsRequest) -> None:
-        """Load them now, forget what was computed with the old ones, and tell who asked."""
+        """Load the weights now, drop what was computed with the old ones, and answer the caller."""
         self.collect()
         reply = Reply(message.number)
         try:
@@ -259,7 +259,7 @@ class Scheduler:
             self.collect()
 
     def collect(self) -> None:
-        """Wait for the batch in flight, and give its requests what they got."""
+        """Wait for the batch in flight, and process its results."""
         if self.in_flight is None:
             return
         batch, result = self.in_flight
@@ -270,7 +270,7 @@ class Scheduler:
             self._send(outputs)
 
     def _may_be_followed(self, batch: Batch) -> bool:
-        """Whether the next step needs nothing of this one but tokens, which it finds on the device."""
+        """Return whether the next step needs only this one's tokens, which are on the device."""
         return self.model_runner.can_follow(batch) and not any(
             req.sampling_params.adjusts_logits
             or req.sampling_params.logprobs is not None
@@ -279,7 +279,7 @@ class Scheduler:
         )
 
     def _following(self) -> Batch | None:
-        """The step after the one in flight, for the same requests; None where anything else comes first."""
+        """Return the step after the one in flight, for the same requests; None if other work comes first."""
         if self.in_flight is None or self.weight_updates:
             return None
         batch, result = self.in_flight
@@ -307,7 +307,7 @@ class Scheduler:
             return following
         self.collect()
         self.make_room()
-        self.admit_requests()
+        self.add_requests()
         decodes = [req for req in self.running if req.is_prefill_done]
         reqs, counts, samples = list(decodes), [1] * len(decodes), [True] * len(decodes)
         budget = self.server_args.chunked_prefill_size
@@ -327,21 +327,21 @@ class Scheduler:
         return Batch(mode, reqs, counts, samples, self.step_id, num_decodes=len(decodes))
 
     def make_room(self) -> None:
-        """Pages for the next token of each running request; where they run out, the last gives way."""
+        """Allocate pages for the running requests' next tokens; the last is preempted if they run out."""
         for req in sorted(self.running, key=lambda req: req.precedence):
             while req.row >= 0 and not self.kv_cache.extend(req, req.total_tokens):
                 self.retract_request(self._last_running())
 
-    def admit_requests(self) -> None:
+    def add_requests(self) -> None:
         """Take requests from the queue while this step has tokens left for their prompts, and there is room.
 
-        First come, first served: short requests could starve a long one. One of higher priority makes
-        running ones of lower priority give way.
+        First come, first served: short requests could starve a long one. One of higher priority preempts
+        running ones of lower priority.
         """
         args = self.server_args
         left = sum(req.prefill_tokens_left for req in self.running)
         while left < args.chunked_prefill_size and (req := self._next_waiting()) is not None:
-            if len(self.running) < args.max_running_requests and self._admit(req):
+            if len(self.running) < args.max_running_requests and self._try_to_add(req):
                 left += req.prefill_tokens_left
                 continue
             last = self._last_running()
@@ -351,26 +351,26 @@ class Scheduler:
             self.retract_request(last)
 
     def _next_waiting(self) -> Req | None:
-        """The head of the queue; before a weight update only requests that have begun are taken from it."""
+        """Return the head of the queue; before a weight update only requests that have begun are taken."""
         return next((req for req in self.waiting if req.output_ids or not self.weight_updates), None)
 
-    def _admit(self, req: Req) -> bool:
-        """Move a waiting request to the running ones; False where memory is short."""
+    def _try_to_add(self, req: Req) -> bool:
+        """Move a waiting request to the running ones; False if memory is short."""
         reserve = 0
-        if self.running:  # what those that run, and this one, may soon want; one alone always fits
+        if self.running:  # the likely need of the running ones and this one; one alone always fits
             most = self.server_args.decode_reserve
             reserve = sum(min(r.max_total_tokens - r.total_tokens, most) for r in (*self.running, req))
-        if not self.kv_cache.admit(req, reserve):
+        if not self.kv_cache.add(req, reserve):
             return False
         self.waiting.remove(req)
         self.running.append(req)
-        if not req.was_admitted:
-            req.was_admitted, req.cached_tokens = True, req.computed_tokens
+        if not req.was_added:
+            req.was_added, req.cached_tokens = True, req.computed_tokens
         return True
 
     def retract_request(self, req: Req) -> None:
-        """Take a running request's memory away and put it back into the queue; its tokens stay known."""
-        logger.debug("request %s gives way with %d tokens computed", req.rid, req.computed_tokens)
+        """Preempt a running request: free its memory and put it back into the queue with its tokens."""
+        logger.debug("request %s is preempted with %d tokens computed", req.rid, req.computed_tokens)
         self.running.remove(req)
         self.kv_cache.release(req)
         req.computed_tokens = 0
@@ -389,11 +389,12 @@ class Scheduler:
         return tokens
 
     def process_batch_result(self, batch: Batch, result: SampledTokens) -> list[TokenOutput]:
-        """Add the new tokens to their requests, and end those that are done. Returns what callers get."""
+        """Add the new tokens to their requests, and end finished ones. Returns the outputs for callers."""
         outputs = []
         tokens = result.tolist()  # waits for the device
         for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, tokens)):
-            if req.finish_reason is not None:  # by an abort or an end token, since: computed once too often
+            # ended meanwhile by an abort or an end token: computed once too often
+            if req.finish_reason is not None:
                 continue
             req.computed_tokens += count
             if not batch.samples[i]:
@@ -427,7 +428,7 @@ class Scheduler:
         if req.grammar is not None:
             req.grammar.accept(token)
             if req.grammar.error:
-                problem = f"the output cannot be held to json_schema: {req.grammar.error}"
+                problem = f"the output cannot follow json_schema: {req.grammar.error}"
                 req.error = InvalidRequestError(problem)
                 return "error"
             if req.grammar.is_complete:
@@ -436,7 +437,7 @@ class Scheduler:
         return "length" if len(req.output_ids) >= req.max_new_tokens else None
 
     def finish_request(self, req: Req, finish_reason: str) -> None:
-        """Give back all that the request holds. Its last output carries the reason."""
+        """Release all that the request holds. Its last output carries the reason."""
         req.finish_reason = finish_reason
         if req.row < 0:
             self.waiting.remove(req)

@@ -1,13 +1,9 @@
-"""The engine over HTTP, as OpenAI's clients speak it.
+"""The engine over HTTP, with OpenAI's API.
 
-settings.py     ServerSettings: where to listen, who may ask, how much
-protocol.py     requests and responses as pydantic models
-openapi.py      the document that describes them
-problems.py     errors in OpenAI's form
-gate.py         keys, body sizes and time limits, before a request is read
-calls.py        one HTTP request as requests to the engine: sent, collected, streamed, aborted
-answers.py, chat.py, completions.py   the two endpoints: parameters in, answers out
-metrics.py      the engine's counts as Prometheus text
-app.py          the application: routes and what they share
-serving.py      the process: listen, watch the engine, end in order
+settings.py     ServerSettings: address, key, limits protocol.py     requests and responses as pydantic models
+openapi.py      the document that describes them problems.py     errors in OpenAI's form gate.py         keys,
+body sizes and time limits, before a request is read calls.py        one HTTP request as requests to the
+engine: sent, collected, streamed, aborted answers.py, chat.py, completions.py   the two endpoints: parameters
+in, answers out metrics.py      the engine's counts as Prometheus text app.py the application: routes and what
+they share serving.py      the process: listen, watch the engine, end in order
 """

@@ -1,4 +1,4 @@
-"""What both endpoints share: parameters for the engine, and answers whole or in pieces."""
+"""Code that both endpoints share: parameters for the engine, and answers whole or in pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Endpoint(ABC):
-    """One POST endpoint; a subclass for each says how its bodies and the choices of its answers look."""
+    """One POST endpoint; a subclass for each defines its bodies and the choices of its answers."""
 
     id_prefix: str
     body_class: type[SamplingFields]
@@ -85,7 +85,7 @@ class Endpoint(ABC):
         return Response(content, media_type="application/json", headers={"x-request-id": call.rid})
 
     async def _stream(self, request: Request, call: Call, body: SamplingFields) -> Response:
-        """Begun once the first token is there: what goes wrong before that has a status of its own."""
+        """Stream; begun once the first token is there: an error before that has a status of its own."""
         chunks = call.chunks()
         first = await unless_disconnected(request.receive, anext(chunks))
         events = self._events(call, _beginning_with(first, chunks), body.stream_options)
@@ -110,7 +110,9 @@ class Endpoint(ABC):
             yield _event(problem_of(error).body())
 
     def _fields(self, index: int, entries: Sequence[TokenLogprobs] | None, reason: str | None) -> Any:
-        """What a choice says beside its text. For OpenAI an end token and a stop text are one reason."""
+        """Return the fields of a choice beside its text. For OpenAI an end token and a stop text are one
+        reason.
+        """
         return {
             "index": index,
             "logprobs": self.logprobs(entries) if entries else None,

@@ -37,7 +37,7 @@ from sgl_aspects.runtime.server.settings import ServerSettings
 
 
 class ServerApp:
-    """``asgi`` is what a web server runs; ``calls`` what it has under way."""
+    """``asgi`` is the ASGI application; ``calls`` its open calls."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine

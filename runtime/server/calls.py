@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 
 class Calls:
-    """All calls under way: how many they may be, and how they end when the server does."""
+    """All open calls: their limit, and how they end when the server does."""
 
     def __init__(self, engine: Engine, max_requests: int) -> None:
         self.engine = engine
         self.max_requests = max_requests
         self.under_way: set[Call] = set()
-        #: Why no further call is taken.
+        #: Why further calls are rejected.
         self.closed: str | None = None
-        #: Whether those under way were ended, too.
+        #: Whether open calls were ended, too.
         self.given_up = False
 
     @property
@@ -55,7 +55,7 @@ class Calls:
         *,
         stream: bool,
     ) -> Call:
-        """Send ``params.n`` requests for each prompt. Raises what the engine refuses them with."""
+        """Send ``params.n`` requests for each prompt. Raises the engine's error for a rejected one."""
         size = len(prompts) * params.n
         if self.closed is not None or self.engine.failure is not None:
             raise ApiError(503, self.closed or self.engine.failure or "", code="unavailable")
@@ -81,13 +81,13 @@ class Calls:
         return call
 
     def end(self, call: Call) -> None:
-        """Abort what of the call is still under way. Safe to call again."""
+        """Abort the open requests of the call. Safe to call again."""
         for handle in call.handles:
             handle.abort()
         self.under_way.discard(call)
 
     def fail(self, message: str) -> None:
-        """End every call with this error, and take no more."""
+        """End every call with this error, and reject further ones."""
         self.closed, self.given_up = message, True
         for call in self.under_way:
             for handle in call.handles:
@@ -126,7 +126,7 @@ class Call:
         )
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """(index of the answer, its next chunk) in the order they come; an error of one ends all."""
+        """Yield (index of the answer, its next chunk) in the order of arrival; an error of one ends all."""
         async for index, chunk in chunks_of(self.handles):
             if chunk.finish_reason == "abort":
                 raise ApiError(503, "the request was aborted", code="aborted")
@@ -140,7 +140,7 @@ class Call:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """What ``work`` gives; ClientDisconnect, and the work cancelled, where the client hangs up first."""
+    """Return the result of ``work``; ClientDisconnect, and ``work`` cancelled, if the client hangs up."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -159,7 +159,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. ``finish`` is called in the end, whether all was sent or the client has hung up."""
+    """Send server-sent events. ``finish`` is called at the end, also if the client has hung up."""
 
     def __init__(
         self, events: AsyncIterator[str], finish: Callable[[], None], headers: Mapping[str, str]
@@ -170,7 +170,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # Not starlette's own way: it sees a client that hangs up only where the web server tells it how.
+            # Not starlette's own way: it detects a client that hangs up only if the web server reports it.
             await unless_disconnected(receive, self.stream_response(send))
         except ClientDisconnect:
             logger.debug("the client of a stream has hung up")

@@ -1,4 +1,4 @@
-"""What is looked at before a request's content is: the key, and the body's kind, size and time."""
+"""Checks before a request's content is read: the key, and the body's kind, size and time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class KeyGate:
-    """ASGI middleware: without the right key nothing is answered but where it is open to anyone."""
+    """ASGI middleware: without the right key only open paths are answered."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app

@@ -45,11 +45,11 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """For the registry: it need not ask the engine when this is registered."""
+        """Describe the metrics without querying the engine."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry, at each scrape."""
+        """Collect, at each scrape."""
         counters = self._engine.counters
         yield _counter("requests_received", "Requests that the engine took in.", counters.received_requests)
         finished = CounterMetricFamily(
@@ -77,7 +77,7 @@ def _counter(name: str, help: str, value: int) -> Metric:
 
 
 class MeasureResponses:
-    """ASGI middleware. Paths that are not ``known`` are counted as one: anyone can think of new ones."""
+    """ASGI middleware. Paths that are not ``known`` are counted as one: clients can invent any number."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, known: frozenset[str]) -> None:
         self._app = app

@@ -68,7 +68,7 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
             ),
             "/update_weights_from_disk": {
                 "post": _operation(
-                    "Go on with other weights of the same model; answers when they are in place.",
+                    "Replace the weights by others of the same model; answers when they are in place.",
                     _json("WeightsUpdated"),
                     *(400, 401, 405, 408, 413, 415, 503),
                     body="UpdateWeightsRequest",

@@ -43,7 +43,7 @@ class ApiError(Exception):
 
 
 def problem_of(error: BaseException) -> ApiError:
-    """What to answer where ``error`` ended a call."""
+    """Return the answer to a call that ended with ``error``."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
@@ -53,7 +53,7 @@ def problem_of(error: BaseException) -> ApiError:
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_failed")
     logger.error("a call failed", exc_info=error)
-    return ApiError(500, "the server failed at this request; its log says more")
+    return ApiError(500, "the server failed at this request; see its log")
 
 
 def no_such_model(asked: str, served: str) -> ApiError:
@@ -65,7 +65,7 @@ def problem_of_body(error: ValidationError) -> ApiError:
     """Names the first fault of a body, and how many more there are."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
-    # Of a field that may be of several types, each has its fault: not being of a type says least.
+    # A field of several types has an error for each type: a wrong type is the least informative.
     same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
     first = next((fault for fault in same_field if not fault["type"].endswith("_type")), first)
     if first["type"] == "json_invalid":

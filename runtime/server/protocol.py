@@ -26,7 +26,7 @@ def _refuse_true(value: bool) -> bool:
     return value
 
 
-#: Accepted where a client sends its default, and refused where it means something.
+#: Accepted with a client's default value, and rejected if it has an effect.
 AlwaysFalse = Annotated[
     bool, AfterValidator(_refuse_true), WithJsonSchema({"type": "boolean", "enum": [False]})
 ]
@@ -49,7 +49,7 @@ class Message(_Request):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """ "developer" is OpenAI's newer name for what templates know as "system"."""
+        """ "developer" is OpenAI's newer name for the templates' role "system"."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -85,7 +85,9 @@ def _within_range(name: str) -> Any:
 
 
 class SamplingFields(_Request):
-    """What both endpoints take. Those from ``top_k`` on are not OpenAI's: clients send them as extra_body."""
+    """The fields of both endpoints. Those from ``top_k`` on are not OpenAI's: clients send them as
+    extra_body.
+    """
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)

@@ -23,16 +23,17 @@ from sgl_aspects.runtime.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 0.2
-#: After the engine has died: so long do health checks see it, before the process ends.
+#: Seconds after the engine's death in which health checks report it, before the process ends.
 _UNHEALTHY_SECONDS = 1.0
-#: For answers that were failed to reach their clients.
+#: Seconds for failed answers to reach their clients.
 _LAST_SECONDS = 5.0
 _STOPPING = "the server is stopping: send the request to another, or again once it is back"
 
 
 def run_server(server_args: ServerArgs, settings: ServerSettings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises SchedulerDiedError where the engine fails, ConfigError where the
-    address cannot be had."""
+    """Serve until SIGINT or SIGTERM. Raises SchedulerDiedError if the engine fails, ConfigError if the
+    address is not available.
+    """
     listener = _bind(settings)  # first: a port in use is reported before the model is loaded
     before = signal.signal(signal.SIGTERM, _end_while_loading)
     try:
@@ -95,7 +96,7 @@ class _Serving:
                 loop.remove_signal_handler(number)
 
     def _stop(self) -> None:
-        """The first signal: finish what is under way. The second: do not wait for it."""
+        """Handle the first signal: finish open calls. The second: do not wait for them."""
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
@@ -113,14 +114,14 @@ class _Serving:
             calls.fail(_STOPPING)
 
     async def _close_silent_connections(self) -> None:
-        """Those on which no request has come, or only a part of its head, for as long as a body may take."""
+        """Return connections without a complete request that have been idle as long as a body may take."""
         patience = self._settings.body_timeout
         silent: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
         while True:
             await asyncio.sleep(patience / 4)
             now, before, silent = time.monotonic(), silent, {}
             for connection in list(self._server.server_state.connections):
-                assert isinstance(connection, H11Protocol)  # the configuration says so
+                assert isinstance(connection, H11Protocol)  # configured that way
                 last = connection.cycle
                 if last is not None and not last.response_complete:
                     continue
@@ -132,7 +133,7 @@ class _Serving:
     async def _watch_engine(self) -> None:
         while self._engine.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
-        logger.error("the engine can serve no more: %s", self._engine.failure)
+        logger.error("the engine has failed: %s", self._engine.failure)
         await asyncio.sleep(_UNHEALTHY_SECONDS)
         self._server.should_exit = True
 
@@ -148,7 +149,8 @@ def _bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"host={host!r}, port={settings.port} cannot be had: {error.strerror or error}; choose another "
+            f"host={host!r}, port={settings.port} is not available: "
+            f"{error.strerror or error}; choose another "
             "(--port 0 takes a free one)"
         ) from error
     return listener

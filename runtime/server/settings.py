@@ -1,4 +1,4 @@
-"""ServerSettings: where the server listens, who may ask, and how much."""
+"""ServerSettings: the server's address, key and limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ServerSettings:
 
     #: Address to listen on. Any other than a loopback address needs an api_key.
     host: str = "127.0.0.1"
-    #: 0 takes a free one; the log says which.
+    #: 0 takes a free one, which is logged.
     port: int = 8000
-    #: What clients send as "Authorization: Bearer KEY".
+    #: Clients send it as "Authorization: Bearer KEY".
     api_key: str | None = field(default=None, repr=False)
     #: A larger body is answered with status 413.
     max_body_bytes: int = 4 << 20

@@ -570,7 +570,7 @@ def test_other_files_in_the_folder_disturb_nobody_and_one_that_cannot_be_written
         (["--check", "none.yaml"], "none.yaml cannot be read"),
         (["--set", "prefer"], "--set 'prefer': write KEY=VALUE"),
         (["--set", "prefer=vender"], "--set prefer: unknown token 'vender'"),
-        (["rmsnorm"], "no operator is called 'rmsnorm'; there are"),
+        (["rmsnorm"], "no operator is named 'rmsnorm'; choose from"),
     ],
 )
 def test_mistakes_on_the_command_line(

@@ -145,7 +145,7 @@ def test_one_plugin_comes_before_every_builtin(site: Site) -> None:
     assert answer["device"] == "acme"
     assert answer["candidates"] == {
         "acme": ["acme-dist 1.2", True, "the only plugin that found its hardware"],
-        **{name: ["built-in", False, "not asked: a plugin comes first"] for name in BUILTINS},
+        **{name: ["built-in", False, "not queried: a plugin comes first"] for name in BUILTINS},
     }
 
 
@@ -183,7 +183,7 @@ def test_the_variable_chooses_and_the_others_are_never_imported(site: Site) -> N
     answer = site.choose("bolt")
     assert answer["device"] == "bolt"
     assert site.imported() == {"bolt"}
-    assert answer["candidates"]["acme"] == ["acme-dist 1.2", False, "not asked: SGLANG_PLATFORM=bolt"]  # type: ignore[index]
+    assert answer["candidates"]["acme"] == ["acme-dist 1.2", False, "not queried: SGLANG_PLATFORM=bolt"]  # type: ignore[index]
 
 
 def test_the_variable_chooses_a_builtin_too(site: Site) -> None:
@@ -493,7 +493,7 @@ def test_the_command_prints_what_was_found_as_json(site: Site) -> None:
     assert {c["name"]: c["chosen"] for c in report["candidates"]}["acme"] is True
     reasons = {c["name"]: (c["source"], c["reason"]) for c in report["candidates"]}
     assert reasons["bolt"] == ("bolt-dist 1.2", "its plugin found no hardware")
-    assert reasons["cpu"] == ("built-in", "not asked: a plugin comes first")
+    assert reasons["cpu"] == ("built-in", "not queried: a plugin comes first")
     assert report["platform"]["class"] == "acme_pkg.platform:Platform"
     assert report["capabilities"]["graph_capture"] is False
     site.install("core", HERE.format("core"))

@@ -66,10 +66,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.running) < ROWS)
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30), reserve=st.integers(0, 8))
-    def admit(self, tokens: list[int], reserve: int) -> None:
+    def add(self, tokens: list[int], reserve: int) -> None:
         req = make_req(tokens)
         before = self.cache.available_size()
-        if self.cache.admit(req, reserve):
+        if self.cache.add(req, reserve):
             assert req.computed_tokens < len(tokens)
             self.running.append(req)
         else:
@@ -154,7 +154,7 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 def run_through(cache: KVCache, tokens: list[int]) -> int:
     """A request that is computed and ends; returns what of it was cached."""
     req = make_req(tokens)
-    assert cache.admit(req, 0)
+    assert cache.add(req, 0)
     cached = req.computed_tokens
     compute(cache, req, len(tokens) - cached)
     cache.release(req)
@@ -185,10 +185,10 @@ def test_what_a_request_holds_is_not_evicted() -> None:
     cache = make_cache(20, 1)
     run_through(cache, list(range(10)))
     req = make_req([*range(10), 77])
-    assert cache.admit(req, 0)
+    assert cache.add(req, 0)
     assert req.computed_tokens == 10
-    assert not cache.admit(make_req([5] * 10), 0)
-    assert cache.admit(make_req([5] * 9), 0)
+    assert not cache.add(make_req([5] * 10), 0)
+    assert cache.add(make_req([5] * 9), 0)
     compute(cache, req, 1)
 
 
@@ -196,7 +196,7 @@ def test_requests_that_compute_the_same_at_once_end_up_with_one_copy() -> None:
     cache = make_cache(40, 2)
     reqs = [make_req([1, 2, 3, 4, 5]) for _ in range(3)]
     for req in reqs:
-        assert cache.admit(req, 0)
+        assert cache.add(req, 0)
         compute(cache, req, 5)
     assert cache.available_size() == 40 - 3 * 6
     for req in reqs:

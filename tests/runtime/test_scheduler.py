@@ -365,10 +365,10 @@ def test_a_request_can_be_aborted_in_every_state(state: str) -> None:
     def is_there() -> bool:
         req = caller.row(rid)
         return {
-            "waiting": req is not None and not req.was_admitted,
+            "waiting": req is not None and not req.was_added,
             "in its prompt": req is not None and 0 < req.computed_tokens < 10,
             "decoding": req is not None and req.is_prefill_done,
-            "having given way": req is not None and req.was_admitted and req.row < 0,
+            "having given way": req is not None and req.was_added and req.row < 0,
             "ended": req is None,
         }[state]
 

@@ -210,7 +210,7 @@ def test_with_a_key_nothing_is_answered_without_it(model: Path, tmp_path: Path) 
         (("--max-body-bytes", "0"), "max_body_bytes=0: write a whole number of at least 1"),
         (("--port", "99999"), "port=99999: write a number from 0 to 65535"),
         (("--page-size", "0"), "page_size=0: write a whole number of at least 1"),
-        (("--port", "TAKEN"), "cannot be had: Address already in use"),
+        (("--port", "TAKEN"), "is not available: Address already in use"),
         (("--model", "/nowhere"), "no model at /nowhere"),
     ],
 )

@@ -126,7 +126,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(
         (lacking, r"lacks model\.layers\.2\.mlp\.down_proj\.weight"),
         (misshaped, r"'lm_head\.weight' has shape \[7, 64\]"),
         (cut, "cannot be read"),
-        (other, r"differs in hidden_size \(32 in the place of 64\), rms_norm_eps"),
+        (other, r"differs in hidden_size \(32 instead of 64\), rms_norm_eps"),
     ]:
         with pytest.raises(ModelLoadError, match=message) as caught:
             engine.update_weights(folder)

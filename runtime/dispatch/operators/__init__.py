@@ -1,4 +1,4 @@
-"""The operators: a function each, whose reference in plain PyTorch says what it computes, on every device.
+"""The operators: a function each, defined by a reference in plain PyTorch for every device.
 
 A module in this folder defines its operators by being imported, and all of them are imported here.
 """

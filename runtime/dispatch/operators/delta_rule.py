@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule, token by token and in chunks.
 
-Each head holds a state S [key_dim, value_dim]. A token fades it by exp(g), takes away what the state already
-says of its key, and adds the rest of its value:
+Each head holds a state S [key_dim, value_dim]. A token decays it by exp(g), subtracts the state's prediction
+for its key, and adds the rest of its value:
 
     S ← exp(g) S;   S ← S + k ⊗ beta (v - Sᵀ k);   output = Sᵀ q
 """
@@ -60,8 +60,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The same in chunks of tokens, for prompts: (outputs, the state after the last token), both new.
 
-    Within a chunk the changes solve a triangular system, (1 + A) changes = beta (v - what the state says),
-    where A holds how much each key overlaps with those before it.
+    Within a chunk the changes solve a triangular system, (1 + A) changes = beta (v - the state's prediction),
+    where A holds the overlap of each key with those before it.
     """
     q, k, v, decay, rate, exact = _prepared(query, key, value, g, beta, scale, use_qk_l2norm)
     batch, heads, tokens, key_dim = k.shape

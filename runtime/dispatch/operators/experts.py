@@ -87,9 +87,9 @@ def fused_moe(
         raise ValueError(f'activation={activation!r}: choose "silu" or "gelu"')
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     output = torch.zeros(x.shape, dtype=exact, device=x.device)
-    # Ids outside the experts, which engines write for padding, add nothing.
+    # Ids outside the experts, which engines use for padding, add nothing.
     experts = list(range(len(gate_up_weight)))
-    if not torch.compiler.is_compiling():  # which may not ask what is chosen
+    if not torch.compiler.is_compiling():  # which must not read values on the host
         experts = sorted(set(experts).intersection(topk_ids.flatten().tolist()))
     for expert in experts:
         tokens, place = (topk_ids == expert).nonzero(as_tuple=True)

@@ -41,9 +41,8 @@ def mrotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotary embedding of several axes: each pair turns by the position on the axis that it belongs to.
 
-    As :func:`rotary_embedding`, with positions [axes, tokens] (time, height, width). ``sections`` says how
-    many pairs each axis has: one run after the other; with ``section_interleaved`` in turn, axis 0 taking
-    what the others leave.
+    As :func:`rotary_embedding`, with positions [axes, tokens] (time, height, width). ``sections``: the number
+    of pairs of each axis: contiguous; with ``section_interleaved`` in turn, axis 0 taking the rest.
     """
     axis_of_pair = axes_of_pairs(sections, section_interleaved, positions.device)
     if len(axis_of_pair) != cos.shape[-1]:

@@ -1,5 +1,4 @@
-"""What is said of the tensors of a watched call: how far they are from a second implementation's, and what is
-in them."""
+"""Measurements of a watched call's tensors: their distance from a second implementation's, and summaries."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from typing import Any
 
 import torch
 
-#: The largest difference, as a share of the largest value, that rounding explains.
+#: The largest difference, as a fraction of the largest value, that rounding explains.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass
 class LayerComparison:
-    """What the compared calls of one operator in one layer came to."""
+    """The result of the compared calls of one operator in one layer."""
 
     layer: str
     op: str
@@ -29,13 +28,13 @@ class LayerComparison:
     #: The largest difference, as a share of the shadow's largest value. Infinite where one is not finite.
     worst: float = 0.0
     tolerance: float = 0.0
-    #: What could not be compared by numbers: other shapes, types or devices than the shadow's.
+    #: Differences other than numbers: shapes, types or devices unlike the shadow's.
     mismatch: str | None = None
-    #: What went wrong in the shadow itself.
+    #: The error of the shadow itself.
     error: str | None = None
 
     def take(self, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-        """Count one call in; True where it is the first that differs."""
+        """Count one call; True if it is the first that differs."""
         self.compared += 1
         mismatch = _mismatch(found, wanted)
         if mismatch is not None:
@@ -60,10 +59,10 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference as a share of the largest wanted value; for whole numbers the share that
+    """Return the largest difference as a fraction of the largest wanted value; for integers the fraction that
     differs.
 
-    Infinite for another shape, and where one is finite and the other is not.
+    Infinite for another shape, and if one is finite and the other is not.
     """
     if found.shape != wanted.shape:
         return float("inf")

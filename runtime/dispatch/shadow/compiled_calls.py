@@ -1,8 +1,8 @@
 """Calls in compiled code: reported by an operator of torch that compilers do not look into.
 
 While a watch is on, each watched call is followed in the graph by ``sgl_aspects::look``. When the graph runs
-it gets the call's tensors, and the rest of its arguments as a text. Compilers keep it since it declares that
-it writes to something, and break no graph for it.
+it gets the call's tensors, and the rest of its arguments as a text. Compilers keep it, since it declares a
+mutation, and do not break the graph for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _library.define(f"{_NAME}(Tensor(a!) written, Tensor layer, Tensor[] given, Tens
 
 
 def numbered(who: Looks) -> int:
-    """Compiled code holds on to the number, and never to ``who``."""
+    """Compiled code keeps the number, and no reference to ``who``."""
     number = next(_numbers)
     _looking[number] = who
     return number
@@ -50,7 +50,7 @@ def tell(
     kwargs: dict[str, Any],
     found: list[torch.Tensor],
 ) -> None:
-    """In code that is being compiled: whenever it runs, what has the number looks at this call."""
+    """Add to code being compiled: at each run, the watcher of the number gets this call."""
     values = (*args, *kwargs.values())
     # A number such as an epsilon may be symbolic here, and has no text then: it travels as a tensor.
     given = tensors_in(
@@ -80,7 +80,7 @@ def _look(
 ) -> None:
     number, names, described = ast.literal_eval(call)
     who = _looking.get(number)
-    if who is None:  # the watch has ended, and compiled code that knew it still runs
+    if who is None:  # the watch has ended, but the code compiled under it still runs
         return
     tensors = iter(given)
     values = [_rebuilt(each, tensors) for each in described]

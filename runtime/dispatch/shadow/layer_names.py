@@ -1,10 +1,10 @@
-"""Which layer of which model is computing, while operators are watched.
+"""Names of the layers that are running, while operators are watched.
 
 Hooks on all modules keep the innermost one that runs. A module that is called while none is running is a
 model: its parts get their names then, such as "model.layers.7.mlp.activation".
 
-In compiled code no hook runs. Compilers trace the hooks, which then say which module's code is being
-compiled, and each module carries a number, which the compiled code hands back when it runs.
+In compiled code no hook runs. Compilers trace the hooks, which then give the module whose code is being
+compiled, and each module has a number, which the compiled code passes on when it runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _modules() -> list[nn.Module]:
 
 
 class LayerNames:
-    """``start()``, then ``current()`` says (place in the model's order, path)."""
+    """After ``start()``, ``current()`` returns (place in the model's order, path)."""
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
@@ -68,19 +68,19 @@ class LayerNames:
             del module.__dict__[_NUMBER], _numbered[number]
 
     def current(self) -> tuple[int, str]:
-        """(0, "") outside of every module."""
+        """Return the running layer; (0, "") outside of every module."""
         stack = self._stack()
         return self._names.get(stack[-1], (0, type(stack[-1]).__name__)) if stack else (0, "")
 
     def compiling(self) -> torch.Tensor | None:
-        """In code that is being compiled: the number of the module it belongs to.
+        """Return the number of the module whose code is being compiled.
 
         None for a model that was made after the start and is compiled as a whole before its first call.
         """
         return self._compiling[-1].__dict__.get(_NUMBER) if self._compiling else None
 
     def name_of(self, number: int) -> tuple[int, str]:
-        """Of the module with this number; (0, "") where there is none."""
+        """Return the module with this number; (0, "") if there is none."""
         module = _numbered.get(number)
         if module is None:
             return (0, "")
@@ -98,7 +98,7 @@ class LayerNames:
 
     def _learn(self, model: nn.Module) -> None:
         for place, (path, part) in enumerate(model.named_modules()):
-            path = path.removeprefix("_orig_mod").lstrip(".")  # what torch.compile puts around a model
+            path = path.removeprefix("_orig_mod").lstrip(".")  # wrappers by torch.compile
             self._names.setdefault(part, (place, path or type(model).__name__))
             _give_number(part)
 

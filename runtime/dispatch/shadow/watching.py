@@ -1,9 +1,10 @@
-"""Shadow mode: run a second implementation on a share of the calls, and say which layer differs by how much.
+"""Shadow mode: run a second implementation on a share of the calls, and report which layer differs by how
+much.
 
 Both get the same inputs, so that a wrong kernel shows in its own layer only, and never in those after it. The
-engine goes on with the first one's output. Calls in compiled code are compared too (compiled_calls.py). Of a
-captured graph nothing can be seen: while a watch is on, the runtime runs a share of its steps without their
-graphs, and calls hidden in a graph are counted and reported.
+engine goes on with the first one's output. Calls in compiled code are compared too (compiled_calls.py). Calls
+in a captured graph cannot be compared: while a watch is on, the runtime runs a share of its steps without
+their graphs, and calls hidden in a graph are counted and reported.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ALL = "*"
 
 
 class Watch:
-    """Give it to :meth:`OpManager.set_watch`.
+    """A watch for :meth:`OpManager.set_watch`.
 
     ``shadow`` names operators, or "*" for all, with a token each.
     """
@@ -78,7 +79,7 @@ class Watch:
         return next((each for each in self.comparisons() if each.differed), None)
 
     def tensor_summaries(self) -> dict[str, dict[str, list[TensorSummary]]]:
-        """layer → operator → its tensors at the last call that was looked at."""
+        """Return layer → operator → its tensors at the last watched call."""
         found: dict[str, dict[str, list[TensorSummary]]] = {}
         with self._lock:
             for (layer, op), tensors in self._summaries.items():
@@ -111,7 +112,7 @@ class Watch:
     # -- what is looked at ---------------------------------------------------------------------------------
 
     def around(self, site: CallSite, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call itself where nothing is asked about its operator."""
+        """Return the call itself if its operator is not watched."""
         shadow = self._shadow_impl(site, selection)
         if shadow is None and not {site.op_name, ALL}.intersection(self.summaries):
             return call
@@ -139,11 +140,13 @@ class Watch:
         return None
 
     def is_due(self, key: tuple[str, str]) -> bool:
-        """Each layer at its own share of the calls, the layers spread over the steps."""
+        """Choose each layer's calls at the share, the layers spread over the steps."""
         return self._every_call or self._takes(key)
 
     def takes_step(self) -> bool:
-        """Whether a step that has a graph is to run without it, in :meth:`every_call`; both are counted."""
+        """Return whether a step that has a graph must run without it, in :meth:`every_call`; both are
+        counted.
+        """
         takes = self._takes(("", "step"))
         if takes:
             self._counts["eager"] += 1
@@ -157,7 +160,7 @@ class Watch:
 
     @contextlib.contextmanager
     def every_call(self) -> Iterator[None]:
-        """Look at all calls: the share was taken of the steps."""
+        """Watch all calls: the share was taken of the steps."""
         self._every_call = True
         try:
             yield
@@ -174,7 +177,7 @@ class Watch:
         return credit >= 1.0
 
     def count_captured(self) -> None:
-        """A call that became part of a captured graph."""
+        """Count a call that became part of a captured graph."""
         self._counts["captured"] += 1
 
     # -- results come in -----------------------------------------------------------------------------------
@@ -188,7 +191,7 @@ class Watch:
             return entry
 
     def compare(self, entry: LayerComparison, second: Callable[[], list[torch.Tensor]], found: Any) -> None:
-        """Never raises: a failure in the shadow is recorded in the report."""
+        """Compare, without raising: a failure in the shadow is recorded in the report."""
         try:
             wanted = second()
             with self._lock:
@@ -222,7 +225,7 @@ class Watch:
 
 
 class _WatchedCall:
-    """The calls of one operator: ``run`` is what its call site runs while the watch is on."""
+    """The calls of one operator: ``run`` replaces its call site's while the watch is on."""
 
     def __init__(
         self, watch: Watch, site: CallSite, impl: OpImpl, shadow: OpImpl | None, call: Callable[..., Any]
@@ -234,7 +237,7 @@ class _WatchedCall:
         self._call = call
         self._second = None if shadow is None else site.spec.callable_of(shadow)
         self._sums_up = bool({site.op_name, ALL}.intersection(watch.summaries))
-        #: Whether either writes to its arguments: then both get copies of them as they were.
+        #: Whether either writes to its arguments: then both get copies of the original ones.
         self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow) if each is not None)
         self._number = compiled_calls.numbered(self)
         self._no_layer = number_tensor(0)
@@ -260,8 +263,8 @@ class _WatchedCall:
     def look_compiled(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
     ) -> None:
-        """Compiled code ran such a call."""
-        # Compiled as a whole, no hook ran; compiled in parts, the hooks of what is around them did.
+        """Compare a call in compiled code."""
+        # Compiled as a whole, no hook ran; compiled in parts, the hooks of the enclosing modules did.
         name = self._watch.layers.name_of(layer) if layer else self._watch.layers.current()
         if self._is_due(name):
             self._look(name, (args, kwargs), found)
@@ -280,7 +283,7 @@ class _WatchedCall:
         return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
 
     def _found(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """What came of the call: its result, and its arguments where they were written to."""
+        """Return the output of the call: its result, and its arguments if they were written to."""
         return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
 
     def _look(
@@ -300,7 +303,7 @@ class _WatchedCall:
 
 
 def watch_of(settings: Settings) -> Watch | None:
-    """What the settings ask for; None: nothing is to be watched."""
+    """Return the watch that the settings configure; None: none."""
     if not settings.shadow and not settings.summaries:
         return None
     return Watch(dict(settings.shadow), settings.shadow_rate, settings.summaries)

@@ -2,7 +2,7 @@
 
 Where the GPU can (Hopper and later), a kernel starts while the one before it still runs: it fetches weights,
 which are constant, and only then waits for its input. Every kernel here waits before it reads or writes
-anything that another kernel touches.
+memory that another kernel uses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PRIORITY = ImplKind.VENDOR.priority + 10
 
 
 def register(registry: OpRegistry) -> None:
-    """Imports no Triton: an implementation's module is imported when it is first chosen."""
+    """Register, without importing Triton: an implementation's module is imported when it is first chosen."""
     for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
         registry.register(
             OpImpl(

@@ -1,4 +1,4 @@
-"""Experts for GPUs in Triton: all of them in two launches, with no question to the device.
+"""Experts for GPUs in Triton: all of them in two launches, without synchronization.
 
 The (token, expert) pairs are put in order of their experts, and cut into blocks that have one expert each:
 

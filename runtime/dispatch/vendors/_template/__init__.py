@@ -22,7 +22,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """The operator's arguments under their names, in their order. Import your package here, and call your
     kernel.
 
-    Refuse what it does not do before anything is written: the next implementation serves the call.
+    Reject unsupported calls before anything is written: the next implementation gets the call.
     """
     if x.shape[-1] % 2:
         raise UnsupportedCallError("two halves are needed")
@@ -40,9 +40,9 @@ def register(registry: OpRegistry) -> None:
             silu_and_mul,
             vendor=VENDOR,
             supported_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-            device_types=frozenset({"cpu"}),  # what torch calls your device
+            device_types=frozenset({"cpu"}),  # torch's name of your device
             min_arch=None,  # (major, minor), where your device has such numbers
-            is_available=needs(PACKAGE),  # or a function of yours that says True, or why not
+            is_available=needs(PACKAGE),  # or a function that returns True, or why not
             mutates=(),  # arguments that your kernel writes to
         )
     )

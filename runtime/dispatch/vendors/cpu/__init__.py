@@ -10,7 +10,7 @@ from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, on_platform
 
 VENDOR = "cpu"
-#: oneDNN lays weights out for a number of rows; what suits 8 was within noise of the fastest from 1 to 64.
+#: oneDNN's layout depends on a number of rows; the one for 8 was within noise of the fastest from 1 to 64.
 _PACKED_FOR_ROWS = 8
 
 
@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """The weight as oneDNN wants it; None where it has no fast product for the type."""
+    """Return the weight in oneDNN's layout; None if it has no fast product for the type."""
     if not _can_pack(weight):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
