@@ -153,7 +153,7 @@ def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
     return found
 
 
-def _load(folder: str, number: int, level: int, rate: float, seconds: float, told: Any) -> None:
+def _load(folder: str, number: int, level: int, rate: float, seconds: float, results_queue: Any) -> None:
     shapes, started = Shapes(folder, number, level), time.monotonic()
     done, spent = 0, time.process_time()
     while (now := time.monotonic() - started) < seconds:
@@ -161,7 +161,7 @@ def _load(folder: str, number: int, level: int, rate: float, seconds: float, tol
             shapes.request()
             done += 1
         time.sleep(_TICK_SECONDS)
-    told.put((done, time.process_time() - spent))
+    results_queue.put((done, time.process_time() - spent))
     shapes.close()
 
 
@@ -177,18 +177,20 @@ def _run(url: str) -> Iterator[Any]:
 
 def load(level: int, rate: float, seconds: float, writers: int) -> str:
     """A collector beside ``writers`` writers that begin ``rate`` requests a second between them."""
-    told = spawn.Queue()
+    results_queue = spawn.Queue()
     servers = writers // 2
     with receiver() as url:
         with _run(f"{url}/load") as session:
             arguments = (session.run_folder,)
             processes = [
-                spawn.Process(target=_load, args=(*arguments, number, level, rate / servers, seconds, told))
+                spawn.Process(
+                    target=_load, args=(*arguments, number, level, rate / servers, seconds, results_queue)
+                )
                 for number in range(servers)
             ]
             for process in processes:
                 process.start()
-            results = [told.get() for _ in processes]
+            results = [results_queue.get() for _ in processes]
             for process in processes:
                 process.join()
             collector, began = session.collector_process_id, time.monotonic()
@@ -199,7 +201,7 @@ def load(level: int, rate: float, seconds: float, writers: int) -> str:
         summary, delivered = session.summary, counted(url).get("load", 0)
     done = sum(count for count, _ in results)
     return (
-        f"level {level}: {done / seconds:,.0f} requests/s (asked for {rate:,.0f}), {writers} writers; "
+        f"level {level}: {done / seconds:,.0f} requests/s (target {rate:,.0f}), {writers} writers; "
         f"spans delivered {delivered:,} = {delivered / done:.2f} a request, "
         f"records dropped {summary.dropped:,}, unjoined {summary.unjoined:,}, "
         f"collector {spent * 1e6 / delivered:.1f} µs a span ({spent / seconds:.2f} processors), "

@@ -3,7 +3,7 @@ call_op.
 
     python -m benchmarks.dispatch
 
-The peer is a stand-in made after the public design of its ``call_op``: each call asks for the policy and its
+The peer is a copy of the public design of its ``call_op``: each call reads the policy and its
 fingerprint, looks the candidates up under a lock, notes which implementation was used, and packs the
 arguments. All subjects call the same function in one process; rounds are interleaved, and figures are
 medians of rounds.

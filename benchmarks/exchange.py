@@ -1,6 +1,6 @@
 """In a live SGLang's scheduler: exchanges what woven methods run (for :mod:`.interleaved`).
 
-A plugin. SIGRTMIN+3 begins a measurement, as the file $EXCHANGE asks; its steps are written beside it.
+A plugin. SIGRTMIN+3 begins a measurement, as the file $EXCHANGE specifies; its steps are written beside it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Exchange:
         return self._step(*args, **kwargs)
 
     def begin(self, *_: object) -> None:
-        """The file says which variants, of which batch, for how many seconds."""
+        """Read the file: which variants, of which batch, for how many seconds."""
         from sgl_aspects.tracing.observers.forward import ForwardObserver
 
         wanted = json.loads(self._path.read_text())
@@ -158,8 +158,8 @@ class Exchange:
         self._until = 0
         self._change("level 3")
         made = self._path.with_suffix(".made")
-        told = {"methods": [method.name for method in self._methods], "steps": self._steps}
-        made.with_suffix(".new").write_text(json.dumps(told))
+        report = {"methods": [method.name for method in self._methods], "steps": self._steps}
+        made.with_suffix(".new").write_text(json.dumps(report))
         made.with_suffix(".new").rename(made)
 
 

@@ -58,7 +58,7 @@ class Exchange:
         deadline = time.monotonic() + seconds + 60
         while not made.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError("the scheduler did not finish; its log says why")
+                raise TimeoutError("the scheduler did not finish; see its log")
             time.sleep(0.1)
         found = json.loads(made.read_text())
         print("woven:", ", ".join(found["methods"]), flush=True)

@@ -1,4 +1,4 @@
-"""Whether the memory of a process grows, told from the noise of its allocator.
+"""Growth of a process's memory, apart from the noise of its allocator.
 
 What a process has for itself is read once a second. After the warm-up, in which caches fill, the readings
 are cut into parts, whose medians depend little on each other; a straight line through them has a slope and,

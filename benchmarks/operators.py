@@ -31,7 +31,7 @@ TOKENS = (16, 2048)
 NOT_COMPILED = {
     "linear": "a library's",
     "topk": "a library's",
-    "fused_moe": "asks the device",
+    "fused_moe": "reads the device",
     "chunk_gated_delta_rule": "a loop",
     "fused_recurrent_gated_delta_rule": "a loop",
 }
@@ -174,7 +174,7 @@ def measure(seconds: float, only: list[str] | None = None, compiles: bool = True
             for name, function in subjects.items():
                 try:
                     row[name] = [error(function, given, reference), microseconds(function, given)]
-                except Exception as failure:  # noqa: BLE001  # a row says so, and the others go on
+                except Exception as failure:  # noqa: BLE001  # shown in its row; the others go on
                     row[name] = f"{type(failure).__name__}: {failure}"[:300]
             rows.append(row)
             print(json.dumps(row), flush=True)
@@ -190,7 +190,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for name in names:
             absent = "none"
             if name == "compiled":
-                absent = NOT_COMPILED.get(row["op"], "not asked for")
+                absent = NOT_COMPILED.get(row["op"], "not requested")
             value = row.get(name, absent)
             cells.append(value if isinstance(value, str) else f"{value[0]:.1e}, {value[1]:.0f}")
         lines.append(f"| `{row['op']}` | {row['tokens']} | {' | '.join(cells)} |")

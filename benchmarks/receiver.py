@@ -1,7 +1,7 @@
 """A backend on loopback, in a process of its own, that counts the spans it is sent.
 
 python -m benchmarks.receiver PORT well|slow|refusing prints its port. POST /NAME/v1/traces takes OTLP, GET /
-tells the counts by name as JSON; whatever else is posted (ddtrace speaks to an agent of its own kind) is
+returns the counts by name as JSON; whatever else is posted (ddtrace has an agent protocol of its own) is
 answered and not counted.
 """
 

@@ -1,9 +1,9 @@
 """What activation adds to the start of each SGLang process: python -m benchmarks.sglang_activation [PAIRS].
 
 Fresh interpreters, in turns. First a plain one, with and without `sgl-aspects run`. Then SGLang's own
-``load_plugins()``, timed from inside with SGLang's loader imported: without any plugin, with ours asked for
-nothing, tracing, and with hooks of other plugins, adopted and left to SGLang. Told are medians with
-quartiles, how many modules were imported for it, and how many of them are SGLang's.
+``load_plugins()``, timed from inside with SGLang's loader imported: without any plugin, with ours all off,
+with tracing, and with hooks of other plugins, adopted and left to SGLang. The table has medians with
+quartiles, the number of modules imported, and how many of them are SGLang's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LAUNCHED = "import sys, json; print(json.dumps([0, len(sys.modules), 0]))"
-# The last line says what it cost; wall time is the whole process's.
+# The last line has the cost; wall time is the whole process's.
 LOADED = """
 import json, sys, time
 import sglang.srt.plugins as plugins
@@ -61,7 +61,7 @@ def main() -> None:
             f"load_plugins(), {pairs} rounds",
             {
                 "no plugin": ([], LOADED, (), nothing),
-                "ours, asked for nothing": ([], LOADED, (), {}),
+                "ours, all off": ([], LOADED, (), {}),
                 "ours, tracing at level 3": ([], LOADED, (), trace),
             },
             pairs,

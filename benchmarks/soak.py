@@ -111,7 +111,7 @@ class Clients:
             try:
                 await asyncio.wait_for(kind(draw), 150)
                 self.seen[kind.__name__.strip("_")] += 1
-            except Exception as error:  # noqa: BLE001 - told in the end
+            except Exception as error:  # noqa: BLE001 - reported at the end
                 self.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
 
     async def _ask_greedy(self, draw: random.Random) -> None:

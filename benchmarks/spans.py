@@ -21,7 +21,7 @@ from benchmarks.tracers import TRACERS
 
 ROUNDS, SPANS = 15, 4000
 BASE = "OTel SDK, batch, OTLP"
-#: What a round says: nanoseconds a span.
+#: The result of a round: nanoseconds per span.
 THREAD, PROCESS = "thread", "process"
 
 
@@ -65,14 +65,14 @@ def _work(name: str, url: str) -> None:
 
 
 def _wait_until_idle(process_id: int) -> None:
-    """Until the process has done what it had to: its work is not to disturb who is measured next."""
+    """Wait until the process has finished its work, which must not disturb the next measurement."""
     worked = -1.0
     while worked != (worked := processor_seconds(process_id) // 0.01):
-        time.sleep(0.4)  # it looks every 200 ms, and batches wait as long
+        time.sleep(0.4)  # it polls every 200 ms, and batches wait as long
 
 
 def processor_seconds(process_id: int) -> float:
-    """What all threads of a process have run."""
+    """Return the processor time of all threads of a process."""
     threads = Path(f"/proc/{process_id}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 

@@ -4,7 +4,7 @@
 
 The engine's objects are stand-ins. "warm": one step after the other in a tight loop, whole steps. "evicted":
 before each observer a buffer of 64 MB is walked through, as a model does that runs in this processor's
-caches; each enter and exit is timed alone, less what the same timing says of an empty function. A live engine
+caches; each enter and exit is timed alone, less the same timing of an empty function. A live engine
 lies between the two: with its model on another device only the engine's own work is in the caches.
 """
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# In each process of the engine: a thread that follows the file, and says when it has.
+# In each process of the engine: a thread that follows the file, and confirms it.
 _PLUGIN = """
 import os, threading, time
 from sgl_aspects.weaving import weaver
@@ -54,13 +54,13 @@ class Switch:
         wanted = "on" if is_on else "off"
         self._file.write_text(wanted)
         deadline = time.monotonic() + 10
-        while any(told.read_text() != wanted for told in self._told()):
+        while any(applied.read_text() != wanted for applied in self._applied()):
             if time.monotonic() > deadline:
                 raise TimeoutError("not every process of the engine has followed the switch")
             time.sleep(0.005)
 
-    def _told(self) -> Iterator[Path]:
+    def _applied(self) -> Iterator[Path]:
         """What the living processes have said last."""
-        for told in self._file.parent.glob("switch.*"):
-            if Path("/proc", told.suffix[1:]).exists():
-                yield told
+        for applied in self._file.parent.glob("switch.*"):
+            if Path("/proc", applied.suffix[1:]).exists():
+                yield applied

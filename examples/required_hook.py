@@ -1,4 +1,4 @@
-"""A hook that must be there: where the engine has moved the function, the process stops and says so.
+"""A required hook: if the engine has moved the function, the process stops with an error.
 
 A fix that is silently not applied serves wrong answers. `required=True` is for such fixes.
 

@@ -3,7 +3,7 @@
 #
 #     examples/trace_sglang.sh path/to/model spans.jsonl
 #
-# Then ask it something, watch it with `sgl-aspects top`, stop it with Ctrl-C, and look at
+# Then send it a request, watch it with `sgl-aspects top`, stop it with Ctrl-C, and look at
 # `sgl-aspects report spans.jsonl`. More arguments go to SGLang: on a plain CPU, --device cpu.
 model=$1 spans=$2
 shift 2

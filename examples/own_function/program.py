@@ -1,4 +1,4 @@
-"""A program that knows nothing of tracing. aspects.toml, beside it, names two of its functions.
+"""A program without any tracing code. aspects.toml, beside it, names two of its functions.
 
 sgl-aspects run --config aspects.toml --file spans.jsonl -- python -c "import program; program.main()"
 """

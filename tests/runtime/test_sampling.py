@@ -279,7 +279,7 @@ def test_no_limit_of_tokens_means_as_many_as_fit(engine: Engine) -> None:
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9: write at most max_new_tokens=8"),
         ({"json_schema": 3}, "json_schema=3: write a JSON schema"),
         ({"json_schema": {"enum": [1j]}}, "json_schema=.*write values that JSON can represent .*complex"),
-        ({"json_schema": {}, "min_new_tokens": 1}, "min_new_tokens=1: write 0 beside json_schema"),
+        ({"json_schema": {}, "min_new_tokens": 1}, "min_new_tokens=1: write 0 together with json_schema"),
         ({"stop": ["x"] * 65}, r"stop=.*write at most 64 texts of at most 1024 characters"),
         ({"stop": "x" * 1025}, "stop=.*write at most 64 texts"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids=.*at most 1024 token ids"),

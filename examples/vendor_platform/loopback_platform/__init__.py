@@ -1,4 +1,4 @@
-"""The loopback accelerator. Importing this package loads nothing: engines ask it before they choose it."""
+"""The loopback accelerator. Importing this package loads nothing: engines call it to find the hardware."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def activate() -> str | None:
 
 
 def activate_for_sglang() -> str | None:
-    """For SGLang, which writes qualified names with a dot; only where it is asked for by name."""
+    """For SGLang, which writes qualified names with a dot; only if selected by name."""
     if os.environ.get("SGLANG_PLATFORM") != "loopback":
         return None
     return "loopback_platform.sglang.LoopbackSGLangPlatform"
 
 
 def activate_for_multimodal() -> str | None:
-    """For SGLang's engine for images and video; only where it is asked for by name."""
+    """For SGLang's engine for images and video; only if selected by name."""
     if os.environ.get("SGLANG_DIFFUSION_PLATFORM_OVERRIDE") != "loopback":
         return None
     return "loopback_platform.sglang_multimodal.LoopbackMultimodalPlatform"

@@ -11,7 +11,7 @@ from sgl_aspects.runtime.ops import Attention
 
 
 class LoopbackAttention(AttentionBackend):
-    #: Decoding asks the host for nothing, so that the device can record it.
+    #: Decoding reads nothing on the host, so that the device can record it.
     capturable = True
 
     def prepare(self, batch: ForwardBatch) -> None:

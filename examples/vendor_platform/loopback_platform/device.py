@@ -17,7 +17,7 @@ from sgl_aspects.platforms.host_memory import peak_resident
 
 
 class LoopbackDevice(DeviceMixin):
-    """Two devices, unless LOOPBACK_VISIBLE_DEVICES says otherwise."""
+    """Two devices, unless LOOPBACK_VISIBLE_DEVICES is set."""
 
     _enum = PlatformEnum.OOT
     device_name = "loopback"

@@ -10,7 +10,7 @@ from sgl_aspects.runtime.ops import RMSNorm
 def rms_norm(
     self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As ``RMSNorm`` says: with a residual, (normalized sum, sum)."""
+    """Like ``RMSNorm``: with a residual, (normalized sum, sum)."""
     total = x if residual is None else x + residual
     exact = total.float()
     scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)

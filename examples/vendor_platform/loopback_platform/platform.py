@@ -1,4 +1,4 @@
-"""What the engines ask of the device: one class for text, one for images and video."""
+"""The device's platform classes: one for text engines, one for images and video."""
 
 from __future__ import annotations
 
