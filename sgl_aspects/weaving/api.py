@@ -7,7 +7,6 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace as replace_fields
 from typing import Any, NamedTuple, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
@@ -102,7 +101,7 @@ class Aspect:
             # The mark may be outside of @staticmethod or inside.
             for advice in getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(function, _ADVICES, []):
                 hook = advice.hook if advice.hook_type is HookType.OBSERVE else getattr(self, name)
-                found.append(replace_fields(advice, hook=hook, state=State.REMOVED, enabled=True, errors=0))
+                found.append(advice.with_hook(hook))
         return sorted(found, key=lambda advice: advice.sequence)
 
 

@@ -10,7 +10,6 @@ import enum
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
@@ -28,8 +27,13 @@ _CLASS_NAMESPACE: Any = vars(type)["__dict__"]
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
-@dataclass(eq=False, repr=False)
-class AttributeReference:
+class OwnDict(dict[Any, Any]):
+    """A dictionary of ours that holds originals: rebinding knows what is ours by its type."""
+
+    __slots__ = ()
+
+
+class AttributeReference(NamedTuple):
     """An attribute of a module, class or instance.
 
     :param raw: what stands there, descriptors unopened.
@@ -228,7 +232,7 @@ def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1]):
             if is_a(place.raw, property):
-                yield replace(place, part="" if path[-1] == "fget" else path[-1])
+                yield place._replace(part="" if path[-1] == "fget" else path[-1])
                 return
     yield from _walk(module, path)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
+    PROPERTY_PARTS,
     AttributeReference,
     derives,
     filled_slots,
@@ -27,27 +28,23 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.hooks import calls_original
 from sgl_aspects.weaving.proxies import WovenProxy, bound_late
 
 # -- opening an attribute ------------------------------------------------------------------------------------
 
-Rebuild = Callable[[Mapping[str, Any]], Any]
-
 
 class Opened(NamedTuple):
-    """An attribute taken apart.
+    """The callable in an attribute.
 
-    :param content: the callable in it.
     :param called: what calling it comes down to: ``content``, or a function that binds it first.
-    :param rebuild: makes the attribute anew with other callables in it, by part; "" but for properties.
     """
 
     content: Any
     called: Callable[..., Any]
-    rebuild: Rebuild
 
     def weave(self, place: str) -> WovenFunction:
-        """A stand-in for ``content`` that can be steered."""
+        """What stands for ``content`` and runs its hooks."""
         if type(self.content) is types.FunctionType:
             return WovenFunction(self.content)
         return WovenProxy(self.content, self.called, place)
@@ -73,30 +70,28 @@ def _open(place: AttributeReference) -> Opened:
     if place.binds_to_owner:
         return _open_for_owner(place)
     if is_a(raw, (classmethod, staticmethod)):
-        kind = classmethod if is_a(raw, classmethod) else staticmethod
-        opened = _opened(place, raw.__func__, lambda woven: rebuilt(raw, kind, woven))
+        opened = _opened(place, raw.__func__)
         binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
         return _late(opened, place) if binds else opened
     if is_a(raw, property):
         return _open_property(place)
     if is_a(raw, functools.cached_property):
-        return _opened(place, raw.func, lambda woven: rebuilt(raw, functools.cached_property, woven))
-    if isinstance(raw, (functools.partialmethod, functools.singledispatchmethod)):
-        return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
-    if is_class(place.owner) and not callable(raw) and _only_binds(raw):
-        return Opened(raw, bound_late(raw, place.owner), lambda woven: woven[""])
+        return _opened(place, raw.func)
+    is_method = isinstance(raw, (functools.partialmethod, functools.singledispatchmethod))
+    if is_method or (is_class(place.owner) and not callable(raw) and _only_binds(raw)):
+        return Opened(raw, bound_late(raw, place.owner))
     _check_new(place)
-    opened = _opened(place, raw, lambda woven: woven)
+    opened = _opened(place, raw)
     return _late(opened, place) if is_class(place.owner) else opened
 
 
-def _opened(place: AttributeReference, content: Any, rebuild: Callable[[Any], Any]) -> Opened:
+def _opened(place: AttributeReference, content: Any) -> Opened:
     if not callable(content):
         raise HookError(
             f"{place} is {type(content).__name__} {reprlib.repr(content)}, "
             "which cannot be called, so not hooked"
         )
-    return Opened(content, content, lambda woven: rebuild(woven[""]))
+    return Opened(content, content)
 
 
 def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., Any]:
@@ -121,7 +116,7 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
             *([subject] if name == "__new__" else []), *args, **kwargs
         )
 
-    return functools.update_wrapper(called, opened.content) if callable(opened.content) else called
+    return calls_original(functools.update_wrapper(called, opened.content))
 
 
 def _late(opened: Opened, place: AttributeReference) -> Opened:
@@ -149,17 +144,15 @@ def _open_for_owner(place: AttributeReference) -> Opened:
             f"with '{type(owner).__module__}:{type(owner).__qualname__}.__call__'"
         )
     if is_a(raw, staticmethod):
-        return _opened(place, raw.__func__, lambda woven: woven)
+        return _opened(place, raw.__func__)
     if is_a(raw, classmethod):
-        return _opened(place, raw.__func__, lambda woven: types.MethodType(woven, type(owner)))
+        return _opened(place, raw.__func__)
     if not callable(raw) or hasattr(type(raw), "__set__"):
         raise HookError(
             f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which rules over whatever the "
             f"instance has; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
-    if is_class(owner):
-        return _opened(place, raw, classmethod)
-    return _opened(place, raw, lambda woven: types.MethodType(woven, owner))
+    return _opened(place, raw)
 
 
 def _only_binds(raw: Any) -> bool:
@@ -171,36 +164,53 @@ def _open_property(place: AttributeReference) -> Opened:
     raw, part = place.raw, place.part or "fget"
     function = getattr(raw, part)
     if function is None:
-        have = ", ".join(name for name in ("fget", "fset", "fdel") if getattr(raw, name) is not None)
+        have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
         raise HookError(f"{place}: the property has no {part}; it has {have}")
-
-    def rebuild(woven: Mapping[str, Any]) -> Any:
-        functions = {name: getattr(raw, name) for name in ("fget", "fset", "fdel")}
-        functions.update({key or "fget": value for key, value in woven.items()})
-        return rebuilt(raw, property, *functions.values())
-
-    return Opened(function, function, rebuild)
+    return Opened(function, function)
 
 
 # -- the same descriptor around other functions ------------------------------------------------------------
 
+
+def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
+    """What stands at ``place``, made anew around other callables, by part; "" but for properties."""
+    raw, owner = place.raw, place.owner
+    if is_a(raw, property):
+        functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
+        functions.update({part or "fget": function for part, function in woven.items()})
+        return rebuilt(raw, property, *functions.values())
+    if not place.binds_to_owner:
+        for kind in (classmethod, staticmethod, functools.cached_property):
+            if is_a(raw, kind):
+                return rebuilt(raw, kind, woven[""])
+    elif is_a(raw, classmethod):
+        return types.MethodType(woven[""], type(owner))
+    elif not is_a(raw, staticmethod):
+        return classmethod(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
+    return woven[""]
+
+
 _REMADE_FROM = "_sgl_aspects_remade_from"
+
+
+class _Origin(NamedTuple):
+    descriptor: Any
 
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """A descriptor of the same type around new functions; the earlier one, where it was made from that."""
-    parts = ("fget", "fset", "fdel") if is_a(descriptor, property) else ("__func__",)
+    parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
     held = [getattr(descriptor, part) for part in parts]
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
         return descriptor
-    earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
+    (earlier,) = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM, (None,))
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
     if is_a(descriptor, property):
         return rebuilt(descriptor, property, *wanted)
     anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
-    anew.__dict__[_REMADE_FROM] = descriptor
+    anew.__dict__[_REMADE_FROM] = _Origin(descriptor)
     return anew
 
 

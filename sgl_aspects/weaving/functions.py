@@ -23,7 +23,7 @@ import types
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from sgl_aspects.weaving.attributes import claims_to_be
+from sgl_aspects.weaving.attributes import OwnDict, claims_to_be
 from sgl_aspects.weaving.hooks import NativeLink
 
 Observers = tuple[tuple[Any, Any, Any], ...]
@@ -97,9 +97,13 @@ class WovenFunction:
     :ivar function: what stands for the target.
     """
 
+    __slots__ = (
+        *("_body", "_calls", "_compiled", "_iterable", "_model", "_run", "_signature"),
+        *("applied", "function", "kind"),
+    )
+
     def __init__(self, original: Any, *, anonymous: bool = False) -> None:
         self.kind = FunctionKind.of(original)
-        self.function: Any
         self.applied = False
         self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
         self._signature: Any = None
@@ -115,17 +119,14 @@ class WovenFunction:
         if self.kind is not _kind_of_code(code):  # a function stays of the kind that it begins with
             code = self._code(Shape(self.kind), {})
         # Of no use until set_hooks() gives it another code.
-        self._run = self.function = types.FunctionType(code, namespace, code.co_name, None, closure)
+        self._run = types.FunctionType(code, namespace, code.co_name, None, closure)
+        self.function: Any = self._run
         if not anonymous:
             self._imitate(original)
 
     @property
     def calls(self) -> int:
         return int(self._calls[0])
-
-    def own_containers(self) -> list[Any]:
-        """Everything of ours that holds the original on purpose."""
-        return [self.__dict__, self._run.__dict__, vars(_compiled)]
 
     def set_hooks(self, head: Any, observers: Observers, compiling: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
@@ -165,6 +166,7 @@ class WovenFunction:
 
     def _imitate(self, original: types.FunctionType) -> None:
         function = self.function
+        function.__dict__ = OwnDict()
         function.__name__ = original.__name__
         function.__qualname__ = original.__qualname__
         function.__module__ = original.__module__
@@ -212,11 +214,6 @@ class _Constants(tuple[Any, ...]):
 
     __slots__ = ()
     __hash__ = object.__hash__  # debuggers hash the code of functions, and so its constants
-
-
-def holds_hooks(holder: Any) -> bool:
-    """Whether ``holder`` is the tuple of constants of a woven function."""
-    return type(holder) is _Constants
 
 
 def _call_hooks(*args: Any, **kwargs: Any) -> Any:

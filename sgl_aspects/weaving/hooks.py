@@ -15,7 +15,6 @@ import reprlib
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from sgl_aspects.errors import HookError
@@ -105,34 +104,45 @@ class State(str, enum.Enum):
 _sequence = itertools.count(1)
 
 
-@dataclass(eq=False)
 class Advice:
     """One hook and where it goes. Weaving it gives a handle; the same advice can be woven once at a time.
 
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
     :param required: the process stops, with a message that says why, if the target turns out to be missing.
     :param on_lost: called with the reason instead of a warning, where nothing that loads later can help.
+    :ivar errors: how many exceptions of an observer were contained.
+    :ivar sequence: a number that grows with each advice.
     """
 
-    target: Target
-    hook_type: HookType
-    hook: Any
-    order: int = 0
-    source: HookSource | None = None
-    required: bool = False
-    enabled: bool = True
-    errors: int = 0
-    state: State = State.REMOVED
-    detail: str = ""
-    on_lost: Callable[[str], None] | None = None
-    sequence: int = field(default_factory=lambda: next(_sequence))
+    __slots__ = (
+        *("target", "hook_type", "hook", "order", "source", "required", "on_lost"),
+        *("enabled", "errors", "state", "detail", "sequence"),
+    )
 
-    def __post_init__(self) -> None:
-        _check_hook(self.hook, self.hook_type, self.target)
-        if not isinstance(self.order, int):
-            raise HookError(f"{self.target}: order = {self.order!r}: write a whole number")
-        if self.source is None:
-            self.source = current_source.get()
+    def __init__(
+        self,
+        target: Target,
+        hook_type: HookType,
+        hook: Any,
+        order: int = 0,
+        source: HookSource | None = None,
+        required: bool = False,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        _check_hook(hook, hook_type, target)
+        if not isinstance(order, int):
+            raise HookError(f"{target}: order = {order!r}: write a whole number")
+        self.target, self.hook_type, self.hook, self.order = target, hook_type, hook, order
+        self.source = source or current_source.get()
+        self.required, self.on_lost = required, on_lost
+        self.enabled, self.errors, self.state, self.detail = True, 0, State.REMOVED, ""
+        self.sequence = next(_sequence)
+
+    def with_hook(self, hook: Any) -> Advice:
+        """The same advice with another hook, not woven yet."""
+        anew = Advice(self.target, self.hook_type, hook, self.order, self.source, self.required, self.on_lost)
+        anew.sequence = self.sequence
+        return anew
 
     @property
     def name(self) -> str:
@@ -255,21 +265,26 @@ def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> H
     return head
 
 
-#: Every link that anybody holds, by its id. A call in flight goes on with the chain that it began with, also
-#: when its hooks are gone and others have come.
-_links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+#: Every callable of ours that holds an original and that anybody holds, by its id. A call in flight goes on
+#: with the chain that it began with, also when its hooks are gone and others have come.
+_callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def own_containers() -> Iterator[Any]:
-    """What of our chains holds originals: rebinding must leave it alone."""
-    for reference in _links.valuerefs():
-        link = reference()
-        yield from (link.__closure__ or ()) if type(link) is types.FunctionType else (link,)
+def calls_original(caller: Hook) -> Hook:
+    """Mark ``caller``, a bound method or function of ours: rebinding leaves alone what it holds."""
+    _callers[id(caller)] = caller
+    return caller
 
 
-def _keep(link: Hook) -> Hook:
-    _links[id(link)] = link
-    return link
+def containers_of_callers() -> Iterator[Any]:
+    """The containers by which what was marked holds originals."""
+    for reference in _callers.valuerefs():
+        caller = reference()
+        if type(caller) is types.FunctionType:
+            yield caller.__dict__
+            yield from caller.__closure__ or ()
+        else:
+            yield caller
 
 
 def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:
@@ -277,7 +292,7 @@ def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:
     if advice.hook_type is HookType.REPLACE:
         return _awaited(hook) if awaits else hook
     if advice.hook_type is HookType.AROUND:
-        link = _keep(types.MethodType(hook, following))
+        link = calls_original(types.MethodType(hook, following))
         return _awaited(link, hook) if awaits else link
     if advice.hook_type is HookType.NATIVE:
         return _native_link(hook, following, awaits)
@@ -295,7 +310,7 @@ def _before(advice: Advice, following: Hook) -> Hook:
             args, kwargs = _changed_arguments(changed, advice)
         return following(*args, **kwargs)
 
-    return _keep(before)
+    return calls_original(before)
 
 
 def _after(hook: Hook, following: Hook) -> Hook:
@@ -306,7 +321,7 @@ def _after(hook: Hook, following: Hook) -> Hook:
             return result
         return changed.value if isinstance(changed, Result) else changed
 
-    return _keep(after)
+    return calls_original(after)
 
 
 def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
@@ -319,7 +334,7 @@ def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
         def proceed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return following(*args, **kwargs) if kwargs else following(*args)
 
-        _keep(proceed)
+        calls_original(proceed)
     link = NativeLink(types.MethodType(hook, proceed))
     return _awaited(link, hook) if awaits else link
 
@@ -374,7 +389,7 @@ def _async_before(advice: Advice, following: Hook) -> Hook:
             args, kwargs = _changed_arguments(changed, advice)
         return await following(*args, **kwargs)
 
-    return _keep(before)
+    return calls_original(before)
 
 
 def _async_after(hook: Hook, following: Hook) -> Hook:
@@ -385,4 +400,4 @@ def _async_after(hook: Hook, following: Hook) -> Hook:
             return result
         return changed.value if isinstance(changed, Result) else changed
 
-    return _keep(after)
+    return calls_original(after)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import logging
 import sys
 import types
@@ -15,10 +14,11 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
+    OwnDict,
     current,
     is_class,
 )
-from sgl_aspects.weaving.descriptors import Rebuild, open_attribute
+from sgl_aspects.weaving.descriptors import open_attribute, rebuild
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
@@ -33,18 +33,22 @@ class JoinPoint(abc.ABC):
 
     :ivar inner: what is hooked; for a descriptor, the callable in it.
     :ivar function: the woven function or proxy; None for a class.
+    :ivar stale: what could not be changed when it was put in place, besides referrers.
+    :ivar superseded: the code of the module ran again: another join point has the place now.
     """
 
+    __slots__ = ("advices", "inner", "installed", "place", "stale", "superseded")
+
     kind: str
-    inner: Any
     function: Any = None
     slot: Slot | None = None
     calls: Any = 0
 
-    def __init__(self, place: AttributeReference) -> None:
-        self.place = place
+    def __init__(self, place: AttributeReference, inner: Any) -> None:
+        self.place, self.inner = place, inner
         self.advices: list[Advice] = []
-        self.installed = False
+        self.stale: list[Stale] = []
+        self.installed = self.superseded = False
 
     @property
     @abc.abstractmethod
@@ -92,18 +96,11 @@ class JoinPoint(abc.ABC):
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
         """What holders of ``before`` shall hold; ``extra`` references to it have no known holder."""
 
-    @abc.abstractmethod
-    def own_containers(self) -> set[int]:
-        """Ids of everything of ours that holds the original on purpose."""
-
     def refresh(self, compiling: Any = None) -> None:  # noqa: B027  not all need it
         """Run the hooks that are active now."""
 
     def release(self) -> None:  # noqa: B027  not all need it
         """No hook will come here any more."""
-
-    def supersede(self) -> None:  # noqa: B027  not all need it
-        """The code of the module ran again: another join point has the place now."""
 
     def follow(self, below: Any) -> None:  # noqa: B027  not all need it
         """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""
@@ -113,11 +110,6 @@ class JoinPoint(abc.ABC):
         """How many references to what stands here have no known holder; -1 where nobody can tell."""
         return -1
 
-    @property
-    def stale(self) -> list[Stale]:
-        """What could not be changed when it was put in place, besides holders."""
-        return []
-
 
 class FunctionJoinPoint(JoinPoint):
     """A function, or another callable.
@@ -125,17 +117,19 @@ class FunctionJoinPoint(JoinPoint):
     :param slot: shared by the points for the parts of one property.
     """
 
+    __slots__ = ("_called", "_observers", "function", "slot", "woven")
+
     kind = "a generated function"
     slot: Slot
 
     def __init__(self, place: AttributeReference, slot: Slot | None = None) -> None:
-        super().__init__(place if slot is None else dataclasses.replace(place, raw=slot.original))
-        opened = open_attribute(self.place)
-        self.inner, self._called = opened.content, opened.called
+        place = place if slot is None else place._replace(raw=slot.original)
+        opened = open_attribute(place)
+        super().__init__(place, opened.content)
+        self._called = opened.called
         self.woven = opened.weave(str(place))
         self.function = self.woven.function
-        self.slot = slot or Slot(place, opened.rebuild)
-        self._head: Any = self._called
+        self.slot = slot or Slot(place)
         self._observers: dict[Advice, Any] = {}  # those that are made for this function
         self.slot.with_occupant(place.part, self.function)  # may fail: now, not when it is registered
 
@@ -178,18 +172,10 @@ class FunctionJoinPoint(JoinPoint):
         super().remove(advice)
         self._observers.pop(advice, None)
 
-    def own_containers(self) -> set[int]:
-        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
-        held += [*self.slot.own_containers(), self.woven, *self.woven.own_containers()]
-        if self._called is not self.inner and type(self._called) is types.FunctionType:
-            held += [self._called.__dict__, *(self._called.__closure__ or ())]
-        # A function holds nothing itself: its dictionary, closure and defaults do, and those are users'.
-        return {id(holder) for holder in held if type(holder) is not types.FunctionType}
-
     def follow(self, below: Any) -> None:
-        opened = open_attribute(dataclasses.replace(self.place, raw=below))
+        opened = open_attribute(self.place._replace(raw=below))
         self.inner, self._called = opened.content, opened.called
-        self.slot.follow(below, opened.rebuild)
+        self.slot.follow(below)
 
     def refresh(self, compiling: Any = None) -> None:
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
@@ -197,8 +183,8 @@ class FunctionJoinPoint(JoinPoint):
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
         # The last REPLACE wins; the earlier ones stay registered and come back when it goes.
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
-        self._head = build_chain(self._called, chain, awaits=self._is_async)
-        self.woven.set_hooks(self._head, tuple(map(self._observing, reversed(observers))), compiling)
+        head = build_chain(self._called, chain, awaits=self._is_async)
+        self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), compiling)
 
     def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
         observer = self._observers.get(advice, advice.hook)
@@ -228,6 +214,7 @@ class FunctionJoinPoint(JoinPoint):
 
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
+        exclude |= {id(self.original), id(self.replacement)}  # each is made around one of them
         if self.place.inherited:
             yield Pair(old, new, -1, exclude, self.place.owner if self.installed else None)
             return
@@ -241,8 +228,7 @@ class FunctionJoinPoint(JoinPoint):
             type(self.original) is not types.FunctionType
             or self.place.inherited
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
-            or current(self.place.owner, self.place.name)
-            is not self.standing  # its own attribute is not a holder
+            or current(self.place.owner, self.place.name) is not self.standing  # it does not count itself
         ):
             return -1
         key = (self.installed, self.woven.applied)
@@ -296,47 +282,43 @@ class _Failed:
 
 
 class Slot:
-    """The attribute that join points stand in: its original, and what stands there as far as we know.
+    """The attribute that join points stand in: its original, and what stands there as far as we know."""
 
-    :param rebuild: makes the attribute anew around woven callables; parts as in :class:`AttributeReference`.
-    """
+    __slots__ = ("_made", "_occupants", "_place", "standing")
 
-    def __init__(self, place: AttributeReference, rebuild: Rebuild) -> None:
-        self.original = self.standing = place.raw
+    def __init__(self, place: AttributeReference) -> None:
         self._place = place
-        self._rebuild = rebuild
-        self._occupants: dict[str, Any] = {}
-        self._made: dict[tuple[int, ...], Any] = {}
+        self.standing = place.raw
+        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part
+        self._made: dict[tuple[int, ...], Any] = OwnDict()
+
+    @property
+    def original(self) -> Any:
+        return self._place.raw
 
     def with_occupant(self, part: str, woven: Any) -> Any:
         """What stands there when ``woven`` is in."""
-        return self._with({**self._occupants, part: woven})
+        return self._with(OwnDict(self._occupants, **{part: woven}))
 
     def put(self, part: str, woven: Any) -> None:
         """Put ``woven`` there.
 
         :raises Exception: the attribute cannot be written; nothing has changed then.
         """
-        self._stand({**self._occupants, part: woven})
+        self._stand(OwnDict(self._occupants, **{part: woven}))
 
     def take_out(self, part: str) -> None:
         """Take away what was put there; the last one leaves the original behind."""
-        self._stand({other: woven for other, woven in self._occupants.items() if other != part})
+        self._stand(OwnDict(item for item in self._occupants.items() if item[0] != part))
 
-    def follow(self, below: Any, rebuild: Rebuild) -> None:
+    def follow(self, below: Any) -> None:
         """Another original: what an inherited attribute comes from has changed."""
-        self.original = below
-        self._rebuild = rebuild
-        self._made = {_key(self._occupants): self.standing} if self._occupants else {}
-        if not self._occupants:
+        self._place = self._place._replace(raw=below)
+        self._made.clear()
+        if self._occupants:
+            self._made[_key(self._occupants)] = self.standing
+        else:
             self.standing = below
-
-    def own_containers(self) -> list[Any]:
-        """Everything of ours that holds the original on purpose."""
-        cells = _cells(self._rebuild)
-        nested = [cell for outer in cells for cell in _cells(outer.cell_contents)]
-        ours = [self, self.__dict__, self._occupants, self._made, *self._made.values()]
-        return [*ours, self.original, *cells, *nested]
 
     def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
@@ -358,13 +340,9 @@ class Slot:
             return self.original
         key = _key(occupants)
         if key not in self._made:
-            self._made[key] = self._rebuild(occupants)
+            self._made[key] = rebuild(self._place, occupants)
         return self._made[key]
 
 
 def _key(occupants: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(map(id, map(occupants.get, ("", *PROPERTY_PARTS))))
-
-
-def _cells(function: Any) -> tuple[Any, ...]:
-    return getattr(function, "__closure__", None) or ()

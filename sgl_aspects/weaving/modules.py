@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
@@ -308,6 +308,14 @@ _GETATTR = "__getattr__"
 _INIT_SUBCLASS = "__init_subclass__"
 
 
+class _Kept(NamedTuple):
+    """An attribute that a module made, and that was put into its namespace."""
+
+    namespace: dict[str, Any]
+    name: str
+    value: Any
+
+
 class LazyAttributes:
     """The modules that are waited for.
 
@@ -318,7 +326,7 @@ class LazyAttributes:
         self._made = made
         self._wrapped: dict[int, _Wrapped] = {}  # by the id of what has the function: a module or a class
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
-        self._kept: list[tuple[dict[str, Any], str, Any]] = []
+        self._kept: list[_Kept] = []
 
     def wait(self, name: str, module: Any, attribute: str) -> None:
         """Wait for ``attribute``, which ``module`` makes when it is asked."""
@@ -350,7 +358,7 @@ class LazyAttributes:
             names = namespace(module)
             if attribute not in names:
                 names[attribute] = value
-                self._kept.append((names, attribute, value))
+                self._kept.append(_Kept(names, attribute, value))
             self._made(name, module)
             return names[attribute]
 

@@ -19,6 +19,7 @@ import wrapt
 
 from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.hooks import calls_original
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
@@ -59,13 +60,14 @@ def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
         return raw if callable(raw) else _bound(raw, None, owner)
     if isinstance(raw, _CALLED_AS_BOUND):
         return _without_surplus(raw)
-    if binding is Binding.CLASS:
-        return lambda cls, /, *args, **kwargs: _bound(raw, None, cls)(*args, **kwargs)
-    if binding is Binding.EITHER:
-        return lambda subject, /, *args, **kwargs: (
-            _bound(raw, None, subject) if is_class(subject) else _bound(raw, subject, type(subject))
-        )(*args, **kwargs)
-    return lambda self, /, *args, **kwargs: _bound(raw, self, type(self))(*args, **kwargs)
+    from_class = {Binding.CLASS: True, Binding.INSTANCE: False}.get(binding)
+
+    def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if is_class(subject) if from_class is None else from_class:
+            return _bound(raw, None, subject)(*args, **kwargs)
+        return _bound(raw, subject, type(subject))(*args, **kwargs)
+
+    return calls_original(bind_and_call)
 
 
 def _bound(raw: Any, instance: Any, owner: Any) -> Callable[..., Any]:
@@ -87,7 +89,7 @@ def _without_surplus(raw: Any) -> Callable[..., Any]:
         if type(self).__new__ is _OBJECT_NEW:
             raw(self, *args, **kwargs)
 
-    return initialise
+    return calls_original(initialise)
 
 
 class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -180,6 +182,8 @@ class WovenProxy(WovenFunction):
 
     :param called: what a call of ``original`` comes down to.
     """
+
+    __slots__ = ()
 
     def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
         super().__init__(original, anonymous=True)

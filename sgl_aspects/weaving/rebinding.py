@@ -37,7 +37,8 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.descriptors import descriptor_anew
-from sgl_aspects.weaving.functions import SUSPENDS, holds_hooks
+from sgl_aspects.weaving.functions import SUSPENDS
+from sgl_aspects.weaving.hooks import Result, containers_of_callers
 
 # -- kinds of holders ----------------------------------------------------------------------------------------
 
@@ -173,11 +174,8 @@ class Pair:
         self.exclude, self.only_bound_to = exclude, only_bound_to
 
 
-def rebind(pairs: Iterable[Pair], ours: Callable[[], frozenset[int]]) -> list[Stale]:
-    """Replace ``old`` by ``new`` in every holder; returns the holders that could not be changed.
-
-    :param ours: gives the ids of containers that hold an old object on purpose.
-    """
+def rebind(pairs: Iterable[Pair]) -> list[Stale]:
+    """Replace ``old`` by ``new`` in every referrer; returns the referrers that could not be changed."""
     every = list(pairs)
     wanted = {id(pair.old): pair for pair in every if pair.extra != 0}
     found = _rebind_modules(wanted) if wanted else {}
@@ -185,7 +183,7 @@ def rebind(pairs: Iterable[Pair], ours: Callable[[], frozenset[int]]) -> list[St
     stale = []
     if left:
         with unfrozen():
-            stale = _Collected(left, ours()).rebind()
+            stale = _Collected(left).rebind()
     weak = "a weak reference, as in a WeakSet"
     return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _stays_weakly_held(pair))]
 
@@ -197,7 +195,7 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
         # A copy first: another thread may be importing into this module. All of this line runs in C.
         held = dict.copy(names)
         here = list(itertools.compress(held, map(wanted.__contains__, map(id, held.values()))))
-        if here and str(held.get("__name__")).startswith("sgl_aspects.weaving"):
+        if here and _is_ours(names):
             continue
         for name in here:
             pair = wanted[id(held[name])]
@@ -221,29 +219,27 @@ def _stays_weakly_held(pair: Pair) -> bool:
 class _Collected:
     """Step three: holders found through the garbage collector."""
 
-    def __init__(self, pairs: Iterable[Pair], ours: frozenset[int]) -> None:
+    def __init__(self, pairs: Iterable[Pair]) -> None:
         self.pairs = {id(pair.old): pair for pair in pairs}
-        self.ours = ours
         self.kept: frozenset[Any] = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
+        self.ours = frozenset(map(id, containers_of_callers()))
         self.stale: list[Stale] = []
-        self.attributes: set[int] = set()
-        """Ids of the dictionaries of our own instances, where Python makes such dictionaries."""
 
     def rebind(self) -> list[Stale]:
-        """One round for the holders of old objects, then one for the holders of what was made anew."""
+        """One round for the referrers of old objects, then one for the referrers of what was made anew."""
+        anew = self._round()  # whose lists are gone by now: they would be referrers
+        return [*self.stale, *(_Collected(anew).rebind() if anew else ())]
+
+    def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
-        own = {id(self.pairs), id(self.__dict__)}
+        left_alone = self.ours | self.kept
         found = [
-            holder
-            for holder in _referrers(olds)
-            if id(holder) not in own and id(holder) not in self.kept and not self._is_ours(holder)
+            holder for holder in _referrers(olds) if id(holder) not in left_alone and not _is_ours(holder)
         ]
         owners = self._owners([holder for holder in found if _needs_owner(holder)], found)
         anew: list[Pair] = []
         for holder in found:
             owned_by = owners.get(id(holder), [])
-            if id(holder) in self.attributes:
-                continue
             if is_a(holder, dict) and any(map(is_class, owned_by)):
                 for cls in owned_by:
                     if is_class(cls) and id(cls) not in self.kept:
@@ -262,13 +258,7 @@ class _Collected:
                     self._replace_in(holder, owned_by)
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
                     self._report_old(gc.get_referents(holder), f"{_described(holder)}: {error!r}")
-        # What our own lists hold must not be found as a holder in the next round.
-        own_lists = {id(found), id(anew), id(owners), *(id(held) for held in owners.values())}
-        # And descriptors that were made anew remember what they were made from.
-        own_lists |= {id(vars(pair.new)) for pair in anew if is_a(pair.new, (staticmethod, classmethod))}
-        if anew:
-            self.stale += _Collected(anew, self.ours | own_lists).rebind()
-        return self.stale
+        return anew
 
     def _replace_in(self, holder: Any, owners: list[Any]) -> None:
         if is_a(holder, tuple):
@@ -296,7 +286,7 @@ class _Collected:
             self._report(subject, f"the bound method {method.__func__.__qualname__}")
         return []
 
-    # -- what is old, and what is ours ------------------------------------------------------------------
+    # -- what is old ------------------------------------------------------------------------------------
 
     def _new(self, value: Any, bound_to: Any = None) -> Any:
         """What shall stand where ``value`` stands; ``value`` itself where it is none of the old ones."""
@@ -308,9 +298,6 @@ class _Collected:
     def _is_old(self, value: Any) -> bool:
         return self._new(value) is not value
 
-    def _is_ours(self, holder: Any) -> bool:
-        return id(holder) in self.ours or _is_of_weaver(holder)
-
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """What holds each of ``held``: classes their dictionaries, functions their defaults."""
         known = {id(holder) for holder in held}
@@ -318,13 +305,11 @@ class _Collected:
         for owner in _referrers(held) if held else ():
             if owner is found or is_a(owner, types.FrameType):
                 continue
+            if id(owner) in self.ours or _is_ours(owner):
+                continue
             for referent in gc.get_referents(owner):
-                if id(referent) not in known or id(owner) in self.ours:
-                    continue
-                if not _is_of_weaver(owner):
+                if id(referent) in known:
                     owners.setdefault(id(referent), []).append(owner)
-                elif is_a(referent, dict):
-                    self.attributes.add(id(referent))
         return owners
 
     # -- what stays -------------------------------------------------------------------------------------
@@ -340,10 +325,10 @@ class _Collected:
                 self._report(value, holder)
 
 
-def _is_of_weaver(holder: Any) -> bool:
-    if is_a(holder, tuple):
-        return holds_hooks(holder)
-    return str(type(holder).__module__).startswith("sgl_aspects.weaving")
+def _is_ours(holder: Any) -> bool:
+    """What holds originals on purpose is of a type of ours, or a module of ours."""
+    home = dict.get(holder, "__name__") if type(holder) is dict else type(holder).__module__
+    return isinstance(home, str) and home.startswith("sgl_aspects.weaving") and type(holder) is not Result
 
 
 def _needs_owner(holder: Any) -> bool:
@@ -450,6 +435,7 @@ def _referrers_in_pieces(objects: list[Any], pieces: Pieces) -> Iterator[Any]:
         for holder in piece if found else ():
             if holder is not objects and not wanted.isdisjoint(map(id, gc.get_referents(holder))):
                 yield holder
+        piece.clear()  # in Python 3.10 this function's own frame is in one, which would keep it alive
 
 
 def describe(obj: Any) -> str:

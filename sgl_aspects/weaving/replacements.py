@@ -99,8 +99,14 @@ def _holders_in(hook: Any) -> Iterator[Any]:
         yield namespace(hook)
 
 
-class _OwnHolders:
-    """What holds a class before it replaces another one."""
+class _OwnList(list[type]):
+    __slots__ = ()
+
+
+class _OwnReferrers:
+    """What refers to a class before it replaces another one."""
+
+    __slots__ = ("_containers", "cls", "kept")
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -130,22 +136,21 @@ _hooks: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()  
 class ClassJoinPoint(JoinPoint):
     """A class that is replaced as a whole, by a class."""
 
+    __slots__ = ("_kept", "_moved", "_own", "_replacement", "_subclasses")
+
     kind = "a class"
 
     def __init__(self, place: AttributeReference) -> None:
-        super().__init__(place)
-        self.inner: type = place.raw
+        super().__init__(place, place.raw)
         self._replacement: type = self.inner
-        self._superseded = False
-        self._stale: list[Stale] = []
         self._kept: Exclusions = frozenset()
-        self._own: list[_OwnHolders] = []
-        self._subclasses: list[type] = []  # of the replacement, before it stood here
-        self._moved: list[type] = []
+        self._own: list[_OwnReferrers] = []
+        self._subclasses = _OwnList()  # of the replacement, before it stood here
+        self._moved = _OwnList()
 
     @property
     def original(self) -> type:
-        return self.inner
+        return self.inner  # type: ignore[no-any-return]
 
     @property
     def replacement(self) -> type:
@@ -153,18 +158,7 @@ class ClassJoinPoint(JoinPoint):
 
     @property
     def standing(self) -> type:
-        return self._replacement if self.installed else self.inner
-
-    @property
-    def stale(self) -> list[Stale]:
-        return self._stale
-
-    def supersede(self) -> None:
-        self._superseded = True
-
-    def own_containers(self) -> set[int]:
-        held: list[Any] = [self, self.__dict__, self.place, self.place.__dict__]
-        return set(map(id, [*held, self._own, self._subclasses, self._moved]))
+        return self._replacement if self.installed else self.original
 
     def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:
@@ -198,8 +192,8 @@ class ClassJoinPoint(JoinPoint):
 
     def _install(self, replacement: type) -> None:
         if not any(own.cls is replacement for own in self._own):
-            self._own.append(_OwnHolders(replacement))
-        self._subclasses = type.__subclasses__(replacement)
+            self._own.append(_OwnReferrers(replacement))
+        self._subclasses = _OwnList(type.__subclasses__(replacement))
         setattr(self.place.owner, self.place.name, replacement)
         self._replacement = replacement
         self.installed = True
@@ -209,9 +203,9 @@ class ClassJoinPoint(JoinPoint):
                 self._move(subclass, self.original, replacement)
 
     def _restore(self) -> None:
-        displaced = self._superseded or self.displaced
+        displaced = self.superseded or self.displaced
         self.installed = False
-        self._stale.clear()
+        self.stale.clear()
         subclasses: list[type] = type.__subclasses__(self._replacement)
         for subclass in subclasses:
             # Those it has had before are its own; all others were made, or moved, while it stood here.
@@ -231,8 +225,8 @@ class ClassJoinPoint(JoinPoint):
             _BASES.__set__(subclass, wanted)
         except TypeError as error:
             fault = f"the bases of {class_name(subclass)}: {error}"
-            self._stale.append(Stale(str(self.place), fault))
+            self.stale.append(Stale(str(self.place), fault))
             logger.warning("%s: %s", self.place, fault)
         else:
-            self._moved = [one for one in self._moved if one is not subclass]
+            self._moved[:] = [one for one in self._moved if one is not subclass]
             self._moved += [] if new is self.original else [subclass]

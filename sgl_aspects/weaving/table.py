@@ -22,7 +22,7 @@ from sgl_aspects.weaving.attributes import (
     is_module,
     namespace,
 )
-from sgl_aspects.weaving.hooks import Advice, HookType, own_containers
+from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.joinpoints import FunctionJoinPoint, JoinPoint, Slot
 from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
 from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give_original
@@ -114,7 +114,7 @@ class JoinPointTable:
             give_original(advice.hook, point.standing, point.original)
         if point not in self.points:
             for below in here:
-                below.supersede()
+                below.superseded = True
             self._remember(point)
         self._at.setdefault(advice, []).append((point, point.calls))
         return point
@@ -213,7 +213,7 @@ class JoinPointTable:
             if is_class(after):  # which replacement stands there differs
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
-        stale = rebind(pairs, self._own_containers)
+        stale = rebind(pairs)
         for point, was in installed:
             names = {was, describe(point.inner)}
             self.stale[point] = [one for one in stale if one.target in names] + point.stale
@@ -256,10 +256,6 @@ class JoinPointTable:
             self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
             point.remove(advice)
         return advices
-
-    def _own_containers(self) -> frozenset[int]:
-        own = (point.own_containers() for point in self.points)
-        return frozenset(map(id, own_containers())).union(*own)
 
     def _follow(self, pairs: list[Pair]) -> None:
         """Points over something that has changed call what stands there now.
