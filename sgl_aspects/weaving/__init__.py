@@ -8,7 +8,7 @@ hooks        hook types, their rules, and the chain that runs them
 functions    the function that stands for a target, and its hooks
 proxies      what stands for callables of other types
 descriptors  the callable in an attribute, and the same attribute around another one
-rebinding    every holder of an old object gets the new one
+rebinding    every referrer of an old object gets the new one
 joinpoints   one woven attribute, its hooks, and the way back
 replacements classes in the place of others, and what holds an original on purpose
 modules      modules as they load, and what they make later

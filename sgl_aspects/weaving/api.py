@@ -231,7 +231,7 @@ class HookRegistry:
 
     @classmethod
     def _add_all(cls, advices: list[Advice]) -> None:
-        """Together, for one pass over all holders; one by one where that raises what nobody foresaw."""
+        """Together, for one pass over all referrers; one by one where that raises."""
         try:
             weaver.add(advices, strict=False)
         except Exception as error:
@@ -321,7 +321,7 @@ class HookReport(NamedTuple):
 class Report(NamedTuple):
     """Everything that is registered in this process.
 
-    :param stale: holders of an original that could not be given the woven object.
+    :param stale: referrers of an original that could not be given the woven object.
     :param displaced: places where somebody else's patch stands over ours.
     """
 

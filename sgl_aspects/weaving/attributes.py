@@ -334,13 +334,13 @@ def _with_subclasses(cls: type) -> list[type]:
     return list(found.values())
 
 
-def filled_slots(holder: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
-    """What `__slots__` made and has a value in ``holder``: members of a type made in C may be read-only."""
+def filled_slots(instance: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
+    """What `__slots__` made and has a value in ``instance``: members of a type made in C may be read-only."""
     found = []
-    for base in bases(type(holder)):
+    for base in bases(type(instance)):
         if current(base, "__slots__") is not MISSING:
             for slot in _CLASS_NAMESPACE.__get__(base).values():
                 if is_a(slot, types.MemberDescriptorType):
                     with contextlib.suppress(AttributeError):
-                        found.append((slot, slot.__get__(holder, type(holder))))
+                        found.append((slot, slot.__get__(instance, type(instance))))
     return found

@@ -172,7 +172,8 @@ class Weaver:
         except BaseException:
             self._remove(new)
             raise
-        self._forget_compiled_code(new, [point for one in new for point, _ in self._table.of(one)])
+        if _COMPILER in sys.modules:
+            self._forget_compiled_code(new, [point for one in new for point, _ in self._table.of(one)])
 
     def _remove(self, advices: list[Advice], strict: bool = False) -> None:
         gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]

@@ -101,7 +101,7 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
     """
     owner, name, inherited = place.owner, place.name, opened.called
     if name != "__new__" and is_a(place.raw, staticmethod):
-        return inherited  # nobody knows for which class it is called
+        return inherited  # it is not told for which class it is called
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         cls = subject if is_class(subject) else type(subject)
@@ -193,8 +193,13 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
 _REMADE_FROM = "_sgl_aspects_remade_from"
 
 
-class _Origin(NamedTuple):
-    descriptor: Any
+class _Origin:
+    """What a descriptor was made from."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: Any) -> None:
+        self.descriptor = descriptor
 
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
@@ -204,7 +209,8 @@ def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
         return descriptor
-    (earlier,) = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM, (None,))
+    origin = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
+    earlier = getattr(origin, "descriptor", None)
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
     if is_a(descriptor, property):

@@ -51,15 +51,10 @@ class FunctionKind(enum.Enum):
         if not claims_to_be(function, types.FunctionType):
             call = inspect.getattr_static(type(function), "__call__", None)
             return cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        if not function.__code__.co_flags & SUSPENDS and not function.__dict__:
-            return cls.PLAIN  # `inspect` asks for marks in its dictionary, and for more
-        if inspect.iscoroutinefunction(function):
-            return cls.COROUTINE
-        if inspect.isasyncgenfunction(function):
-            return cls.ASYNC_GENERATOR
-        if inspect.isgeneratorfunction(function):
-            return cls.GENERATOR
-        return cls.PLAIN
+        kind = _kind_of_code(function.__code__)
+        # `inspect` asks for marks in its dictionary.
+        is_marked = kind is cls.PLAIN and function.__dict__ and inspect.iscoroutinefunction(function)
+        return cls.COROUTINE if is_marked else kind
 
 
 def _kind_of_code(code: types.CodeType) -> FunctionKind:
@@ -106,7 +101,7 @@ class WovenFunction:
         self.kind = FunctionKind.of(original)
         self.applied = False
         self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
-        self._signature: Any = None
+        self._signature: _Signature | None = None
         self._compiled: _CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
         self._model = code
@@ -155,13 +150,14 @@ class WovenFunction:
         """Carry over what was set on ``original`` up to now."""
         _copy_attributes(original, self.function)
         self.function.__dict__["__wrapped__"] = original
-        if self._signature is not None:
+        # What wraps another function, or says its signature itself, is followed by `inspect` as before.
+        if {"__wrapped__", "__signature__"}.isdisjoint(original.__dict__):
             self.function.__dict__["__signature__"] = self._signature
 
     def give_attributes(self, original: types.FunctionType) -> None:
         """Hand back what was set on our function while it stood in the place of ``original``."""
-        if self._signature is not None and self.function.__dict__.get("__signature__") is self._signature:
-            del self.function.__dict__["__signature__"]
+        if self.function.__dict__.get("__signature__") is self._signature:
+            self.function.__dict__.pop("__signature__", None)
         _copy_attributes(self.function, original)
 
     def _imitate(self, original: types.FunctionType) -> None:
@@ -177,9 +173,7 @@ class WovenFunction:
         function.__annotations__ = original.__annotations__
         if hasattr(original, "__type_params__"):  # Python 3.12
             function.__type_params__ = original.__type_params__
-        # What wraps another function, or says its signature itself, is followed by `inspect` as before.
-        if not {"__wrapped__", "__signature__"} & original.__dict__.keys():
-            self._signature = inspect.signature(original)
+        self._signature = _Signature.of(function)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """The code of ``shape`` with these hooks, and otherwise like the model's."""
@@ -207,6 +201,29 @@ class WovenFunction:
         if sys.version_info >= (3, 11):
             changes["co_qualname"] = model.co_qualname
         return code.replace(**changes)
+
+
+class _Signature(inspect.Signature):
+    """The signature of a woven function, read from its original when it is first asked for."""
+
+    __slots__ = ("_function",)
+
+    _function: Any
+
+    @classmethod
+    def of(cls, function: types.FunctionType) -> _Signature:
+        """Without calling the constructor: `replace` and pickling do."""
+        signature = cls.__new__(cls)
+        signature._function = function
+        return signature
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in inspect.Signature.__slots__:
+            raise AttributeError(name)
+        read = inspect.signature(self._function.__wrapped__)
+        for slot in inspect.Signature.__slots__:
+            setattr(self, slot, getattr(read, slot))
+        return getattr(self, name)
 
 
 class _Constants(tuple[Any, ...]):

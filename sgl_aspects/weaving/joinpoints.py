@@ -12,7 +12,6 @@ from typing import Any
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
-    PROPERTY_PARTS,
     AttributeReference,
     OwnDict,
     current,
@@ -94,7 +93,7 @@ class JoinPoint(abc.ABC):
 
     @abc.abstractmethod
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
-        """What holders of ``before`` shall hold; ``extra`` references to it have no known holder."""
+        """What to rebind for ``before``; ``extra`` of the references to it are not accounted for."""
 
     def refresh(self, compiling: Any = None) -> None:  # noqa: B027  not all need it
         """Run the hooks that are active now."""
@@ -107,7 +106,7 @@ class JoinPoint(abc.ABC):
 
     @property
     def extra_references(self) -> int:
-        """How many references to what stands here have no known holder; -1 where nobody can tell."""
+        """How many references to what stands here are not accounted for; -1 where that is unknown."""
         return -1
 
 
@@ -214,13 +213,13 @@ class FunctionJoinPoint(JoinPoint):
 
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
-        exclude |= {id(self.original), id(self.replacement)}  # each is made around one of them
-        if self.place.inherited:
-            yield Pair(old, new, -1, exclude, self.place.owner if self.installed else None)
-            return
-        yield Pair(before, after, extra, exclude)
-        if self.inner is not self.original:
-            yield Pair(old, new, -1, exclude)
+        if not self.place.inherited:
+            yield Pair(before, after, extra, exclude)
+            if self.inner is self.original:
+                return
+        exclude |= {id(self.original), id(self.replacement)}  # descriptors around old and new
+        only = self.place.owner if self.place.inherited and self.installed else None
+        yield Pair(old, new, -1, exclude, only)
 
     @property
     def extra_references(self) -> int:
@@ -290,7 +289,7 @@ class Slot:
         self._place = place
         self.standing = place.raw
         self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part
-        self._made: dict[tuple[int, ...], Any] = OwnDict()
+        self._made: dict[frozenset[tuple[str, int]], Any] = OwnDict()
 
     @property
     def original(self) -> Any:
@@ -344,5 +343,5 @@ class Slot:
         return self._made[key]
 
 
-def _key(occupants: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(map(id, map(occupants.get, ("", *PROPERTY_PARTS))))
+def _key(occupants: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
+    return frozenset([(part, id(woven)) for part, woven in occupants.items()])

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import wrapt
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
+    OwnDict,
     attribute_maker,
     bases,
     class_module,
@@ -229,27 +230,27 @@ class ModuleIndex:
     """Hooks by the modules that they wait for."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, dict[Advice, None]] = {}
+        self._by_name: dict[str, list[Advice]] = {}
         self._patterns: dict[Advice, None] = {}
         self._families: dict[Advice, None] = {}  # with `Class+`: any module may define a subclass
 
     def add(self, advice: Advice) -> None:
         """Wait for the modules of ``advice``."""
-        for name in advice.target.module_names:
-            self._by_name.setdefault(name, {})[advice] = None
-        if advice.target.has_module_pattern:
+        target = advice.target
+        for name in target.module_names:
+            self._by_name.setdefault(name, []).append(advice)
+        if target.has_module_pattern:
             self._patterns[advice] = None
-        for alternate in advice.target.alternates:
-            if alternate.has_family:
-                self._families[advice] = None
+        if target.has_family:
+            self._families[advice] = None
 
     def discard(self, advice: Advice) -> None:
         """Wait no longer."""
         for name in advice.target.module_names:
-            waiting = self._by_name.get(name, {})
-            waiting.pop(advice, None)
+            waiting = self._by_name[name]
+            waiting.remove(advice)
             if not waiting:
-                self._by_name.pop(name, None)
+                del self._by_name[name]
         self._patterns.pop(advice, None)
         self._families.pop(advice, None)
 
@@ -259,7 +260,7 @@ class ModuleIndex:
 
     def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
         """Each hook that ``module``, just loaded, may be about, and where its target is to be looked up."""
-        for advice in {**self._by_name.get(name, {}), **self._patterns}:
+        for advice in dict.fromkeys([*self._by_name.get(name, ()), *self._patterns]):
             if advice.target.attribute_paths(name):
                 yield advice, name, module
         defined = _classes_of(module, name) if self._families else []
@@ -308,14 +309,6 @@ _GETATTR = "__getattr__"
 _INIT_SUBCLASS = "__init_subclass__"
 
 
-class _Kept(NamedTuple):
-    """An attribute that a module made, and that was put into its namespace."""
-
-    namespace: dict[str, Any]
-    name: str
-    value: Any
-
-
 class LazyAttributes:
     """The modules that are waited for.
 
@@ -326,7 +319,7 @@ class LazyAttributes:
         self._made = made
         self._wrapped: dict[int, _Wrapped] = {}  # by the id of what has the function: a module or a class
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
-        self._kept: list[_Kept] = []
+        self._kept = OwnDict()  # by module and attribute
 
     def wait(self, name: str, module: Any, attribute: str) -> None:
         """Wait for ``attribute``, which ``module`` makes when it is asked."""
@@ -339,7 +332,8 @@ class LazyAttributes:
         """Leave all modules as they were."""
         for wrapped in self._wrapped.values():
             wrapped.restore()
-        for names, attribute, value in self._kept:
+        for (key, attribute), value in self._kept.items():
+            names = namespace(self._wanted[key][1])
             if names.get(attribute, MISSING) is value:
                 del names[attribute]
         self.__init__(self._made)  # type: ignore[misc]
@@ -358,7 +352,7 @@ class LazyAttributes:
             names = namespace(module)
             if attribute not in names:
                 names[attribute] = value
-                self._kept.append(_Kept(names, attribute, value))
+                self._kept[id(module), attribute] = value
             self._made(name, module)
             return names[attribute]
 

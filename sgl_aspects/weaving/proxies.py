@@ -92,43 +92,61 @@ def _without_surplus(raw: Any) -> Callable[..., Any]:
     return calls_original(initialise)
 
 
-class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
+class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands for what somebody's descriptor gives; hooks get explicitly what it is bound to.
+
+    Pickled and copied as what it stands for.
+
+    :param subject: the instance or class that it is bound to; None for a method that was got from its class.
+    """
+
+    def __init__(self, wrapped: Any, run: Callable[..., Any], subject: Any = None) -> None:
+        super().__init__(wrapped)
+        self._self_run = run if subject is None else types.MethodType(run, subject)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._self_run(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return self._copied(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._copied(copy.deepcopy(self.__wrapped__, memo))
+
+    def _copied(self, copied: Any) -> Any:
+        return copied
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__wrapped__.__reduce_ex__(protocol)
+
+
+class CallableProxy(BoundProxy):
     """Stands for a callable; one per join point, never nested.
 
     What has a name to be found under is pickled by it; an instance is pickled and copied as it is.
     """
 
     def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
-        super().__init__(wrapped)
-        self._self_run = run
+        super().__init__(wrapped, run)
         self._self_place = place
         self._self_binding = Binding.of(wrapped)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._self_run(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if self._self_binding is Binding.NONE:
             return self
         subject = owner if self._self_binding is Binding.CLASS else instance
-        if self._self_binding is Binding.EITHER:
-            subject = owner if instance is None else instance
-            bound = _bound(self.__wrapped__, instance, owner)
-            return BoundProxy(bound, self._self_run, subject) if callable(bound) else bound
-        if isinstance(self.__wrapped__, _CALLED_AS_BOUND):
+        if self._self_binding is Binding.EITHER and instance is None:
+            subject = owner
+        elif isinstance(self.__wrapped__, _CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
-        return BoundProxy(_bound(self.__wrapped__, instance, owner), self._self_run, subject)
+        bound = _bound(self.__wrapped__, instance, owner)
+        return BoundProxy(bound, self._self_run, subject) if callable(bound) else bound
 
-    def __copy__(self) -> Any:
-        copied = copy.copy(self.__wrapped__)
+    def _copied(self, copied: Any) -> Any:
         return self if copied is self.__wrapped__ else copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = copy.deepcopy(self.__wrapped__, memo)
-        return self if copied is self.__wrapped__ else copied
-
-    def __reduce__(self) -> Any:
-        return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
@@ -141,32 +159,6 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
         return (found_by_name, (module, path))
-
-
-class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands for what somebody's descriptor gives; hooks get explicitly what it is bound to.
-
-    :param subject: the instance or class that it is bound to; None for a method that was got from its class.
-    """
-
-    def __init__(self, bound: Any, run: Callable[..., Any], subject: Any) -> None:
-        super().__init__(bound)
-        self._self_run = run if subject is None else types.MethodType(run, subject)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._self_run(*args, **kwargs)
-
-    def __copy__(self) -> Any:
-        return copy.copy(self.__wrapped__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.__wrapped__, memo)
-
-    def __reduce__(self) -> Any:
-        return self.__reduce_ex__(2)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__wrapped__.__reduce_ex__(protocol)
 
 
 def found_by_name(module: str, path: str) -> Any:

@@ -1,14 +1,14 @@
-"""Rebinding: every holder of an old object gets the new one, in one pass over all pairs at once.
+"""Rebinding: every referrer of an old object gets the new one, in one pass over all pairs at once.
 
 `from X import f`, registries, default arguments, closures, partials, class attributes and bound methods on
 instances keep the object that stood in X when they were made. Three steps, each only for what the one
 before left over, because each costs about ten times more:
 
-1. count: an object with no reference but its home and ours has no other holder, and nothing is scanned;
+1. count: an object with no reference but its home and ours has no other referrer, and nothing is scanned;
 2. module dictionaries, looked up by id;
-3. everything the garbage collector knows, see py.
+3. everything that the garbage collector knows.
 
-What cannot be changed (tuples, C holders) is returned as :class:`Stale`.
+What cannot be changed (tuples, C referrers) is returned as :class:`Stale`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sgl_aspects.weaving.descriptors import descriptor_anew
 from sgl_aspects.weaving.functions import SUSPENDS
 from sgl_aspects.weaving.hooks import Result, containers_of_callers
 
-# -- kinds of holders ----------------------------------------------------------------------------------------
+# -- kinds of referrers -------------------------------------------------------------------------------------
 
 New = Callable[..., Any]
 
@@ -48,37 +48,37 @@ _BASES: Any = vars(type)["__bases__"]
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
 
-def _replace_in_mutable(holder: Any, new: New) -> bool:
-    """Change ``holder`` where it is; False where some of what it holds has to stay."""
-    if is_a(holder, (list, collections.deque)):
-        kind: Any = list if is_a(holder, list) else collections.deque
-        for index, value in enumerate(list(kind.__iter__(holder))):
+def _replace_in_mutable(referrer: Any, new: New) -> bool:
+    """Change ``referrer`` where it is; False where some of what it holds has to stay."""
+    if is_a(referrer, (list, collections.deque)):
+        kind: Any = list if is_a(referrer, list) else collections.deque
+        for index, value in enumerate(list(kind.__iter__(referrer))):
             if new(value) is not value:
-                kind.__setitem__(holder, index, new(value))
-    elif is_a(holder, set):
-        for value in [value for value in set.__iter__(holder) if new(value) is not value]:
+                kind.__setitem__(referrer, index, new(value))
+    elif is_a(referrer, set):
+        for value in [value for value in set.__iter__(referrer) if new(value) is not value]:
             # In one step: another thread may be walking through the set, and its size must not change.
-            set.symmetric_difference_update(holder, {value, new(value)})
-    elif is_a(holder, dict):
-        for key, value in list(dict.items(holder)):
+            set.symmetric_difference_update(referrer, {value, new(value)})
+    elif is_a(referrer, dict):
+        for key, value in list(dict.items(referrer)):
             if new(value) is not value:
-                dict.__setitem__(holder, key, new(value))
-        if is_a(holder, collections.defaultdict):
-            _FACTORY.__set__(holder, new(_FACTORY.__get__(holder)))
-    elif is_a(holder, types.CellType):
-        if not _is_class_cell(holder):
-            holder.cell_contents = new(holder.cell_contents)
-    elif is_a(holder, functools.partial):
-        _replace_in_partial(holder, new)
-    elif is_a(holder, types.FunctionType):
-        return True  # its defaults, dictionary and closure are holders of their own
-    elif is_a(holder, functools.cached_property):
-        holder.func = new(holder.func)
+                dict.__setitem__(referrer, key, new(value))
+        if is_a(referrer, collections.defaultdict):
+            _FACTORY.__set__(referrer, new(_FACTORY.__get__(referrer)))
+    elif is_a(referrer, types.CellType):
+        if not _is_class_cell(referrer):
+            referrer.cell_contents = new(referrer.cell_contents)
+    elif is_a(referrer, functools.partial):
+        _replace_in_partial(referrer, new)
+    elif is_a(referrer, types.FunctionType):
+        return True  # its defaults, dictionary and closure are referrers of their own
+    elif is_a(referrer, functools.cached_property):
+        referrer.func = new(referrer.func)
     else:
-        _replace_attributes(holder, new)
-        return all(new(value) is value for value in gc.get_referents(holder))
+        _replace_attributes(referrer, new)
+        return all(new(value) is value for value in gc.get_referents(referrer))
     # A subclass of a container may have attributes of its own.
-    _replace_attributes(holder, new)
+    _replace_attributes(referrer, new)
     return True
 
 
@@ -90,41 +90,43 @@ def _replace_in_class(cls: type, new: New) -> None:
             type.__setattr__(cls, name, new(value))
 
 
-def _replace_tuple(holder: tuple[Any, ...], owners: list[Any], new: New) -> int:
-    """Change the functions whose defaults ``holder`` is; returns how many of ``owners`` are in order."""
-    functions = [f for f in owners if is_a(f, types.FunctionType) and f.__defaults__ is holder]
+def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> int:
+    """Change the functions whose defaults ``referrer`` is; returns how many of ``owners`` are in order."""
+    functions = [f for f in owners if is_a(f, types.FunctionType) and f.__defaults__ is referrer]
     for function in functions:
-        function.__defaults__ = tuple(new(value) for value in holder)
-    partials = [p for p in owners if is_a(p, functools.partial) and p.args is holder]
+        function.__defaults__ = tuple(new(value) for value in referrer)
+    partials = [p for p in owners if is_a(p, functools.partial) and p.args is referrer]
     for partial in partials:
         _replace_in_partial(partial, new)
-    linearised = [c for c in owners if is_class(c) and (holder is bases(c) or holder is _BASES.__get__(c))]
+    linearised = [
+        c for c in owners if is_class(c) and (referrer is bases(c) or referrer is _BASES.__get__(c))
+    ]
     return len(functions) + len(partials) + len(linearised)
 
 
-def _replace_in_partial(holder: functools.partial[Any], new: New) -> None:
-    state: list[Any] = list(functools.partial.__reduce__(holder)[2])
+def _replace_in_partial(referrer: functools.partial[Any], new: New) -> None:
+    state: list[Any] = list(functools.partial.__reduce__(referrer)[2])
     state[0] = new(state[0])
     state[1] = tuple(new(value) for value in state[1])
-    functools.partial.__setstate__(holder, tuple(state))  # type: ignore[attr-defined]
+    functools.partial.__setstate__(referrer, tuple(state))  # type: ignore[attr-defined]
 
 
-def _replace_attributes(holder: Any, new: New) -> None:
+def _replace_attributes(referrer: Any, new: New) -> None:
     """Change the attributes and slots of an instance."""
-    attributes = namespace(holder)
+    attributes = namespace(referrer)
     for name, value in list(dict.items(attributes)):
         if new(value) is not value:
             dict.__setitem__(attributes, name, new(value))
-    for slot, value in filled_slots(holder):
+    for slot, value in filled_slots(referrer):
         if new(value) is not value:
-            slot.__set__(holder, new(value))
+            slot.__set__(referrer, new(value))
 
 
 def _is_class_cell(cell: types.CellType) -> bool:
     """Whether ``cell`` is what `super()` looks into: it belongs to the class, whatever stands for that."""
     if not is_class(cell.cell_contents):
         return False
-    closures = tuple(holder for holder in gc.get_referrers(cell) if is_a(holder, tuple))
+    closures = tuple(referrer for referrer in gc.get_referrers(cell) if is_a(referrer, tuple))
     for function in gc.get_referrers(*closures):
         if isinstance(function, types.FunctionType):
             for name, held in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -137,7 +139,7 @@ def _is_class_cell(cell: types.CellType) -> bool:
 
 
 class Stale(NamedTuple):
-    """A holder that still has the object from before.
+    """A referrer that still has the object from before.
 
     :param target: the object that it holds, by name.
     :param holder: what holds it, described.
@@ -152,15 +154,15 @@ Exclusions = frozenset[Any]
 
 
 class Pair:
-    """Holders of ``old`` shall hold ``new``.
+    """Referrers of ``old`` shall hold ``new``.
 
     :param extra: how many references to ``old`` are unaccounted for; below zero where that is unknown.
     :param exclude: what goes on holding ``old``.
     :param only_bound_to: a class or an instance that inherits ``old``, which its base goes on having:
-        nothing but methods bound to it, or to its instances, are holders then.
+        nothing but methods bound to it, or to its instances, are referrers then.
     """
 
-    __slots__ = ("exclude", "extra", "new", "old", "only_bound_to")  # no dictionary, which would be a holder
+    __slots__ = ("exclude", "extra", "new", "old", "only_bound_to")
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ def _stays_weakly_held(pair: Pair) -> bool:
 
 
 class _Collected:
-    """Step three: holders found through the garbage collector."""
+    """Step three: referrers found through the garbage collector."""
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self.pairs = {id(pair.old): pair for pair in pairs}
@@ -233,49 +235,47 @@ class _Collected:
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
         left_alone = self.ours | self.kept
-        found = [
-            holder for holder in _referrers(olds) if id(holder) not in left_alone and not _is_ours(holder)
-        ]
-        owners = self._owners([holder for holder in found if _needs_owner(holder)], found)
+        found = [one for one in _referrers(olds) if id(one) not in left_alone and not _is_ours(one)]
+        owners = self._owners([referrer for referrer in found if _needs_owner(referrer)], found)
         anew: list[Pair] = []
-        for holder in found:
-            owned_by = owners.get(id(holder), [])
-            if is_a(holder, dict) and any(map(is_class, owned_by)):
+        for referrer in found:
+            owned_by = owners.get(id(referrer), [])
+            if is_a(referrer, dict) and any(map(is_class, owned_by)):
                 for cls in owned_by:
                     if is_class(cls) and id(cls) not in self.kept:
                         _replace_in_class(cls, self._new)
-            elif is_a(holder, types.MethodType):
-                anew += self._bound_anew(holder)
-            elif is_a(holder, (staticmethod, classmethod, property)):
-                remade = descriptor_anew(holder, self._new)
-                anew += [Pair(holder, remade, exclude=self.kept)] if remade is not holder else []
-            elif is_a(holder, types.FrameType):
-                if holder.f_code.co_flags & SUSPENDS:  # Python 3.10 shows this, and not the generator
-                    self._report_old(gc.get_referents(holder), f"a generator ({holder.f_code.co_name})")
+            elif is_a(referrer, types.MethodType):
+                anew += self._bound_anew(referrer)
+            elif is_a(referrer, (staticmethod, classmethod, property)):
+                remade = descriptor_anew(referrer, self._new)
+                anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
+            elif is_a(referrer, types.FrameType):
+                if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10 shows this, and not the generator
+                    self._report_old(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
             # Other descriptors of a class belong to it.
-            elif not is_a(holder, (types.GetSetDescriptorType, types.MemberDescriptorType)):
+            elif not is_a(referrer, (types.GetSetDescriptorType, types.MemberDescriptorType)):
                 try:
-                    self._replace_in(holder, owned_by)
+                    self._replace_in(referrer, owned_by)
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
-                    self._report_old(gc.get_referents(holder), f"{_described(holder)}: {error!r}")
+                    self._report_old(gc.get_referents(referrer), f"{_described(referrer)}: {error!r}")
         return anew
 
-    def _replace_in(self, holder: Any, owners: list[Any]) -> None:
-        if is_a(holder, tuple):
-            _replace_attributes(holder, self._new)
-            accounted = _replace_tuple(holder, owners, self._new)
+    def _replace_in(self, referrer: Any, owners: list[Any]) -> None:
+        if is_a(referrer, tuple):
+            _replace_attributes(referrer, self._new)
+            accounted = _replace_tuple(referrer, owners, self._new)
             if accounted < len(owners) or not owners:
-                self._report_old(holder, _described(holder) + _where(owners))
-        elif is_class(holder):
-            _replace_in_class(holder, self._new)
-        elif not _replace_in_mutable(holder, self._new):
-            if self._is_old(type(holder)):
-                self._report(type(holder), "instances that were made before")
+                self._report_old(referrer, _described(referrer) + _where(owners))
+        elif is_class(referrer):
+            _replace_in_class(referrer, self._new)
+        elif not _replace_in_mutable(referrer, self._new):
+            if self._is_old(type(referrer)):
+                self._report(type(referrer), "instances that were made before")
             else:
-                self._report_old(gc.get_referents(holder), _described(holder))
-        if is_a(holder, dict):
-            for key in [key for key in dict.keys(holder) if self._is_old(key)]:
-                self._report(key, f"a key of a dictionary of {len(holder)} entries")
+                self._report_old(gc.get_referents(referrer), _described(referrer))
+        if is_a(referrer, dict):
+            for key in [key for key in dict.keys(referrer) if self._is_old(key)]:
+                self._report(key, f"a key of a dictionary of {len(referrer)} entries")
 
     def _bound_anew(self, method: types.MethodType) -> list[Pair]:
         """A method is immutable: what holds it shall hold one of the new function, bound to the same."""
@@ -300,7 +300,7 @@ class _Collected:
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """What holds each of ``held``: classes their dictionaries, functions their defaults."""
-        known = {id(holder) for holder in held}
+        known = {id(referrer) for referrer in held}
         owners: dict[int, list[Any]] = {}
         for owner in _referrers(held) if held else ():
             if owner is found or is_a(owner, types.FrameType):
@@ -314,33 +314,33 @@ class _Collected:
 
     # -- what stays -------------------------------------------------------------------------------------
 
-    def _report(self, old: Any, holder: str) -> None:
-        stale = Stale(describe(old), holder)
+    def _report(self, old: Any, referrer: str) -> None:
+        stale = Stale(describe(old), referrer)
         if stale not in self.stale:
             self.stale.append(stale)
 
-    def _report_old(self, values: Iterable[Any], holder: str) -> None:
+    def _report_old(self, values: Iterable[Any], referrer: str) -> None:
         for value in values:
             if self._is_old(value):
-                self._report(value, holder)
+                self._report(value, referrer)
 
 
-def _is_ours(holder: Any) -> bool:
+def _is_ours(referrer: Any) -> bool:
     """What holds originals on purpose is of a type of ours, or a module of ours."""
-    home = dict.get(holder, "__name__") if type(holder) is dict else type(holder).__module__
-    return isinstance(home, str) and home.startswith("sgl_aspects.weaving") and type(holder) is not Result
+    home = dict.get(referrer, "__name__") if type(referrer) is dict else type(referrer).__module__
+    return isinstance(home, str) and home.startswith("sgl_aspects.weaving") and type(referrer) is not Result
 
 
-def _needs_owner(holder: Any) -> bool:
-    if is_a(holder, dict):
-        return not _is_module_namespace(holder)
-    return is_a(holder, tuple)
+def _needs_owner(referrer: Any) -> bool:
+    if is_a(referrer, dict):
+        return not _is_module_namespace(referrer)
+    return is_a(referrer, tuple)
 
 
-def _is_module_namespace(holder: dict[Any, Any]) -> bool:
-    name = dict.get(holder, "__name__")
+def _is_module_namespace(referrer: dict[Any, Any]) -> bool:
+    name = dict.get(referrer, "__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
-    return module is not None and namespace(module) is holder
+    return module is not None and namespace(module) is referrer
 
 
 def _concerns(only: Any, bound_to: Any) -> bool:
@@ -417,9 +417,9 @@ def _referrers(objects: list[Any]) -> Iterator[Any]:
         return
     # A tuple of our own: Python 3.13 would find the one that it makes for the call.
     arguments = tuple(objects)
-    for holder in gc.get_referrers(*arguments):
-        if holder is not objects and holder is not arguments:
-            yield holder
+    for referrer in gc.get_referrers(*arguments):
+        if referrer is not objects and referrer is not arguments:
+            yield referrer
 
 
 def _referrers_in_pieces(objects: list[Any], pieces: Pieces) -> Iterator[Any]:
@@ -432,9 +432,9 @@ def _referrers_in_pieces(objects: list[Any], pieces: Pieces) -> Iterator[Any]:
         del heap[-_PIECE_OBJECTS:]
         with pieces.one():
             found = not wanted.isdisjoint(map(id, gc.get_referents(*piece)))
-        for holder in piece if found else ():
-            if holder is not objects and not wanted.isdisjoint(map(id, gc.get_referents(holder))):
-                yield holder
+        for referrer in piece if found else ():
+            if referrer is not objects and not wanted.isdisjoint(map(id, gc.get_referents(referrer))):
+                yield referrer
         piece.clear()  # in Python 3.10 this function's own frame is in one, which would keep it alive
 
 
@@ -451,11 +451,11 @@ def describe(obj: Any) -> str:
     return f"{names.get('__module__', kind.__module__)}:{names.get('__qualname__', kind.__qualname__)}"
 
 
-def _described(holder: Any) -> str:
-    if is_a(holder, (tuple, frozenset)):
-        return f"a {type(holder).__name__} of {len(holder)}"
-    named = namespace(holder).get("__qualname__")
-    return f"a {type(holder).__module__}.{type(holder).__qualname__}" + (f" ({named})" if named else "")
+def _described(referrer: Any) -> str:
+    if is_a(referrer, (tuple, frozenset)):
+        return f"a {type(referrer).__name__} of {len(referrer)}"
+    named = namespace(referrer).get("__qualname__")
+    return f"a {type(referrer).__module__}.{type(referrer).__qualname__}" + (f" ({named})" if named else "")
 
 
 def _where(owners: list[Any]) -> str:

@@ -37,7 +37,7 @@ def exclusions_of(advices: Iterable[Advice]) -> Exclusions:
     """What the hooks of ``advices`` hold of their own: for REPLACE hooks, their modules too."""
     kept: set[Any] = set()
     for advice in advices:
-        kept.update(map(id, _holders_in(advice.hook)))
+        kept.update(map(id, _containers_in(advice.hook)))
         home = _namespace_of(advice.hook) if advice.hook_type is HookType.REPLACE else None
         if home is not None:
             kept.add(id(home))
@@ -56,9 +56,9 @@ def give_original(hook: Any, standing: Any, original: Any) -> None:
     if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
         for name in [name for name, value in list(home.items()) if value is standing]:
             home[name] = original
-    for holder in _holders_in(hook):
-        if isinstance(holder, types.CellType) and holder.cell_contents is standing:
-            holder.cell_contents = original
+    for referrer in _containers_in(hook):
+        if isinstance(referrer, types.CellType) and referrer.cell_contents is standing:
+            referrer.cell_contents = original
 
 
 def _namespace_of(hook: Any) -> dict[str, Any] | None:
@@ -71,22 +71,22 @@ def _namespace_of(hook: Any) -> dict[str, Any] | None:
     return namespace(module) if module is not None else None
 
 
-def _holders_in(hook: Any) -> Iterator[Any]:
+def _containers_in(hook: Any) -> Iterator[Any]:
     """Only what lives as long as the hook does: exclusions are known by their ids."""
     yield hook
     if is_a(hook, types.FunctionType):
         held = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, hook.__dict__)
-        yield from (holder for holder in held if holder is not None)
+        yield from (referrer for referrer in held if referrer is not None)
         yield from hook.__closure__ or ()
         if "__wrapped__" in hook.__dict__:
-            yield from _holders_in(hook.__dict__["__wrapped__"])
+            yield from _containers_in(hook.__dict__["__wrapped__"])
     elif is_a(hook, types.MethodType):
-        yield from _holders_in(hook.__func__)
+        yield from _containers_in(hook.__func__)
         yield hook.__self__
         if not is_class(hook.__self__):
             yield namespace(hook.__self__)
     elif is_a(hook, functools.partial):
-        yield from _holders_in(hook.func)
+        yield from _containers_in(hook.func)
     elif is_class(hook):
         for member in namespace(hook).values():
             if is_a(member, (classmethod, staticmethod)):
@@ -94,7 +94,7 @@ def _holders_in(hook: Any) -> Iterator[Any]:
             parts = (member.fget, member.fset, member.fdel) if is_a(member, property) else (member,)
             for part in parts:
                 if is_a(part, types.FunctionType):
-                    yield from _holders_in(part)
+                    yield from _containers_in(part)
     else:
         yield namespace(hook)
 
@@ -115,13 +115,13 @@ class _OwnReferrers:
         self._containers: list[Any] = []
         kept: set[Any] = set()
         with unfrozen():
-            holders = gc.get_referrers(cls)
-        for holder in holders:
-            if id(holder) in namespaces:
-                kept.update((id(holder), name) for name, value in list(holder.items()) if value is cls)
-            elif isinstance(holder, (list, dict, set, types.CellType)):
-                self._containers.append(holder)
-                kept.add(id(holder))
+            referrers = gc.get_referrers(cls)
+        for referrer in referrers:
+            if id(referrer) in namespaces:
+                kept.update((id(referrer), name) for name, value in list(referrer.items()) if value is cls)
+            elif isinstance(referrer, (list, dict, set, types.CellType)):
+                self._containers.append(referrer)
+                kept.add(id(referrer))
         self.kept: Exclusions = frozenset(kept)
 
 

@@ -1,7 +1,7 @@
 """The table: every woven point of a process, its hooks, and putting all of it in place.
 
 The weaver says which hook belongs at which place. Here hooks come to points, points come to stand where
-the originals stood, and every holder of an original follows, in one pass for all points that changed.
+the originals stood, and every referrer of an original follows, in one pass for all points that changed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class JoinPointTable:
     # -- putting in place -------------------------------------------------------------------------------
 
     def apply(self, points: Iterable[JoinPoint]) -> Applied:
-        """Make each point's place and all its holders agree with its hooks; one rebinding pass for all."""
+        """Make each point's place and all its referrers agree with its hooks; one rebinding pass for all."""
         outcome = Applied()
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
