@@ -30,7 +30,7 @@ def test_pipelines_name_what_is_configured(name: str) -> None:
     assert {kind: set(configured[kind]) for kind in used} == used
 
 
-def test_a_whole_trace_is_kept_for_what_the_page_says() -> None:
+def test_a_whole_trace_is_kept_for_the_reasons_on_the_page() -> None:
     """The keys as the Collector's contrib distribution documents them: a wrong one ends it as it starts."""
     configured = read("gateway.yaml")["processors"]["tail_sampling"]
     policies = configured.pop("policies")

@@ -116,7 +116,7 @@ def _anything(source: random.Random, depth: int = 0) -> Any:
     return {source.choice(keys): _anything(source, depth + 1) for _ in range(source.randrange(6))}
 
 
-def test_whatever_a_file_says_only_our_errors_come_and_nothing_is_imported() -> None:
+def test_any_file_raises_only_config_errors_and_imports_nothing() -> None:
     source = random.Random(2026)
     before = set(sys.modules)
     read = 0

@@ -47,7 +47,7 @@ def test_none_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("name", PRINTING)
-def test_it_prints_what_it_says(name: str, tmp_path: Path) -> None:
+def test_it_prints_its_documented_output(name: str, tmp_path: Path) -> None:
     file = EXAMPLES / f"{name}.py"
     said = (ast.get_docstring(ast.parse(file.read_text())) or "").split("Prints:\n")[1]
     done = run(str(file), cwd=tmp_path)

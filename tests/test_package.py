@@ -39,7 +39,7 @@ def test_importing_does_nothing_else() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_face_is_what_all_says() -> None:
+def test_exports_equal_all() -> None:
     public = {name for name in vars(sgl_aspects) if not name.startswith(("_", "@"))}  # @: pytest's
     rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     assert public - rooms == set(sgl_aspects.__all__) - {"__version__"}

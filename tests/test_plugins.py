@@ -218,7 +218,7 @@ def test_a_required_hook_of_a_plugin_stops_the_process(site: Site, activate: str
         assert word in ended.stderr
 
 
-def test_a_name_that_no_plugin_has_is_told_with_those_that_there_are(site: Site) -> None:
+def test_an_unknown_plugin_name_is_an_error_that_lists_the_names(site: Site) -> None:
     site.install("one")
     site.install("two", platforms="mychip", group="sglang.srt.plugins")
     told, log = site.load(SGLANG_PLUGINS="one,typo")
@@ -236,7 +236,7 @@ def test_a_class_without_packaging_keeps_its_vendors_plugins(site: Site) -> None
     assert site.imports("theirs") == 0
 
 
-def test_plugins_of_sglangs_group_run_where_an_engine_asks_for_them(site: Site) -> None:
+def test_plugins_of_sglangs_group_run_where_an_engine_enables_them(site: Site) -> None:
     site.install("one")
     site.install("old", group="sglang.srt.plugins")
     told, _ = site.load()
@@ -395,7 +395,7 @@ def test_without_plugins_nothing_happens(site: Site) -> None:
 @pytest.mark.parametrize(
     ("variable", "value"), [("SGL_ASPECTS_CONFIG", "/nowhere/gone.toml"), ("SGL_ASPECTS_ADOPT", "perhaps")]
 )
-def test_a_faulty_setting_is_told_in_one_line(site: Site, variable: str, value: str) -> None:
+def test_a_faulty_setting_is_one_line(site: Site, variable: str, value: str) -> None:
     site.install("one")
     ended = site.engine.run(LOAD, **{variable: value})
     assert ended.returncode == 1

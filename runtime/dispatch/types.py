@@ -72,7 +72,7 @@ class OpImpl:
     """One implementation of one operator.
 
     ``fn`` takes the operator's arguments, as its reference does (operators/). It may be the function's name,
-    "pkg.mod:function", which is imported when it is first chosen. None: not required.
+    "pkg.mod:function", which is imported when it is first chosen. A requirement that is None does not apply.
     """
 
     op_name: str

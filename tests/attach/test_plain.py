@@ -99,7 +99,7 @@ _STAGES: dict[str, Callable[[Program, Path], bool]] = {
 }
 
 
-def test_kill_9_of_the_command_at_any_stage_harms_nobody(tmp_path: Path) -> None:
+def test_kill_9_of_the_command_at_any_stage_harms_no_process(tmp_path: Path) -> None:
     with running(tmp_path) as program:
         for has_come in _STAGES.values():
             process = attaching(program)
@@ -121,7 +121,7 @@ def _run_of(process: subprocess.Popen[str]) -> Path:
     return run
 
 
-def test_a_process_lets_go_by_itself_when_nobody_reads_its_records_any_more(tmp_path: Path) -> None:
+def test_a_process_detaches_by_itself_when_its_records_are_no_longer_read(tmp_path: Path) -> None:
     with running(tmp_path, pause=0) as program:
         process = attaching(program)
         run = _run_of(process)
@@ -305,7 +305,7 @@ def test_a_hook_of_the_configuration_is_woven_and_taken_back(tmp_path: Path) -> 
         wait_until(lambda: program.states == ["original", "woven", "original"])
 
 
-def test_what_is_not_there_is_told_and_the_rest_is_traced(tmp_path: Path) -> None:
+def test_missing_targets_are_reported_and_the_rest_is_traced(tmp_path: Path) -> None:
     with running(tmp_path) as program:
         with (tmp_path / "aspects.toml").open("a") as file:
             file.write('[[trace]]\ntarget = "program:Shop.buy"\n')

@@ -141,7 +141,7 @@ def test_an_interrupt_is_status_130(stand_in: types.ModuleType, capsys: pytest.C
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_one_line_that_says_how_to_install_it(
+def test_a_missing_extra_is_one_line_with_the_install_command(
     stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(_arguments: argparse.Namespace) -> int:
@@ -158,7 +158,7 @@ def test_a_missing_extra_is_one_line_that_says_how_to_install_it(
     assert error.count("\n") == 1
 
 
-def test_output_into_a_pipe_that_nobody_reads_is_no_traceback() -> None:
+def test_output_into_a_closed_pipe_gives_no_traceback() -> None:
     script = f"{sys.executable} -m sgl_aspects version | true"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
@@ -211,6 +211,6 @@ def test_platforms_shows_a_vendors_class_that_declares_less(
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
-def test_positive_integer_says_what_to_write(text: str) -> None:
+def test_positive_integer_names_valid_values(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number from 1"):
         positive_integer(text)

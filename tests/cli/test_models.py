@@ -130,7 +130,7 @@ def test_no_network_and_no_cache_is_one_clear_error(links: Path, monkeypatch: py
     assert "\n" not in message
 
 
-def test_a_cache_folder_that_cannot_be_written_is_told(links: Path, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_an_error(links: Path, tmp_path: Path) -> None:
     model = make_wheel(links)
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ModelLoadError, match="--model DIR") as caught:

@@ -271,7 +271,7 @@ def test_a_run_within_a_run_is_one_of_its_own(tmp_path: Path, monkeypatch: pytes
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc"),
     ],
 )
-def test_a_missing_part_of_an_exporter_is_told_and_nothing_is_run(
+def test_a_missing_part_of_an_exporter_is_an_error_and_nothing_is_run(
     exporter: dict[str, str],
     missing: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -286,7 +286,7 @@ def test_a_missing_part_of_an_exporter_is_told_and_nothing_is_run(
     assert f"not installed ({missing}" in capsys.readouterr().err
 
 
-def test_requests_alone_unless_more_is_asked_for(tmp_path: Path) -> None:
+def test_requests_alone_by_default(tmp_path: Path) -> None:
     """Steps have traces of their own: a backend's list of traces would be full of them."""
     shown = [sys.executable, "-c", "import os; print(os.environ['ASPECTS_TRACE'])"]
     for options, level in (([], "1"), (["--level", "3"], "3")):
@@ -295,7 +295,7 @@ def test_requests_alone_unless_more_is_asked_for(tmp_path: Path) -> None:
         assert done.stdout.split() == [level], done.stderr
 
 
-def test_the_summary_is_told_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_summary_is_printed_on_request(tmp_path: Path) -> None:
     for options, is_told in (([], False), (["--summary"], True)):
         command = [sys.executable, "-m", "sgl_aspects", "run", *options, "--file", str(tmp_path / "x.jsonl")]
         done = subprocess.run(

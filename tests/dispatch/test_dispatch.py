@@ -105,7 +105,7 @@ def test_what_a_policy_chooses(options: dict[str, Any], expected: int) -> None:
     assert added(SelectionPolicy.of(**options)) == expected
 
 
-def test_strict_with_every_vendor_denied_serves_nobody() -> None:
+def test_strict_with_every_vendor_denied_is_an_error() -> None:
     with pytest.raises(
         OperatorError, match=r"vendor a is denied.*not in the order, and the policy is strict"
     ):
@@ -113,7 +113,7 @@ def test_strict_with_every_vendor_denied_serves_nobody() -> None:
 
 
 @pytest.mark.parametrize("tokens", [["vendor:nobody"], ["vendor:nobody", "impl:none"], "vendor:nobody"])
-def test_strict_with_an_order_that_names_nobody_serves_nobody(tokens: Any) -> None:
+def test_strict_with_an_order_without_implementations_is_an_error(tokens: Any) -> None:
     with pytest.raises(OperatorError, match=r"reference.op: not in the order, and the policy is strict"):
         added(SelectionPolicy.of(per_op_order={"op": tokens}, strict=True))
     assert added(SelectionPolicy.of(per_op_order={"op": tokens})) == 2
@@ -183,7 +183,7 @@ def test_arguments_may_have_names_however_a_call_is_resolved() -> None:
         manager.call_op("op")
 
 
-def test_what_a_call_leaves_out_is_what_the_operator_says_it_is() -> None:
+def test_omitted_arguments_have_the_operators_defaults() -> None:
     def others(x: Any, weight: Any, eps: float = 1.0, residual: Any = 7) -> Any:
         return eps, residual
 
@@ -271,7 +271,7 @@ def test_policies_in_a_scope_hold_in_their_thread_only() -> None:
     assert int(manager.call_op("op", zero)) == 2
 
 
-def test_a_task_that_outlives_its_scope_has_the_processes_policy_and_changes_nobodys() -> None:
+def test_a_task_that_outlives_its_scope_has_the_processes_policy_and_changes_no_other() -> None:
     registry = small_registry()
     registry.register(
         OpImpl("op", "x", ImplKind.DEFAULT, plus(9), priority=999, supported_dtypes=frozenset({torch.int8}))
@@ -518,7 +518,7 @@ def test_what_cannot_be_registered(make: Callable[[], OpImpl], error: type[Excep
         ({"mutates": "y"}, "mutates='y'; op has the arguments x"),
     ],
 )
-def test_what_an_implementation_says_wrongly_of_itself(fields: dict[str, Any], message: str) -> None:
+def test_wrong_declarations_of_an_implementation(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(OperatorError, match=message):
         small_registry().register(OpImpl(**{"op_name": "op", "impl_id": "x", "kind": ImplKind.DEFAULT,
                                             "fn": plus(1), **fields}))  # fmt: skip
@@ -648,16 +648,14 @@ def settings_of(text: str, tmp_path: Path) -> Settings:
         ("prefer: [", "is not YAML"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_file_is_told_with_file_key_value_and_choices(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_an_error_in_a_file_names_file_key_value_and_choices(text: str, message: str, tmp_path: Path) -> None:
     message = message.replace("[[]]", r"\[\]")
     with pytest.raises(ConfigError, match=message) as caught:
         settings_of(text, tmp_path)
     assert str(tmp_path / "ops.yaml") in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGL_ASPECTS_OP_CONFIG", str(tmp_path / "none.yaml"))
     with pytest.raises(ConfigError, match=r"none.yaml cannot be read .*name a YAML file that exists"):
         dispatch.get_manager()
@@ -678,7 +676,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         ("SGL_ASPECTS_OP_LOG", "/nowhere/log", "SGL_ASPECTS_OP_LOG: '/nowhere/log' cannot be opened"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_variable_is_told_at_start(
+def test_a_wrong_variable_is_an_error_at_start(
     variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -714,9 +712,7 @@ def test_variables_come_before_the_file_and_the_file_before_the_platforms(
     assert load_settings(registry).files == ()
 
 
-def test_live_requests_are_followed_where_they_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_requests_are_followed_where_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sgl_aspects.runtime.dispatch import live
 
     followed: list[str] = []
@@ -754,7 +750,7 @@ def test_a_platform_brings_a_file_of_its_own(tmp_path: Path) -> None:
         set_current_platform(None)
 
 
-def test_the_sample_says_every_key_and_all_our_files_are_right() -> None:
+def test_the_sample_has_every_key_and_all_built_in_files_are_valid() -> None:
     registry = new_registry()
     for file in PLATFORM_FILES.glob("*.yaml"):
         merged([read_file(file)], registry)

@@ -88,7 +88,7 @@ def test_strict_forbids_the_fallback_to_what_the_order_names_too() -> None:
     assert torch.equal(manager.call_op("op", X), X + 1)
 
 
-def test_strict_wants_what_the_order_names_to_be_there() -> None:
+def test_strict_requires_what_the_order_names() -> None:
     registry = new_registry()
     strict = SelectionPolicy.of(prefer="default", strict=True)
     manager = OpManager(registry, strict)
@@ -244,7 +244,7 @@ def test_an_in_place_operator_that_ran_half_is_not_run_again() -> None:
     assert fails(lambda: expect_no_second_application(peer))
 
 
-def test_an_implementation_that_writes_says_so_and_is_not_repeated_either() -> None:
+def test_an_implementation_that_declares_writes_is_not_repeated_either() -> None:
     manager = manager_of()
     manager.registry.register(
         OpImpl("op", "vendor.a", ImplKind.VENDOR, half_done, vendor="a", mutates=("x",))
@@ -274,7 +274,7 @@ def expect_mistakes_to_be_told(read: Callable[[str | None, list[str]], Any], fol
         read(str(folder / "nothing.yaml"), ["vendor"])
 
 
-def test_mistyped_tokens_and_missing_files_are_told(tmp_path: Path) -> None:
+def test_mistyped_tokens_and_missing_files_are_errors(tmp_path: Path) -> None:
     registry = new_registry()
 
     def ours(path: str | None, tokens: list[str]) -> None:
@@ -349,7 +349,7 @@ def test_what_refuses_a_call_is_not_set_aside() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, UnsupportedCallError])
-def test_what_an_error_says_is_told_as_it_is(
+def test_an_errors_message_is_reported_unchanged(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(x: torch.Tensor) -> torch.Tensor:

@@ -180,7 +180,7 @@ def test_an_in_place_operator_is_compared_on_copies() -> None:
     assert first.op == "fused_recurrent_gated_delta_rule"
 
 
-def test_a_shadow_that_fails_is_told_and_never_noticed() -> None:
+def test_a_shadow_that_fails_is_reported_without_effect() -> None:
     manager = dispatch.get_manager()
     manager.registry.register(vendor("silu_and_mul", lambda x: 1 / 0))
     watch = Watch({"silu_and_mul": Token.parse("vendor:acme", "")}, 1.0)
@@ -299,7 +299,7 @@ def test_captured_steps_are_looked_at_without_their_graphs(tmp_path: Path) -> No
     assert all(each.compared >= report["eager_steps"] for each in linears)
 
 
-def test_it_is_told_what_was_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reports_what_was_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     from sgl_aspects.cli.ops import _state_lines
 
     manager = dispatch.get_manager()
@@ -548,7 +548,7 @@ def test_requests_of_others_and_broken_ones_are_refused(
         live.prepare_folder(tmp_path)
 
 
-def test_other_files_in_the_folder_disturb_nobody_and_one_that_cannot_be_written_leaves_nothing(
+def test_other_files_in_the_folder_are_ignored_and_one_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("1x.json", "notes.json", f"{10**30}.json", f"{os.getpid()}.json"):

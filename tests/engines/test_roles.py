@@ -64,7 +64,7 @@ HARE = "from sgl_aspects.engines import Engine, Role\n"
         (HARE + "ENGINE = Engine('hare', 'hare', {}, observers=lambda trackers: 1 / 0)", "ZeroDivision"),
     ],
 )
-def test_a_room_that_fails_is_told_and_the_others_are_traced(
+def test_a_room_that_fails_is_logged_and_the_others_are_traced(
     stand_in: StandIn, caplog: pytest.LogCaptureFixture, room: str, part: str
 ) -> None:
     stand_in.write("other.py", "def step(): return 7\n")

@@ -117,7 +117,7 @@ def test_the_doctor_names_roles_that_a_version_lacks(
     assert set(roles) == set(SGLANG.roles) - {"exchange", "respond"}  # the HTTP server is another package
 
 
-def test_what_is_no_wheel_is_told(tmp_path: Path) -> None:
+def test_a_file_other_than_a_wheel_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a wheel nor a folder"):
         Source(tmp_path / "gone.whl")
 
@@ -150,7 +150,7 @@ def test_an_engine_of_a_package_is_found_by_its_entry_point(
     assert capsys.readouterr().out.splitlines()[0].split() == ["theirs", "1.2"]
 
 
-def test_a_source_that_no_room_knows_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_without_a_room_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = wheel(tmp_path, "other-1.2-py3-none-any.whl", {"other/__init__.py": ""})
     assert main(["doctor", "--engine", str(path)]) == 2
     assert "known engines: embedded, sglang" in capsys.readouterr().err

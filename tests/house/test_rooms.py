@@ -132,7 +132,7 @@ def test_a_folder_has_at_most_fourteen_modules() -> None:
             assert folder.name in LIKE_THINGS or len(found) <= 14, f"{folder}: {sorted(found)}"
 
 
-def test_inside_the_runtime_what_reads_checkpoints_knows_no_layer_or_model() -> None:
+def test_the_loader_imports_no_layer_or_model() -> None:
     for path in (ROOT / "runtime" / "loader").glob("*.py"):
         for line, name in imported(path):
             assert not name.startswith(("sgl_aspects.runtime.models", "sgl_aspects.runtime.ops")), (
@@ -145,7 +145,7 @@ def test_every_module_stands_in_a_room_of_the_table() -> None:
     assert {room for room, _ in modules()} - free == set(ALLOWED)
 
 
-def test_the_engine_knows_of_the_plugin_loader_and_of_nothing_else_that_watches_it() -> None:
+def test_the_engine_imports_the_plugin_loader_and_nothing_else_that_watches_it() -> None:
     found = {
         name
         for room, path in modules()
@@ -156,7 +156,7 @@ def test_the_engine_knows_of_the_plugin_loader_and_of_nothing_else_that_watches_
     assert found <= {"sgl_aspects.plugins.load_plugins"}
 
 
-def test_nobody_outside_imports_a_module_of_the_weaving_core() -> None:
+def test_modules_of_the_weaving_core_are_private() -> None:
     faults = [
         f"{path}:{line}: {name}"
         for folder in ("sgl_aspects", "platforms", "runtime", "tests", "benchmarks", "examples")

@@ -227,7 +227,7 @@ assert current_platform.get_dispatch_key_name() == {name!r}
     assert done.returncode == 0, done.stderr
 
 
-def test_a_torch_without_the_module_says_what_to_install() -> None:
+def test_a_torch_without_the_module_names_the_package_to_install() -> None:
     with pytest.raises(PlatformError, match=r"no module torch\.npu: install torch_npu"):
         make("npu").device_count()
 
@@ -235,7 +235,7 @@ def test_a_torch_without_the_module_says_what_to_install() -> None:
 # -- detection ------------------------------------------------------------------------------------------
 
 
-def test_detection_asks_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection_queries_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("npu", "musa", "hpu", "xpu"):
         monkeypatch.setattr(torch, name, StandIn(name), raising=False)
         assert detect(name) is None
@@ -243,7 +243,7 @@ def test_detection_asks_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
         assert detect(name) == f"torch.{name}.is_available() is False"
 
 
-def test_cuda_and_rocm_are_told_apart_by_what_torch_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_and_rocm_are_distinguished_by_torchs_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", StandIn("cuda"))
     monkeypatch.setattr(torch.version, "hip", None)
     assert detect("cuda") is None

@@ -239,7 +239,7 @@ def test_a_platform_that_is_bridged_to_sglang_runs_by_its_name_there(site: Site,
     assert site.choose(None)["name"] != "acme"  # never chosen by itself
 
 
-def test_a_platform_that_was_written_for_sglang_alone_is_told_what_to_change(site: Site) -> None:
+def test_a_platform_written_for_sglang_alone_is_an_error_with_the_remedy(site: Site) -> None:
     module = "class Theirs: pass\n"
     body = "return 'acme_pkg.platform.Theirs'"
     site.install("acme", body, module=module, group="sglang.srt.platforms")
@@ -327,7 +327,9 @@ def test_a_constructor_that_raises_names_the_class_and_its_package(site: Site) -
         ("def __new__(cls): return None", "failed while it was created"),
     ],
 )
-def test_an_identity_of_the_wrong_type_is_told_when_it_is_chosen(site: Site, line: str, part: str) -> None:
+def test_an_identity_of_the_wrong_type_is_an_error_when_it_is_chosen(
+    site: Site, line: str, part: str
+) -> None:
     site.install("acme", HERE.format("acme"), module=f"{GOOD}    {line}\n")
     error = error_of(site.choose(), "PlatformError")
     assert part in error
@@ -340,7 +342,7 @@ def test_a_faulty_setting_is_not_blamed_on_a_plugin(site: Site) -> None:
     assert error.startswith("SGL_ASPECTS_DETECT_SECONDS='soon'")
 
 
-def test_a_plugin_that_asks_for_the_platform_while_it_is_chosen(site: Site) -> None:
+def test_a_plugin_that_uses_the_platform_while_it_is_chosen(site: Site) -> None:
     site.install("acme", "from sgl_aspects.platforms import current_platform as c; return c.device_name")
     error = error_of(site.choose(), "PlatformError")
     assert "while the platform was being chosen" in error
@@ -370,7 +372,7 @@ def test_a_slow_plugin_is_waited_for(site: Site) -> None:
     assert site.choose(SGL_ASPECTS_DETECT_SECONDS="60")["device"] == "acme"
 
 
-def test_without_a_bound_the_plugin_is_asked_in_the_main_thread(site: Site) -> None:
+def test_without_a_time_limit_the_plugin_is_called_in_the_main_thread(site: Site) -> None:
     site.install(
         "acme",
         "import threading; assert threading.current_thread() is threading.main_thread(); "
@@ -437,7 +439,7 @@ def test_a_class_inside_a_class_is_found(site: Site) -> None:
 # -- one object, in every thread and process ------------------------------------------------------------
 
 
-def test_threads_that_ask_at_once_get_one_object_and_one_activation(site: Site) -> None:
+def test_concurrent_threads_get_one_object_and_one_activation(site: Site) -> None:
     log = site.folder / "activations"
     site.install(
         "acme",

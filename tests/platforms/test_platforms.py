@@ -50,7 +50,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 # -- the face and the data ------------------------------------------------------------------------------
 
 
-def test_face_is_what_all_says() -> None:
+def test_exports_equal_all() -> None:
     public = {
         name
         for name, value in vars(platforms).items()
@@ -380,7 +380,7 @@ def test_float8_is_what_the_device_can(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
-def test_cuda_without_a_gpu_says_so() -> None:
+def test_cuda_without_a_gpu_is_reported() -> None:
     with pytest.raises(ValueError, match="sees 0 cuda device"):
         CudaPlatform().get_device(0)
 

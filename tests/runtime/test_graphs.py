@@ -283,7 +283,7 @@ class KeepsGraphs(CpuPlatform):
         return False
 
 
-def test_a_backend_that_cannot_be_captured_runs_eagerly_and_says_so(
+def test_a_backend_that_cannot_be_captured_runs_eagerly_with_a_log_message(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_current_platform(LoopbackPlatform())

@@ -70,7 +70,7 @@ def test_settings_out_of_range_are_config_errors(fields: dict[str, Any], message
         ServerArgs(**{"model_path": "somewhere", **fields})
 
 
-def test_a_model_is_served_under_its_folders_name_unless_told_otherwise() -> None:
+def test_a_model_is_served_under_its_folders_name_by_default() -> None:
     assert ServerArgs("/models/tiny/").served_model_name == "tiny"
     assert ServerArgs("/models/tiny", served_model_name="mine").served_model_name == "mine"
 
@@ -519,7 +519,7 @@ def test_prompts_of_all_lengths_leave_few_kernels_behind() -> None:
     assert memory().rss - before < 48 << 20
 
 
-def test_rms_norm_is_computed_as_its_definition_says() -> None:
+def test_rms_norm_equals_its_definition() -> None:
     norm = RMSNorm(32, 1e-5, torch.float32)
     norm.weight.data.normal_()
     x, residual = torch.randn(3, 32), torch.randn(3, 32)

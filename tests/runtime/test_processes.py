@@ -183,7 +183,7 @@ def test_a_script_that_forgets_to_shut_down_ends_clean(tmp_path: Path, folder: P
     assert not is_running(int(output))
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path, folder: Path) -> None:
+def test_a_script_without_a_main_guard_is_an_error(tmp_path: Path, folder: Path) -> None:
     script = start_script(tmp_path, folder, "if True:", tokens=3)
     _, errors = script.communicate(timeout=60)
     assert script.returncode == 1

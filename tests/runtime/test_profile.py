@@ -54,7 +54,7 @@ def test_one_profile_at_a_time(tmp_path: Path) -> None:
     assert files[0].exists()
 
 
-def test_control_asks_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_queries_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_llama(tmp_path / "model")
     with serving(tmp_path / "model", tmp_path / "log") as server:
         url = f"http://127.0.0.1:{server.port}"

@@ -57,7 +57,7 @@ def test_two_ranks_answer_as_transformers(tmp_path: Path, family: str) -> None:
         wait_until_gone(pid)
 
 
-def test_a_family_that_runs_on_one_device_says_so(tmp_path: Path) -> None:
+def test_a_family_for_one_device_rejects_several_ranks(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3 next")
     with pytest.raises(ConfigError, match="tp_size=2: Qwen3NextForCausalLM runs on one device here"):
         Engine(model_path=tmp_path, tp_size=2)

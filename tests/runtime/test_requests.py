@@ -74,7 +74,7 @@ def test_the_chunks_of_a_stream_are_the_whole_text(
     assert len(chunks) == 80
 
 
-def test_a_result_tells_what_it_took(engine: Engine) -> None:
+def test_a_result_has_counts_and_times(engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     result = engine.generate("the quick brown fox", params, rid="mine")
     assert (result.rid, result.finish_reason, result.completion_tokens) == ("mine", "length", 5)

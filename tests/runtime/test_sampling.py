@@ -118,7 +118,7 @@ def test_penalties_of_the_output_and_biases_follow_their_definition() -> None:
     assert torch.allclose(adjuster(logits, [other], [True]), expected)
 
 
-def test_rows_that_ask_for_nothing_are_not_touched() -> None:
+def test_rows_without_settings_are_unchanged() -> None:
     vocab, adjuster = 30, LogitAdjuster(4, 30, [EOS], CPU)
     logits = random_logits(3, vocab)
     plain = [make_req(SamplingParams(), [5], [6], row=i) for i in range(3)]

@@ -313,7 +313,7 @@ def test_equal_priorities_never_make_each_other_give_way_to_begin() -> None:
 # -- a full queue ------------------------------------------------------------------------------------
 
 
-def test_one_request_too_many_is_refused_and_says_why() -> None:
+def test_one_request_too_many_is_rejected_with_the_reason() -> None:
     caller = Caller(page_size=1, max_total_tokens=64, max_running_requests=2, max_queued_requests=3)
     rids = [caller.send([1], 5) for _ in range(7)]
     caller.listen()

@@ -74,7 +74,7 @@ IGNORE = {"ignore_eos": True}
 # -- OpenAI's client ---------------------------------------------------------------------------------
 
 
-def test_completions_are_what_transformers_says(client: openai.OpenAI, answers: dict[str, str]) -> None:
+def test_completions_equal_those_of_transformers(client: openai.OpenAI, answers: dict[str, str]) -> None:
     for text, expected in answers.items():
         answer = client.completions.create(
             model="tiny", prompt=text, max_tokens=12, temperature=0, extra_body=IGNORE
@@ -180,7 +180,7 @@ def test_models_can_be_listed_and_others_are_not_found(client: openai.OpenAI) ->
         client.completions.create(model="gpt", prompt="a")
 
 
-def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+def test_errors_are_the_clients_own_classes(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match=r"temperature=2\.5: .* less than or equal to 2"
     ) as found:

@@ -28,7 +28,7 @@ def collected(span_id: int) -> CollectedSpan:
     return CollectedSpan(Resource({}), *ids, SpanKind.INTERNAL, "s", 1, 2, {}, [], None, [], UNSET)
 
 
-def test_who_waits_for_the_end_is_told_why(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_waits_for_the_end_logs_why(capfd: pytest.CaptureFixture[str]) -> None:
     class Hanging(SpanExporter):
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             time.sleep(2.0)

@@ -65,7 +65,7 @@ def chat_and_generate(model: Path, file: Path) -> tuple[str, list[dict[str, Any]
     return answer.text, roots(file)
 
 
-def test_nothing_is_recorded_unless_asked_for(model: Path, tmp_path: Path) -> None:
+def test_nothing_is_recorded_by_default(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "traces.jsonl"
     text, spans = chat_and_generate(model, file)
     assert len(spans) == 3
@@ -147,7 +147,7 @@ def test_of_a_long_conversation_the_last_messages_are_kept() -> None:
         ("SPAN_AND_EVENT", True),
     ],
 )
-def test_what_asks_for_content(monkeypatch: pytest.MonkeyPatch, value: str, captures: bool) -> None:
+def test_values_that_turn_content_on(monkeypatch: pytest.MonkeyPatch, value: str, captures: bool) -> None:
     monkeypatch.setenv(CAPTURE, value)
     assert (ContentCapture.from_environment() is not None) is captures
 

@@ -107,7 +107,7 @@ def test_one_process_alone(tmp_path: Path) -> None:
     assert command("control", "--run", str(tmp_path)).stdout.count("(ended)") == 2
 
 
-def test_what_was_asked_holds_for_processes_that_start_later(tmp_path: Path) -> None:
+def test_settings_apply_to_processes_that_start_later(tmp_path: Path) -> None:
     (tmp_path / "control").write_bytes(Control(0, 2, 0.25).pack())
     process = spawn.Process(target=workers.record_by_level, args=(str(tmp_path), True))
     process.start()

@@ -324,7 +324,7 @@ def test_log_correlation_is_removed_below_a_later_factory(caplog: pytest.LogCapt
         logging.setLogRecordFactory(before)
 
 
-def test_a_scheduler_that_knows_no_opentelemetry_logs_its_steps(tmp_path: Path) -> None:
+def test_a_scheduler_without_opentelemetry_logs_its_steps(tmp_path: Path) -> None:
     """In a process of its own: the ids in the log are those of the exported spans."""
     import re
 
@@ -375,7 +375,7 @@ def innermost_id() -> int:
     return 0 if found is None else found.span_id
 
 
-def test_a_span_that_nobody_closed_ends_with_the_one_around_it() -> None:
+def test_an_unclosed_span_ends_with_the_enclosing_one() -> None:
     around = context.enter(5, 6)
     context.enter(5, 7)
     context.leave(around)

@@ -140,7 +140,7 @@ def test_everything(killed: Path, seconds: str) -> None:
     assert len(command("dump", "--run", str(killed), "--last", seconds).stdout.splitlines()) == 6
 
 
-def test_a_terminal_that_knows_ascii_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_with_ascii_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with attach(exporters=["console"]) as session:
         begin(session, "Käse")()

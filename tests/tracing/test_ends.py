@@ -152,7 +152,7 @@ def test_aborts_wherever_they_meet_a_request(run: Run) -> None:
     assert [span.is_error for span in (first, second, third)] == [False, False, True]
 
 
-def test_errors_before_a_scheduler_heard_of_it(run: Run) -> None:
+def test_errors_before_a_request_reaches_the_scheduler(run: Run) -> None:
     for rid, error in (("hooked", "KeyError"), ("no-token", "InvalidRequestError")):
         root, (tokenize,) = run.of(rid)
         assert root.attributes["error.type"] == tokenize.attributes["error.type"] == error

@@ -23,5 +23,5 @@ from sgl_aspects.tracing.lifecycle.exchanges import operation_of
         ("/tokenize", None),
     ],
 )
-def test_a_path_says_what_is_asked_for(path: str, operation: str | None) -> None:
+def test_a_path_determines_the_operation(path: str, operation: str | None) -> None:
     assert operation_of(path) == operation

@@ -35,7 +35,7 @@ KINDS = [(ChromeTraceExporter, names_of_timeline), (OtlpJsonFileExporter, names_
 
 
 @pytest.mark.parametrize(("exporter", "names_of"), KINDS)
-def test_a_file_is_whole_after_each_export_whoever_made_it(
+def test_a_file_is_complete_after_each_export_by_any_collector(
     tmp_path: Path, exporter: type[Any], names_of: Callable[[Path], list[str]]
 ) -> None:
     path = tmp_path / "file"

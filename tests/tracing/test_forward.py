@@ -207,7 +207,7 @@ def test_sglangs_device_is_one_of_ours_where_there_is_one(device: str, name: str
     assert getattr(platform, "device_name", None) == name
 
 
-def test_an_end_that_the_engine_did_not_tell_of_is_found_when_nothing_is_left_to_run() -> None:
+def test_an_unreported_end_is_found_when_nothing_is_left_to_run() -> None:
     """As where the memory of a request is given back later, by another thread."""
     engine = dataclasses.replace(EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS})
     recorder = Memory()
@@ -230,7 +230,7 @@ def test_an_end_that_the_engine_did_not_tell_of_is_found_when_nothing_is_left_to
     assert decode.values[-1] == "stop"
 
 
-def test_how_a_request_ended_is_told_by_its_engines_own_word() -> None:
+def test_how_a_request_ended_follows_its_engines_reason() -> None:
     outcomes = {"client_closed": Outcome.ABORTED, "broken": Outcome.FAILED}
     engine = dataclasses.replace(
         EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS}, outcomes={**EMBEDDED.outcomes, **outcomes}

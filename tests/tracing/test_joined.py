@@ -98,7 +98,7 @@ def test_what_its_caller_did_not_trace_takes_nothing_from_the_next(receiver: Rec
     assert "lost" not in str(session.summary)
 
 
-def test_a_caller_that_went_away_before_the_scheduler_heard_of_it(receiver: Receiver) -> None:
+def test_a_caller_that_went_away_before_the_scheduler_got_its_request(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
         gone = begin(session, "gone")()
         run_scheduler(session, ["gone"])
@@ -188,7 +188,7 @@ def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     assert joiner.unjoined == 0
 
 
-def test_what_ends_while_hooks_are_taken_off_says_that_it_may_lack_spans() -> None:
+def test_what_ends_while_hooks_are_removed_is_marked_as_possibly_incomplete() -> None:
     found: list[Any] = []
     ended: list[int] = []
     joiner: Any = Joiner(

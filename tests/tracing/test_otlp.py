@@ -175,7 +175,7 @@ def test_what_a_backend_rejects_is_not_delivered(
         reply(202),
     ],
 )
-def test_whatever_a_success_says_it_is_one(answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+def test_any_body_of_a_success_is_a_success(answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
     with http_backend(answer) as backend:
         assert run_of_three(backend.endpoint).exported == {"otlp": 3}
     assert len(backend.spans) == 3
@@ -314,7 +314,7 @@ def test_the_resource_is_the_engine_s_and_can_be_encoded(monkeypatch: pytest.Mon
         assert received(receiver).resource["service.name"] == "two"
 
 
-def test_a_collector_that_is_asked_to_end_before_it_has_begun() -> None:
+def test_a_collector_that_is_terminated_before_it_has_begun() -> None:
     with http_receiver() as receiver:
         with attach(level=1, endpoint=receiver.endpoint) as session:
             assert session.collector_process_id is not None

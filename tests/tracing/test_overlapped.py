@@ -155,7 +155,7 @@ def test_only_the_last_chunk_of_a_prompt_begins_decoding(scheduler: Any, recorde
 
 
 @pytest.mark.parametrize("is_newer", [True, False])
-def test_of_several_ranks_the_one_that_answers_tells_of_requests(
+def test_of_several_ranks_the_answering_one_records_requests(
     scheduler: Any, recorder: Memory, is_newer: bool
 ) -> None:
     holder = scheduler.ipc_channels = SimpleNamespace()
@@ -188,7 +188,7 @@ def test_a_request_that_ends_with_its_first_token_has_been_prefilled(
     assert prefill.end_ns == decode.start_ns <= decode.end_ns
 
 
-def test_an_abort_ends_who_waits_and_nobody_else(scheduler: Any, recorder: Memory) -> None:
+def test_an_abort_ends_waiting_requests_only(scheduler: Any, recorder: Memory) -> None:
     runs, waits, stays = (request(scheduler, rid) for rid in ("a-runs", "a-waits", "b-stays"))
     launch(scheduler, batch("EXTEND", runs))
     ended_before = len(recorder.named("queue"))

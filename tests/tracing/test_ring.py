@@ -286,7 +286,7 @@ def test_many_processes_leave_the_engine_its_shared_memory(
     assert free > 16 << 20
 
 
-def test_no_memory_at_all_stops_tracing_and_says_so(
+def test_no_memory_at_all_stops_tracing_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none(descriptor: int, offset: int, size: int) -> None:
@@ -302,7 +302,7 @@ def test_no_memory_at_all_stops_tracing_and_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_ring_with_less_room_says_so(
+def test_a_ring_with_less_room_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ring_file, "_SHARE", 1 << 40)  # as if next to nothing were free

@@ -124,7 +124,7 @@ def received(options: TraceOptions) -> RequestBegin:
     return event
 
 
-def test_the_aspect_asks_the_sampler() -> None:
+def test_the_aspect_applies_the_sampler() -> None:
     for parent_based in (True, False):
         assert received(TraceOptions(parent_based)).sampled is parent_based
 

@@ -126,7 +126,7 @@ print([(span.name, dict(span.attributes)) for span in memory.get_finished_spans(
 """
 
 
-def test_the_application_s_sampler_sees_what_a_request_asks_for() -> None:
+def test_the_application_s_sampler_sees_a_requests_parameters() -> None:
     """It drops, a provider comes late, another is shut down early: none of that is an error."""
     command = [sys.executable, "-W", "error", "-c", SAMPLED]
     environment = {**os.environ, "SGL_ASPECTS_RECORDER": "sdk"}

@@ -117,7 +117,7 @@ def test_a_prompt_that_does_not_fit(run: Run) -> None:
     assert spans["tokenize"].is_error
 
 
-def test_what_the_server_refuses_before_the_engine_hears_of_it(run: Run) -> None:
+def test_requests_rejected_by_the_server_before_they_reach_the_engine(run: Run) -> None:
     (span,) = run.of(7).values()
     assert span.attributes["http.response.status_code"] == 400
     assert not span.is_error  # the caller's mistake
@@ -129,7 +129,7 @@ def test_a_scheduler_that_is_killed(run: Run) -> None:
     assert spans["decode"].attributes["error.type"] == "unfinished"
 
 
-def test_metrics_tell_them_apart_and_no_prompt_is_anywhere(run: Run) -> None:
+def test_metrics_distinguish_them_and_no_prompt_is_anywhere(run: Run) -> None:
     durations = run.receiver.points("gen_ai.server.request.duration")
     counts = {point.attributes.get("error.type"): point.count for point in durations}
     assert counts == {None: 2, "abort": 2, "InvalidRequestError": 1, "400": 1, "SchedulerDiedError": 1}

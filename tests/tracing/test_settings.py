@@ -98,9 +98,7 @@ def test_levels_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
         {"SGL_ASPECTS_TRACE": "on", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_tracing_that_is_not_asked_for_touches_nothing(
-    monkeypatch: pytest.MonkeyPatch, values: dict[str, str]
-) -> None:
+def test_disabled_tracing_touches_nothing(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     before = len(aspects.report().hooks)

@@ -163,7 +163,7 @@ def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
     assert not recorder.open()
 
 
-def test_where_no_folder_can_be_made_attaching_says_so(
+def test_attaching_without_a_writable_folder_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: Any) -> str:
@@ -176,7 +176,7 @@ def test_where_no_folder_can_be_made_attaching_says_so(
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="needs a folder that not even root can write")
-def test_where_no_collector_can_be_forked_attaching_says_so(
+def test_attaching_without_a_forkable_collector_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its keeper ends without having started it."""
@@ -292,7 +292,7 @@ time.sleep(60)
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_ring_has_ended_when_it_is_closed_though_somebody_still_holds_its_memory(tmp_path: Path) -> None:
+def test_a_closed_ring_has_ended_even_if_its_memory_is_still_in_use(tmp_path: Path) -> None:
     """A thread that is just writing, a cycle that is not collected yet: nothing comes any more."""
     recorder = RingRecorder(str(tmp_path))
     recorder.open()

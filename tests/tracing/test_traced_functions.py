@@ -254,7 +254,7 @@ def test_levels_hold_for_declared_functions_too(traced: Any) -> None:
     assert found == {}
 
 
-def test_a_path_that_begins_with_no_parameter_fails_alone_and_says_the_choices(traced: Any) -> None:
+def test_a_path_that_begins_with_no_parameter_fails_alone_and_lists_the_choices(traced: Any) -> None:
     faulty = '[[trace]]\ntarget = "work:Worker.inner"\nname = "faulty"\nattributes = {x = "rec.x"}\n'
     found, logged = traced(faulty + DECLARED)
     assert "faulty" not in found

@@ -106,7 +106,7 @@ def test_endpoints_that_are_right(monkeypatch: pytest.MonkeyPatch, endpoint: str
     ],
 )
 @pytest.mark.parametrize("signal", ["TRACES_", "METRICS_", ""])
-def test_headers_that_cannot_be_sent_are_told_without_their_values(
+def test_invalid_headers_are_reported_without_their_values(
     monkeypatch: pytest.MonkeyPatch, headers: str, said: str, signal: str
 ) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
@@ -227,7 +227,7 @@ def test_an_endpoint_of_the_command_line_goes_before_the_environment_s() -> None
 
 
 @pytest.mark.parametrize("name", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_SPAN_LINK_COUNT_LIMIT"])
-def test_the_command_line_says_it_in_one_line(name: str) -> None:
+def test_the_command_line_reports_it_in_one_line(name: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "sgl_aspects", "run", "--", "true"],
         env={**os.environ, name: "nonsense"},
@@ -240,7 +240,7 @@ def test_the_command_line_says_it_in_one_line(name: str) -> None:
     assert name in ran.stderr
 
 
-def test_an_engine_with_a_wrong_setting_runs_untraced_and_says_why() -> None:
+def test_an_engine_with_a_wrong_setting_runs_untraced_with_a_warning() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", "import sgl_aspects; sgl_aspects.load_plugins(); print('serving')"],
         env={**os.environ, "SGL_ASPECTS_TRACE": "on", "OTEL_BSP_SCHEDULE_DELAY": "soon"},
@@ -271,7 +271,7 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert without_secrets("spans 1 of 2", secrets()) == "spans 1 of 2"
 
 
-def test_each_kind_of_failure_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kind_of_failure_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     handler = FirstFailure()
     for number in range(50):
         for text in (f"503, again in {number}.{number} s", "401, go away"):

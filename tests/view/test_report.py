@@ -49,7 +49,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return SimulatedRun(40).write(tmp_path_factory.mktemp("run") / "run.otlp.jsonl")
 
 
-def test_the_page_asks_no_network_for_anything(file: Path) -> None:
+def test_the_page_makes_no_network_request(file: Path) -> None:
     page = page_of(load_run(str(file)))
     elements = Elements(page).found
     assert not [attributes for _, attributes in elements if {"src", "href", "srcset"} & set(attributes)]

@@ -70,7 +70,7 @@ DIFFERENT_CASES = {
 }
 
 
-def test_our_registry_answers_as_sglangs_but_for_what_the_table_says() -> None:
+def test_our_registry_answers_like_sglangs_except_for_the_table() -> None:
     alone, ours = answers("alone"), answers("faces")
     assert {name for name in alone if alone[name]["answer"] != ours[name]["answer"]} == DIFFERENT_CASES.keys()
     table = (ROOT / "docs/migration.md").read_text()
@@ -164,7 +164,7 @@ print(json.dumps([answers, module.f(1), module.g(1)]))
 """
 
 
-def test_the_registry_says_which_hook_is_applied() -> None:
+def test_the_registry_reports_which_hook_is_applied() -> None:
     no, yes = [False, False, False], [True, False, False]
     asked, f, g = answer_of("-c", QUERY)
     assert asked == [no, no, yes, yes, no, yes, no]

@@ -121,7 +121,7 @@ def test_an_older_sglang_gets_its_own_classes_where_the_platform_has_none(engine
     assert platform.get_paged_allocator_cls() is allocator
 
 
-def test_a_newer_sglang_is_told_to_take_its_own(engine: Engine) -> None:
+def test_a_newer_sglang_uses_its_own(engine: Engine) -> None:
     platform = bridge(engine, NEW, CpuPlatform)
     assert [platform.get_kv_pool_cls(kind=kind) for kind in ("mha", "mla", "dsa")] == [None] * 3
     assert platform.get_graph_runner_cls() is None
@@ -230,7 +230,7 @@ def test_the_bridges_class_is_named_as_the_platforms_is(engine: Engine) -> None:
     assert f"{bridge_class.__module__}.{bridge_class.__qualname__}" == f"{__name__}.Acme"
 
 
-def test_a_class_that_cannot_be_loaded_is_told_with_the_method_that_names_it(engine: Engine) -> None:
+def test_a_class_that_cannot_be_loaded_is_reported_with_the_method_that_names_it(engine: Engine) -> None:
     class Wrong(Acme):
         def get_graph_runner_cls(self) -> type | str:
             return "no_such_module:Runner"
@@ -308,7 +308,7 @@ def test_answers_are_in_sglangs_own_types(engine: Engine) -> None:
         pass
 
 
-def test_what_only_sglang_asks_for_goes_over_where_the_author_wrote_it(engine: Engine) -> None:
+def test_methods_of_sglangs_interface_alone_are_passed_on_where_overridden(engine: Engine) -> None:
     interface = NEW.replace("def get_graph_runner_cls", "def get_secret")
 
     class Secretive(CpuPlatform):

@@ -98,7 +98,9 @@ def test_the_doctor_names_each_call_with_its_caller(
     assert "torch.cuda.random.manual_seed_all" not in callers  # torch's own
 
 
-def test_the_doctor_says_what_could_be_answered(program: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_lists_calls_that_the_platform_implements(
+    program: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Unanswered, the program fails on a machine without CUDA; what it had reached is told."""
     assert main(["doctor", "--platform", PLATFORM, "--", sys.executable, str(program)]) != 0
     printed = capfd.readouterr().out
@@ -112,7 +114,7 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "write the command after --" in capsys.readouterr().err
 
 
-def test_a_platform_that_is_not_there_is_told_before_anything_runs(
+def test_an_unknown_platform_is_an_error_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ran"

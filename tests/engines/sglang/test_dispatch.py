@@ -134,7 +134,7 @@ def test_a_vendors_kernel_serves_sglangs_layers(sglang: Path, version: str, out_
 
 
 @pytest.mark.slow
-def test_nothing_is_attached_unless_it_is_asked_for_nor_where_the_policy_excludes_it(sglang: Path) -> None:
+def test_nothing_is_attached_unless_enabled_nor_where_the_policy_excludes_it(sglang: Path) -> None:
     assert run(sglang, "newer").count("its own silu_and_mul") == 2
     for out_of_tree in (True, False):
         out = run(

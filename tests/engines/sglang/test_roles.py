@@ -28,7 +28,7 @@ def test_an_embedding_has_no_limit_of_tokens() -> None:
         ({"tp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0}, "tp0"),
     ],
 )
-def test_a_scheduler_says_its_rank(placement: dict[str, Any], rank: str) -> None:
+def test_a_scheduler_reports_its_rank(placement: dict[str, Any], rank: str) -> None:
     """With data parallelism of the attention alone the rank is another of SGLang's."""
     describe = SGLANG.call_reader("describe_scheduler", "description")
     server_args = SimpleNamespace(served_model_name="mini", nnodes=1)

@@ -322,7 +322,7 @@ def test_a_client_that_hangs_up_ends_its_request_everywhere(run: Run) -> None:
     assert decode.attributes["gen_ai.usage.output_tokens"] < 800
 
 
-def test_a_request_that_is_aborted_says_so_in_every_process(run: Run) -> None:
+def test_an_aborted_request_is_marked_in_every_process(run: Run) -> None:
     spans = run.traces[trace_id(106)]
     root, decode = one(spans, "text_completion mini"), one(spans, "decode")
     assert root.attributes["error.type"] == "abort"
@@ -401,7 +401,7 @@ def test_hooks_reach_what_was_copied(run: Run) -> None:
     }
 
 
-def test_reports_of_all_processes_tell_whose_hooks_did_what(run: Run) -> None:
+def test_reports_of_all_processes_list_hooks_by_owner(run: Run) -> None:
     processes = list(process_reports.read_all(run.reports))
     calls: Counter[tuple[str | None, str]] = Counter()
     for process in processes:
@@ -684,7 +684,7 @@ CHOSEN = "from sglang.srt.platforms import current_platform as chosen; print(typ
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [("", "SRTPlatform"), ("sgl_aspects_cpu", "SGLangCpuPlatform")])
-def test_the_cpu_platform_is_sglangs_where_it_is_asked_for_and_nowhere_else(asked: str, chosen: str) -> None:
+def test_the_cpu_platform_is_sglangs_only_if_selected(asked: str, chosen: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHOSEN],
         env={**os.environ, "SGLANG_PLATFORM": asked},

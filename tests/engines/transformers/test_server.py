@@ -155,7 +155,7 @@ def test_steps_are_there_where_there_is_a_scheduler(run: Run) -> None:
             assert names[name] == 1
 
 
-def test_the_model_that_was_loaded_is_told(run: Run) -> None:
+def test_the_loaded_model_is_recorded(run: Run) -> None:
     assert [span.name for span in run.spans].count("load_model") == 1
 
 

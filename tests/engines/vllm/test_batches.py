@@ -95,7 +95,7 @@ def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
     assert schedule(batch(cached={"a": (0, 2)}, resumed=("a",), tokens={"a": 102})) == [("a", 102, True)]
 
 
-def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_though_nobody_tells_of_the_step() -> None:
+def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_without_a_record_of_the_step() -> None:
     """As on a host whose workers belong to a scheduler elsewhere: its collector never hears of the step."""
     step = shared_id(batch(new={"a": 5}))
     assert step is not None
@@ -112,7 +112,7 @@ def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_though_nobody_tells_of_t
     assert session.summary.unjoined == 0
 
 
-def test_a_process_says_what_it_is() -> None:
+def test_a_process_describes_itself() -> None:
     settings = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="mini"),
         parallel_config=SimpleNamespace(rank=5, tensor_parallel_size=4, data_parallel_rank=0),

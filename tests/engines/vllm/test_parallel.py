@@ -17,7 +17,7 @@ from tests.support.vllm_server import serve
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_each_rank_s_forward_passes_belong_to_the_step_that_asked_for_them(tmp_path: Path) -> None:
+def test_each_rank_s_forward_passes_belong_to_the_step_that_scheduled_them(tmp_path: Path) -> None:
     """Pipeline parallelism cannot be run so: vLLM 0.32's CPU runner asserts on the second stage."""
     ranks = {"tp0 pp0 dp0", "tp1 pp0 dp0"}
     model = make_mini(tmp_path / "mini")

@@ -290,7 +290,7 @@ def test_steps_are_linked_to_the_requests_that_they_serve(run: Run) -> None:
         assert linked[key] >= root.attributes["gen_ai.usage.output_tokens"]
 
 
-def test_a_step_says_what_it_did(run: Run) -> None:
+def test_a_step_has_its_figures(run: Run) -> None:
     steps = run.receiver.named("scheduler.step")
     modes = {step.attributes["sgl_aspects.forward.mode"] for step in steps}
     assert {"prefill", "decode"} <= modes
@@ -303,7 +303,7 @@ def test_a_step_says_what_it_did(run: Run) -> None:
         assert {"schedule", "run_batch", "process_result"} <= set(names)
 
 
-def test_forward_passes_of_the_worker_belong_to_the_steps_that_asked_for_them(run: Run) -> None:
+def test_forward_passes_of_the_worker_belong_to_the_steps_that_scheduled_them(run: Run) -> None:
     steps = run.receiver.named("scheduler.step")
     for step in steps:
         spans = run.traces[step.trace_id]
@@ -323,7 +323,7 @@ def test_prefix_cache_and_kv_cache_are_seen_in_detail(run: Run) -> None:
     assert names["kv.free"] >= len(PROMPTS)
 
 
-def test_what_precedes_serving_is_told(run: Run) -> None:
+def test_preparations_before_serving_are_recorded(run: Run) -> None:
     assert run.receiver.named("load_model")
     assert run.receiver.named("init_kv_cache")
 
@@ -335,7 +335,7 @@ def test_metrics_name_the_engine_by_its_provider_only(run: Run) -> None:
     assert run.receiver.points("sgl_aspects.step.duration")
 
 
-def test_top_shows_it_without_being_told_what_it_is(run: Run) -> None:
+def test_top_shows_it_like_any_engine(run: Run) -> None:
     assert "mini" in run.top
 
 

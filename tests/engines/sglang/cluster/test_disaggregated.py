@@ -218,7 +218,7 @@ def test_one_trace_behind_each_balancer(run: Run, name: str) -> None:
             assert decode.parent_id == prefill.parent_id != ""
 
 
-def test_phases_last_as_long_as_sglang_says(run: Run) -> None:
+def test_phases_last_as_long_as_in_sglangs_own_times(run: Run) -> None:
     """Its stamps lie within a few lines of code of ours: the same moments but for a busy machine."""
     differences = []
     for name in ("alone", "called"):

@@ -179,7 +179,7 @@ def scheduler_of(process_id: int) -> psutil.Process:
 
 
 @pytest.mark.parametrize("name", list(ENDS))
-def test_each_end_says_why(receiver: Receiver, name: str) -> None:
+def test_each_end_has_its_reason(receiver: Receiver, name: str) -> None:
     mode, phases, why = ENDS[name]
     room = ROOMS[name.partition(",")[0]]
     spans = [

@@ -52,7 +52,7 @@ def test_the_steps_of_every_node_are_linked_to_their_requests(model: Path, tmp_p
         assert mine <= linked, f"node {rank}"
 
 
-def test_replicas_are_told_apart(model: Path, tmp_path: Path) -> None:
+def test_replicas_are_distinct(model: Path, tmp_path: Path) -> None:
     with http_receiver() as receiver:
         with replicas(model, tmp_path, traced(receiver.endpoint, level=1)) as servers:
             for number, server in enumerate(servers):
