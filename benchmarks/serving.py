@@ -5,8 +5,8 @@
 FOLDER is a Hugging Face folder, PYTHON the interpreter of an environment with SGLang (make sglang-env). All
 run the same model in float32 on the same processor, in turns, batch by batch, so that a neighbour on the
 machine slows all of them alike; servers that wait are suspended (an idle SGLang scheduler spins).
-Prompts are new in each round, so that no prefix cache helps. Told are medians, and the medians of the rounds'
-own ratios.
+Prompts are new in each round, so that no prefix cache helps. The table has medians, and the medians of the
+rounds' own ratios.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.steps [--sizes 1 16 64] [--steps 300]
 
-The engine's objects are stand-ins. "warm": one step after the other in a tight loop, whole steps. "evicted":
+The engine's objects are fakes. "warm": one step after the other in a tight loop, whole steps. "evicted":
 before each observer a buffer of 64 MB is walked through, as a model does that runs in this processor's
 caches; each enter and exit is timed alone, less the same timing of an empty function. A live engine
 lies between the two: with its model on another device only the engine's own work is in the caches.

@@ -20,7 +20,7 @@ Which platforms ran, where and when: by the reports in `docs/conformance/` that
 NEVER = """
 ## Never run
 
-These have not run on their devices: there is no report. Their classes are tested against stand-ins for
+These have not run on their devices: there is no report. Their classes are tested against fakes of
 the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what
 those modules document, and no more. With such a device, run
 `sgl-aspects conformance --platform NAME --report NAME.md` and send the file.

@@ -3,9 +3,9 @@
 A plugin is an entry point of group ``sgl_aspects.platforms``. Its callable returns the qualified name of an
 SRTPlatform subclass (``"pkg.mod:Cls"``), or None where its hardware is absent.
 
-    SGLANG_PLATFORM unset               every plugin is asked: one answers, it is chosen; several, an error;
+    SGLANG_PLATFORM unset               every plugin is called: one result, it is chosen; several, an error;
                                         none, the built-in of highest priority whose hardware is found
-    SGLANG_PLATFORM=name                only this plugin, or this built-in, is imported and asked
+    SGLANG_PLATFORM=name                only this plugin, or this built-in, is imported and called
     SGLANG_PLATFORM=name=pkg.mod:Cls    this class, without any packaging (for development)
 
 A name that is neither is looked up in SGLang's group, ``sglang.srt.platforms``: a bridged class also runs
@@ -225,7 +225,7 @@ def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformC
 def require_known(name: str) -> None:
     """Raises PlatformError unless ``name`` is a plugin, a built-in platform or ``name=pkg.mod:Cls``.
 
-    Imports no plugin, asks for no hardware.
+    Imports no plugin, queries no hardware.
     """
     known = {plugin.name for plugin in (*find_plugins(), *find_plugins(SGLANG_PLATFORMS_GROUP))}
     if "=" not in name and name not in known | {row.name for row in BUILTIN_PLATFORMS}:

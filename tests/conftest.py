@@ -103,7 +103,7 @@ def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Modules of a stand-in engine. Afterwards no hook, import finder or module is left over."""
+    """Modules of a fake engine. Afterwards no hook, import finder or module is left over."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(str(tmp_path))
     finders = list(sys.meta_path)

@@ -1,4 +1,4 @@
-"""Private names of other packages are where we use them; where one has moved, its test says so."""
+"""Private names of other packages are where this package uses them; if one has moved, its test fails."""
 
 from __future__ import annotations
 

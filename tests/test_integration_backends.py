@@ -1,4 +1,4 @@
-"""Real backends: what a traced engine sends is there when they are asked for it (make test-integration)."""
+"""Real backends: what a traced engine sends is found by querying them (make test-integration)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_phoenix_holds_whole_traces(
     project = f"sgl-aspects-{protocol[:4]}"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", f"openinference.project.name={project}")
-    first_trace = len(protocol) << 64  # Phoenix knows a trace in one project only
+    first_trace = len(protocol) << 64  # Phoenix has a trace in one project only
     summary = serve(model, backend.endpoints[protocol], first_trace)
     # Metrics went there, too, and are refused by Phoenix: the spans do not suffer.
     assert summary.exported == {"otlp": summary.spans_recorded}

@@ -42,7 +42,7 @@ class Availability(dict[OpImpl, "str | None"]):
     def __missing__(self, impl: OpImpl) -> str | None:
         try:
             answer = impl.is_available() or "no reason given"
-        except Exception as error:  # noqa: BLE001  # a library that does not load, and says so in the report
+        except Exception as error:  # noqa: BLE001  # a library that does not load, shown in the report
             answer = f"{type(error).__name__}: {error}"
         self[impl] = f"not available: {answer}" if isinstance(answer, str) else None
         return self[impl]

@@ -78,7 +78,7 @@ class ModelRunner:
             checkpoint = open_checkpoint(model_path)
             check_same_model(self.config, checkpoint.config, model_path)
             model = self._build_model(checkpoint)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as error:  # noqa: BLE001 - any error: the other ranks must get it
             failure = f"{type(error).__name__}: {error}"
         failures = [other for other in self.communicator.gather_objects(failure) if other]
         if not failures:

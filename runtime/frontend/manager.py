@@ -82,7 +82,7 @@ class RequestManager:
         """Return the prompt's tokens; InvalidRequestError if it is empty or can never fit."""
         prompt = handle.request.prompt
         if handle.request.is_chat:
-            tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # is_chat says so
+            tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # checked by is_chat
         elif isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
         else:

@@ -54,4 +54,4 @@ def control_of(process: Process) -> Prepared | None:
         return Prepared(process, path)
     finally:
         os.close(descriptor)
-    return None  # nobody holds the lock: a signal would end the process that has this id now
+    return None  # not locked: a signal would end the process that has this id now

@@ -35,7 +35,7 @@ def enter(folder: str, key: str) -> None:
             json.dump(answer, file)
         os.rename(temporary, os.path.join(folder, key + ".answer"))
     except OSError:
-        pass  # nobody reads it any more
+        pass  # no longer read
 
 
 class _Pace:

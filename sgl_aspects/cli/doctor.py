@@ -80,8 +80,8 @@ def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"{stale.target} is still held by {stale.holder} in process {process.process_id}",
-                "calls through that holder are not hooked",
-                "register the hook before the holder is made: in a plugin, or under sgl-aspects run",
+                "calls through that reference are not hooked",
+                "register the hook before the reference is made: in a plugin, or under sgl-aspects run",
             )
         for place in process.report.displaced:
             yield Finding(

@@ -54,8 +54,8 @@ class RequestSent(NamedTuple):
 class RequestSeen(NamedTuple):
     """Another process got the request with this id; from here on its records call it ``key``.
 
-    Requests that reuse an id are told apart by time: it is the one open then. Otherwise the latest unclaimed
-    request with this id (its caller went away first).
+    Requests that reuse an id are distinguished by time: it is the one open then. Otherwise the latest
+    unclaimed request with this id (its caller went away first).
     """
 
     key: int

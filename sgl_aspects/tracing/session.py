@@ -46,7 +46,7 @@ _current: TraceSession | None = None
 class TraceSession:
     """Tracing of this process and of the processes it starts from now on, until ``close()``.
 
-    A context manager; after the block ``summary`` says what became of the spans. Processes started before are
+    A context manager; after the block ``summary`` has the counts of its spans. Processes started before are
     not traced. ``recorder``: of this process's aspects.
     """
 

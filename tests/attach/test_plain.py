@@ -1,4 +1,4 @@
-"""Any Python program with an ``aspects.toml``: attached to while it runs, and let go of."""
+"""Any Python program with an ``aspects.toml``: attached to while it runs, and detached from."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_missing_extra_is_one_line_with_the_install_command(
     assert main(["stand-in"]) == 2
     error = capsys.readouterr().err
     assert "'torch_that_is_not_there' is not installed" in error
-    # A name of the index that is not ours anybody could register: it is this checkout that is installed.
+    # Another name on the index may belong to a stranger: this checkout is what is installed.
     assert f'pip install -e "{Path(__file__).parents[2]}[serve,otlp,view]"' in error
     assert error.count("\n") == 1
 

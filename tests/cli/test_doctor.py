@@ -85,7 +85,7 @@ def test_every_process_leaves_a_report_with_what_its_hooks_did(folder: Path) -> 
     assert len(calls) == 4
     ended = [process["process_id"] for process in processes if process["ended"]]
     assert [calls[process]["victim:used"] for process in ended] == [1, 1, 1]
-    # The one that was killed left what it had at its start, and is told apart.
+    # The one that was killed left its first report, and is marked.
     assert [process["ended"] for process in processes].count(False) == 1
     sources = {tuple(hook["source"]) for process in processes for hook in process["report"]["hooks"]}
     assert sources == {("victim", "hooks-of-victim")}

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_a_traced_program_as_any_other(tmp_path: Path, is_traced: bo
 
 
 def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_path: Path) -> None:
-    """The collector is stopped: without the second one it would be waited for in vain."""
+    """The collector is stopped: without the second one the wait would not end."""
     program = (
         "import os, sgl_aspects.tracing.session as s; print(s.current().collector_process_id, flush=True)"
     )

@@ -1,4 +1,4 @@
-"""`sgl-aspects run`: hooks in every process of a program that knows nothing of them."""
+"""`sgl-aspects run`: hooks in every process of a program without any code for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Each known fault of the peers: a test that ours passes and a stand-in with the fault fails.
+"""Each known fault of the peers: a test that this package passes and a copy with the fault fails.
 
-Every expectation is written once, and run against a subject of ours and against the faulty stand-in.
+Every expectation is written once, and run against this package and against the faulty copy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_strict_requires_what_the_order_names() -> None:
     assert (
         OpManager(registry).select("rms_norm", torch.float32, X.device).impl.impl_id == "reference.rms_norm"
     )
-    # Of an operator that FlagGems does not have, it can want nothing.
+    # Operators that FlagGems does not have are not affected.
     assert manager.select("linear").impl == OpManager(registry).select("linear").impl
 
 
@@ -264,7 +264,7 @@ def test_an_in_place_operator_that_refuses_before_it_writes_falls_back() -> None
     assert torch.equal(x, torch.ones(3))
 
 
-# -- mistakes are told ---------------------------------------------------------------------------------
+# -- mistakes are errors ---------------------------------------------------------------------------------
 
 
 def expect_mistakes_to_be_told(read: Callable[[str | None, list[str]], Any], folder: Path) -> None:
@@ -286,7 +286,7 @@ def test_mistyped_tokens_and_missing_files_are_errors(tmp_path: Path) -> None:
     assert fails(lambda: expect_mistakes_to_be_told(peers.IgnoresMistakes, tmp_path))
 
 
-# -- a failure is nobody else's ------------------------------------------------------------------------
+# -- a failure is isolated ------------------------------------------------------------------------
 
 
 class FailsUntilRepaired:

@@ -1,6 +1,6 @@
-"""The backends' functions keep the operators' contracts, on stand-ins of the libraries that they call.
+"""The backends' functions keep the operators' contracts, on fakes of the libraries that they call.
 
-The stand-ins have the signatures that those libraries publish, and compute with torch. What the real
+The fakes have the signatures that those libraries publish, and compute with torch. What the real
 kernels do is for a device: docs/ops.md.
 """
 

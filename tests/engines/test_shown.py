@@ -33,7 +33,7 @@ RARE = ("dropped", "preempt", "failed")
 
 
 def live(engine: Engine, session: TraceSession) -> None:
-    """What an engine's observers tell of one request and its two steps, whichever engine it is."""
+    """The records of one request and its two steps, the same for every engine."""
     trackers = Trackers.of(engine, session.recorder, TraceOptions(measures=True))
     now = time.time_ns() - SECOND
     call = trackers.calls.begin(object(), None, now, rid="r", operation="chat")

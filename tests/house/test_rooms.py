@@ -27,7 +27,7 @@ ALLOWED = rooms()
 def test_imports_point_one_way() -> None:
     faults = []
     for room, path in modules():
-        if room not in ALLOWED:  # cli, the package's own face
+        if room not in ALLOWED:  # cli, the package's public API
             continue
         for line, name in imported(path):
             parts = name.split(".")
@@ -89,7 +89,7 @@ TRACING = (
     ("collector", "sdk"),
     ("session", "plugin"),
 )
-# Who starts a collector knows what it is asked and what it reports; the metrics know one of its sums.
+# The starter of a collector uses its options and its summary; the metrics use one of its sums.
 UPWARD = {("run_folder", "collector"), ("settings", "collector"), ("export", "collector")}
 
 
@@ -194,7 +194,7 @@ def test_no_room_is_imported_by_its_bare_folder_name() -> None:
 
 
 def test_the_runtime_names_no_device() -> None:
-    """It asks the platform. A form of an operator for one dispatch key is named by its own name."""
+    """It queries the platform. An operator's form for one dispatch key has a name of its own."""
     devices = {"cuda", "npu", "xpu", "musa", "mps", "hpu", "xla", "mtia"}
     queries = {f"is_{name}" for name in (*devices, "rocm", "cpu", "tpu", "cuda_alike", "out_of_tree")}
     faults = []

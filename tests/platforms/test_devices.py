@@ -1,4 +1,4 @@
-"""Every built-in device, on stand-ins that record the calls and answer as its own torch module would."""
+"""Every built-in device, on fakes that record the calls and return what its own torch module would."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """torch_xla, as far as it is asked; its calls."""
+    """The used part of torch_xla, with a record of its calls."""
     calls: list[Any] = []
     info = {"bytes_used": 1 * GIB, "bytes_limit": 16 * GIB, "peak_bytes_used": 3 * GIB}
 

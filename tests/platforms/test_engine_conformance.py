@@ -1,4 +1,4 @@
-"""The conformance kit's engine side: a check of real SGLang that fails says why SGLang did not start."""
+"""The conformance kit's engine side: a failed check of real SGLang has the reason why it did not start."""
 
 from __future__ import annotations
 

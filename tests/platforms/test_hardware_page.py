@@ -1,4 +1,4 @@
-"""docs/hardware.md says what the reports of the conformance kit say, and no more."""
+"""docs/hardware.md has the contents of the conformance kit's reports, and no more."""
 
 from __future__ import annotations
 

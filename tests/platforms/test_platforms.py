@@ -47,7 +47,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
 
 
-# -- the face and the data ------------------------------------------------------------------------------
+# -- exports and data -------------------------------------------------------------------------------------
 
 
 def test_exports_equal_all() -> None:
@@ -424,7 +424,7 @@ def test_cuda_operations() -> None:
     assert torch.rand((), device=device).item() == first
 
 
-# -- asking within a bound ------------------------------------------------------------------------------
+# -- detection with a time limit -----------------------------------------------------------------------------
 
 
 def test_a_slow_answer_is_announced_and_waited_for(

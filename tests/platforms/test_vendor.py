@@ -1,4 +1,4 @@
-"""What a vendor's own package is asked for in the embedded engine, and that its answers are used."""
+"""The methods of a vendor's package that the embedded engine calls, and the use of their results."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_two_of_three_is_an_error_too_and_one_is_chosen(environment: Environment
     done = environment.run("-m", "sgl_aspects", "platforms", platform="acme")
     assert done.returncode == 0, done.stderr
     assert re.search(r"acme +acme-platform 0\.1\.0 +chosen +SGLANG_PLATFORM=acme", done.stdout)
-    assert imported(packages) == {"acme"}  # nobody else's code ran
+    assert imported(packages) == {"acme"}  # no other package's code ran
 
 
 def test_the_chosen_device_that_is_absent_is_an_error(environment: Environment) -> None:

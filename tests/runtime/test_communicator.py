@@ -63,7 +63,7 @@ def work(rank: int, url: str) -> None:
 
 
 def through_sglang(rank: int, url: str) -> None:
-    """A coordinator with SGLang's names: ours must serve, and its own must not be asked."""
+    """A coordinator with SGLang's names: the hooked methods must run, its own must not."""
     import torch.distributed as dist
 
     import sgl_aspects as aspects

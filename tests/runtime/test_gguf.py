@@ -113,7 +113,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
 def test_a_gguf_file_is_the_folder_it_came_from(tmp_path: Path, kind: str) -> None:
-    # Quantized types want rows of whole blocks of 32 numbers.
+    # Quantized types need rows of whole blocks of 32 numbers.
     model = make_llama(tmp_path / "hf", attention_bias=True, head_dim=32, intermediate_size=128)
     write_gguf(tmp_path / "m.gguf", model, quantization=gguf.GGMLQuantizationType[kind])
     ours, theirs = open_checkpoint(str(tmp_path / "m.gguf")), open_checkpoint(str(tmp_path / "hf"))

@@ -142,7 +142,7 @@ def test_a_platform_that_declares_no_pieces_refuses(tmp_path: Path) -> None:
 
 
 class Driven:
-    """A scheduler in this process, and what its owner would hear."""
+    """A scheduler in this process, and the messages to its owner."""
 
     def __init__(self, folder: Path, **fields: Any) -> None:
         self.ours, theirs = multiprocessing.Pipe()

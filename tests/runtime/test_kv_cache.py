@@ -53,7 +53,7 @@ def nodes(cache: PrefixCache) -> list[Node]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests of few different tokens come, grow, give way and end, as a scheduler lets them."""
+    """Requests of few different tokens are added, grow, are preempted and end, as in a scheduler."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -122,14 +122,14 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         tree = self.cache.prefix_cache
-        holders: dict[int, int] = {}
+        referrers: dict[int, int] = {}
         for req in self.running:
             node = req.prefix
             while node is not None and node.parent is not None:
-                holders[id(node)] = holders.get(id(node), 0) + 1
+                referrers[id(node)] = referrers.get(id(node), 0) + 1
                 node = node.parent
         everything = nodes(tree)
-        assert all(node.locks == holders.get(id(node), 0) for node in everything)
+        assert all(node.locks == referrers.get(id(node), 0) for node in everything)
         assert tree.num_pages == sum(len(node.pages) for node in everything)
         assert tree.num_evictable == sum(len(node.pages) for node in everything if not node.locks)
 

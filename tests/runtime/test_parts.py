@@ -208,7 +208,7 @@ def test_a_character_comes_with_the_last_of_its_tokens() -> None:
     letters = TOKENIZER.backend.get_vocab()
     byte_tokens = [TOKENIZER.encode("aé🙃b")]
     assert "".join(streamed(byte_tokens[0])) == "aé🙃b"
-    # The tokenizer knows 🙃; cut one that it does not know into its bytes.
+    # The tokenizer has 🙃; an unknown one is cut into its bytes.
     unknown = TOKENIZER.encode("🚀")
     assert len(unknown) > 1
     assert streamed([letters["a"], *unknown, letters["b"]]) == [

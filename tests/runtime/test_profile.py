@@ -1,4 +1,4 @@
-"""A profile of an engine's next steps, asked for by its owner and over HTTP."""
+"""A profile of an engine's next steps, started by its owner and over HTTP."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_an_error_of_any_kind_ends_a_call() -> None:
     manager: Any = SimpleNamespace(model="tiny", tokenizer=None)
     going, failing = RequestHandle(request, manager), RequestHandle(request, manager)
     failing.put_chunk(StreamChunk("r", "a", [1]))
-    failing.error = KeyError("unthought of")  # with something that nobody thought of
+    failing.error = KeyError("unthought of")  # with an unforeseen error
     failing.put_chunk(None)
     read = []
 

@@ -1,4 +1,4 @@
-"""The server against requests that nobody thought of: made by schemathesis from its own OpenAPI document."""
+"""The server against random requests: made by schemathesis from its own OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.http_server import serving
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
-#: Not asked: that every valid body is answered. What fits the model (lengths, token ids) no document says.
+#: Not checked: that every valid body is answered. Limits of the model are not in the document.
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",

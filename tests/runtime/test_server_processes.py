@@ -1,4 +1,4 @@
-"""The server's process: who may ask, how it ends, what it says when its engine dies; hooks and traces."""
+"""The server's process: access, shutdown, errors when its engine dies; hooks and traces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask(server: Server, tokens: int, **more: Any) -> tuple[int, Any]:
 
 
 def is_unwell(server: Server) -> bool:
-    """It says so, or has ended."""
+    """It reports not ready, or has ended."""
     try:
         return server.request("GET", "/health")[0] == 503
     except OSError:
@@ -175,7 +175,7 @@ def test_a_signal_while_the_model_is_loading_leaves_no_process(model: Path, tmp_
         wait_until(lambda: all(not is_running(child.pid) for child in children))
 
 
-# -- who may ask -------------------------------------------------------------------------------------
+# -- access -------------------------------------------------------------------------------------
 
 
 def test_with_a_key_nothing_is_answered_without_it(model: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_connections_on_which_no_request_comes_are_closed(model: Path, tmp_path:
 
 @pytest.mark.slow
 def test_time_is_not_lost_by_a_slow_reader(model: Path, tmp_path: Path) -> None:
-    """A client that does not read holds up nobody else."""
+    """A client that does not read delays no other."""
     with serving(model, tmp_path / "log", "--max-total-tokens", "20000") as server:
         with socket.create_connection((LOCAL, server.port), timeout=30) as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

@@ -23,7 +23,7 @@ TARGETS = json.loads(os.environ["PROBE_TARGETS"])
 made = {}
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Keeps the functions that a module's code made, before anybody else could touch them."""
+    """Keeps the functions that a module's code made, before other code could change them."""
     def find_spec(self, name, path=None, target=None):
         if name not in {t.partition(":")[0] for t in TARGETS}:
             return None

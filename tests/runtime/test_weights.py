@@ -1,4 +1,4 @@
-"""New weights for an engine that serves: nobody gets an answer of two models; bad weights change nothing."""
+"""New weights for an engine that serves: no answer mixes two models; bad weights change nothing."""
 
 from __future__ import annotations
 

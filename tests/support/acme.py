@@ -171,7 +171,7 @@ class HighPagesFirst:
 
 
 class Pieces:
-    """Compiles each layer with the platform's backend, in the mode that the user asked for."""
+    """Compiles each layer with the platform's backend, in the user's mode."""
 
     def __init__(self, model_runner: Any) -> None:
         self.model_runner = model_runner

@@ -160,7 +160,7 @@ def kill_command(process: subprocess.Popen[str]) -> None:
 
 
 def run_folder(process: subprocess.Popen[str]) -> Path | None:
-    """The run of this attaching command, as soon as it has one: told by its guard."""
+    """The run of this attaching command, as soon as it has one: found by its guard."""
     for child in _children(process.pid):
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         if "sgl_aspects.attach.guard" in words:

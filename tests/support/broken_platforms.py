@@ -45,7 +45,7 @@ class OtherUuid(LoopbackPlatform):
 
 
 class NoSuchPool(LoopbackPlatform):
-    """Names a class that is not there."""
+    """Names a class that does not exist."""
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "loopback_platform.kv_pool:TokenPool"
@@ -117,7 +117,7 @@ class EventInSeconds(LoopbackPlatform):
 
 
 class EventAlwaysReached(LoopbackPlatform):
-    """An event that was not recorded says that it is reached, as torch's do."""
+    """An event that was not recorded reports that it is reached, as torch's do."""
 
     class Event(LoopbackEvent):
         def query(self) -> bool:
@@ -346,7 +346,7 @@ class ReplayAllocates(LoopbackPlatform):
 
 
 class CapturesInSecret(LoopbackPlatform):
-    """Does not tell that it captures."""
+    """Does not report that it captures."""
 
     def is_capturing(self) -> bool:
         return False
@@ -401,7 +401,7 @@ class DeclaresTriton(LoopbackPlatform):
 
 
 class NoSuchCompiler(LoopbackPlatform):
-    """Names a compiler that is not there."""
+    """Names a compiler that does not exist."""
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "no_such_compiler"

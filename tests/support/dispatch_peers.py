@@ -1,6 +1,6 @@
-"""Stand-ins with the peers' known faults, one each: what a test must fail on.
+"""Copies with the peers' known faults, one each: what a test must fail on.
 
-Small, and written from descriptions of what goes wrong; none is anybody's code.
+Small, and written from descriptions of what goes wrong; none is another project's code.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Server:
         return {name: float(value) for name, _, value in lines}
 
     def is_quiet(self) -> bool:
-        """No request, and every slot of the key-value cache free: the engine itself says so."""
+        """No request, and every slot of the key-value cache free: by the engine's own counts."""
         found = self.metrics()
         scheduler = "sgl_aspects_scheduler_"
         return (

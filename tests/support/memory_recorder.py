@@ -1,4 +1,4 @@
-"""A recorder that keeps what it is told, steps unfolded into their spans."""
+"""A recorder that keeps its records, with steps expanded into their spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phoenix and Prometheus, started on loopback, and asked by their own interfaces for what arrived."""
+"""Phoenix and Prometheus, started on loopback, and queried by their own interfaces for what arrived."""
 
 from __future__ import annotations
 

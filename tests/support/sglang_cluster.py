@@ -40,7 +40,7 @@ def send_from_the_host(result, self, *args, **kwargs):
 def activate():
     aspects.weave(send_from_the_host)
 """
-# Transfers of KV caches wait as long as the file $HOLD is there; $HOLD.waits says that one does.
+# Transfers of KV caches wait as long as the file $HOLD is there; $HOLD.waits shows that one does.
 HELD_TRANSFERS = """
 import os, time
 import sgl_aspects as aspects
@@ -234,7 +234,7 @@ def between(cluster: Disaggregated) -> list[str]:
 
 
 def _wait_until_routed(server: Server) -> None:
-    """A router answers before it knows its workers."""
+    """A router answers before its workers have registered."""
     deadline = time.monotonic() + 60
     body = {"text": "ready?", "sampling_params": {"max_new_tokens": 2}}
     while True:

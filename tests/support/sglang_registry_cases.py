@@ -274,7 +274,7 @@ def a_late_hook_on_another_target_is_applied() -> Any:
     return [made.f(0), made.g(0)]
 
 
-# -- what the registry tells ------------------------------------------------------------------------------
+# -- what the registry reports ------------------------------------------------------------------------------
 
 
 @case

@@ -1,4 +1,4 @@
-"""A made-up run of an engine, as large as it is asked to be, in the form of the OTLP-JSON file.
+"""A made-up run of an engine, of any size, in the form of the OTLP-JSON file.
 
 One scheduler, continuous batching, chunked prefill. In the middle a prompt of many chunks arrives:
 requests that decode meanwhile wait for mixed steps. The same seed gives the same run.

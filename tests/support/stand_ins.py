@@ -1,4 +1,4 @@
-"""Stand-ins for an engine: modules written to a folder, imported as anybody's modules are."""
+"""Fake engines: modules written to a folder, imported like any module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that ask an engine's server again and again until standard input ends; then JSON of what they saw.
+"""Streams requests to an engine's server until standard input ends; then prints their results as JSON.
 
 python -m tests.support.stream_load PORT PATH STREAMS < pipe
 """

@@ -74,7 +74,7 @@ class Exchange:
 
 
 class _Received:
-    """As much of a socket as a response wants."""
+    """The part of a socket that a response uses."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

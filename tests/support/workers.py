@@ -72,7 +72,7 @@ def own_a_run(ready: Connection, file: str) -> None:
 
 
 def woven_in_a_scheduler_process(results: Connection) -> None:
-    """Does what a scheduler process does first; says which functions are then not the original ones."""
+    """Does what a scheduler process does first; returns which functions are then not the original ones."""
     import importlib
 
     from sgl_aspects.plugins import load_plugins
@@ -212,7 +212,7 @@ def record_by_level(folder: str, ends: bool = False) -> None:
 
 
 def serve_like_an_engine(folder: str, connection: Connection) -> None:
-    """Records two finished requests, one under way, and their steps; ends when it is told to."""
+    """Records two finished requests, one under way, and their steps; ends on command."""
     import time
 
     from sgl_aspects.tracing import context

@@ -92,7 +92,7 @@ def test_a_request_id_used_again_does_not_mix(receiver: Receiver) -> None:
             origin = context.new()
             traces.append(f"{origin.trace_id:032x}")
             begin(session, "same", origin)()
-        # Three times in one go, after all three ended for the caller: only the order tells them apart.
+        # Three times in one go, after all three ended for the caller: only the order distinguishes them.
         run_scheduler(session, ["same", "same", "same"])
     for name in ("chat m", "queue", "decode"):
         assert sorted(span.trace_id for span in receiver.named(name)) == sorted(traces)
@@ -331,7 +331,7 @@ def test_a_killed_collector_is_reported(receiver: Receiver) -> None:
 def test_a_killed_collector_is_started_again_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With its settings, from where it was; it says so, and so does who looks at the run."""
+    """With its settings, from where it was; it reports that, and so do views of the run."""
     file = tmp_path / "traces.jsonl"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "kept")
     session = attach(file=str(file))
@@ -363,7 +363,7 @@ def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path
     command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
     settings = Path(session.run_folder, "collector.json")
     assert settings.stat().st_mode & 0o777 == 0o600
-    # Where the traces go, the run folder knows.
+    # The run folder has the traces' destination.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
         wait_until(lambda: "while nobody looked" in file.read_text())

@@ -1,4 +1,4 @@
-"""Prompts and answers: not recorded unless asked for, cut short, redacted, and never when that fails."""
+"""Prompts and answers: opt-in, truncated, redacted, and never recorded when that fails."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ RUNNER = """
 
 @dataclass
 class Traced:
-    """A stand-in engine with SGLang's names, traced; ``seen`` is what was current where it looked."""
+    """A fake engine with SGLang's names, traced; ``seen`` is what was current where it looked."""
 
     engine: Engine
     spans: Callable[[], dict[str, ReadableSpan]]

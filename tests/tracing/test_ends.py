@@ -45,7 +45,7 @@ class Run:
         return root, sorted(below, key=lambda span: span.start)
 
     def names(self, rid: str) -> list[str]:
-        """Its children in order, each with how it ended where that is told."""
+        """Its children in order, each with its finish reason if it has one."""
         _, children = self.of(rid)
         reasons = [str(span.attributes.get("sgl_aspects.finish_reason", "")) for span in children]
         return [f"{span.name} {reason}".strip() for span, reason in zip(children, reasons)]
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def _serve(engine: Engine) -> None:
     for rid in ODD:
         engine.generate("odd", tokens(2), rid=rid)
-    # Six that want 300 tokens each have 600 together: some give way. Then some that wait again are aborted.
+    # Six that need 300 tokens each share 600: some are preempted. Then some that wait again are aborted.
     handles = [engine.submit("w", tokens(300), rid=f"together-{number}") for number in range(6)]
     deadline = time.monotonic() + 60
     while engine.stats()["retractions"] < 3:

@@ -196,7 +196,7 @@ def test_a_backend_that_fails_and_comes_back(monkeypatch: pytest.MonkeyPatch) ->
     assert missed > 1000
     assert delivered > 4000
     assert memory[-1] < memory[0] + 150
-    # In the traced thread nothing is different: no call waits for anybody.
+    # In the traced thread nothing is different: no call waits for another process.
     assert max(longest.values()) < 20 * min(longest.values())
     backend.close()
 

@@ -1,4 +1,4 @@
-"""What the HTTP server's side knows of a request, whatever engine answers it."""
+"""The HTTP server's side of a request, whatever engine answers it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_what_a_full_disk_takes_in_part_is_taken_back(
     exporter: type[Any],
     names_of: Callable[[Path], list[str]],
 ) -> None:
-    """What is told as lost is not there later, and nothing behind it is spoilt."""
+    """Spans reported as lost do not appear later, and the following ones are intact."""
     path, write = tmp_path / "file", os.pwrite
     writer: SpanExporter = exporter(str(path))
     writer.export([span("a")])

@@ -28,7 +28,7 @@ from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
 from tests.support.memory_recorder import Memory
 
-#: How an engine says which requests have ended.
+#: How an engine reports which requests have ended.
 ENDS: dict[str, Any] = {
     "batch.finished": lambda batch: [req for req in batch.reqs if req.reason],
     "req.finish_reason": lambda req: req.reason,
@@ -36,7 +36,7 @@ ENDS: dict[str, Any] = {
 
 
 class Clock:
-    """A device whose time passes when it is told so."""
+    """A device whose clock is advanced by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -98,7 +98,7 @@ def test_what_the_host_prepares_for_a_replay_is_no_device_time() -> None:
         for is_replayed in (False, True, True, None, False):
             step = found["run_batch"].enter((scheduler, batch), {})
             token = found["forward"].enter((runner, batch), {})
-            if is_replayed is not None:  # None: another kind of graph runner, which does not ask so
+            if is_replayed is not None:  # None: another kind of graph runner, without this query
                 decide = found["graph_decision"]
                 decide.exit(None, is_replayed, None)
             clock.now += 1.0  # launching one by one, or preparing a replay
@@ -110,11 +110,11 @@ def test_what_the_host_prepares_for_a_replay_is_no_device_time() -> None:
             process = found["process_batch_result"]
             process.exit(process.enter((scheduler, batch, result), {}), None, None)
             recorded.append(clock.recorded)
-        Graph(clock).replay()  # somebody's, outside any pass
+        Graph(clock).replay()  # outside any pass
     values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
     assert [each[GRAPH] for each in values] == ["eager", "replayed", "replayed", "eager", "eager"]
     assert [each[DEVICE_TIME] for each in values] == [1.0, 2.0, 2.0, None, 1.0]
-    # The first pass enters before it is known that it asks for a graph; so does one after another kind.
+    # The first pass enters before its graph query is known; so does one after another kind.
     assert [after - before for before, after in zip([0, *recorded], recorded)] == [3, 2, 2, 0, 3]
 
 
@@ -148,7 +148,7 @@ class Module:
 
 
 def test_sglangs_forward_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever torch knows, also in an extension of somebody else's; with the batch's result, unwaited."""
+    """For any device of torch, also of an extension; read with the batch's result, without waiting."""
     device = Module()
     monkeypatch.setattr(torch, "somebodys", device, raising=False)
     recorder = Memory()
@@ -216,7 +216,7 @@ def test_an_unreported_end_is_found_when_nothing_is_left_to_run() -> None:
     req = SimpleNamespace(rid="one", output_ids=[1], reason=None)
     trackers.requests.resume(trackers.requests.queued("one"), 1)
     scheduler = SimpleNamespace(waiting=[], running=[req], kv_cache=None, has_work=False)
-    found["release_request"].enter((req,), {})  # of another request: this engine tells
+    found["release_request"].enter((req,), {})  # of another request: this engine reports releases
     for number in (1, 2, 3):
         batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=number), object()
         token = found["run_batch"].enter((scheduler, batch), {})

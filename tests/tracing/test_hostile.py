@@ -1,4 +1,4 @@
-"""Ring files as nobody would write them: no crash, no hang, what is good is read, and it can be exported."""
+"""Damaged ring files: no crash, no hang, valid records are read, and can be exported."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_caller_that_went_away_before_the_scheduler_got_its_request(receiver: 
 
 
 def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> None:
-    """A traced function, or a hook of another request, asks an engine: its request is measured like any."""
+    """A traced function, or a hook of another request, calls an engine: its request is measured like any."""
     with attach(endpoint=receiver.endpoint) as session:
         recorder, now = session.recorder, time.time_ns()
         outer, kind = recorder.new_id(), SpanType("handle")
@@ -158,7 +158,7 @@ def readable_into(found: list[Any]) -> Callable[[CollectedSpan], None]:
 
 
 class Writer:
-    """As much of a ring's reader as the joiner asks for."""
+    """The part of a ring's reader that the joiner uses."""
 
     process_id = 1
     was_let_go = False
@@ -300,7 +300,7 @@ def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
 
 
 def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
-    """Until it fails it is left out, and what has served it names nobody."""
+    """Until it fails it is left out, and the spans that served it do not link to it."""
     found: list[ReadableSpan] = []
     joiner: Any = Joiner(Resource({}), readable_into(found), tail=TailChoice())
     caller, scheduler = Writer("1"), Writer("2")

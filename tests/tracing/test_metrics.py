@@ -202,7 +202,7 @@ def test_the_gauges_follow_a_real_engine(tmp_path: Path, port: int) -> None:
         wait_until(lambda: shown(port, "gen_ai_server_request_duration_seconds_count") == 2)
         assert (shown(port, "sgl_aspects_step_duration_seconds_count") or 0) > 1
         assert 'error_type="abort"' in page(port)
-        assert "python_gc" not in page(port)  # of the collector's process, which nobody asked about
+        assert "python_gc" not in page(port)  # of the collector's process, which is not wanted
         os.kill(engine.scheduler_pid, signal.SIGKILL)
         wait_until(lambda: gauges() == (None, None, None))
     assert session.summary is not None

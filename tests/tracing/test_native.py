@@ -16,7 +16,7 @@ from sgl_aspects.tracing.ring import format as layout
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
 
-# An engine of stand-ins: twenty steps with what interrupts them. Prints its spans without ids and times.
+# A fake engine: twenty steps with what interrupts them. Prints its spans without ids and times.
 _ENGINE = """
 import ctypes, json, sys
 from types import SimpleNamespace
@@ -139,7 +139,7 @@ def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
     assert was_compiled
     was_compiled, interpreted = spans(tmp_path / "interpreted", build.OFF)
     assert not was_compiled
-    # Device times are read together, a few steps later: the order in the ring may differ, what is told not.
+    # Device times are read together, a few steps later: the order may differ, but not the records.
     order = json.dumps
     assert sorted(compiled, key=order) == sorted(interpreted, key=order)
     steps = [span for span in compiled if span[0] == "scheduler.step"]
@@ -153,7 +153,7 @@ def test_what_is_compiled_is_kept_for_the_next_process(tmp_path: Path) -> None:
     assert spans(tmp_path / "first", build.AUTO, cache)[0]
     (made,) = (tmp_path / "cache" / "sgl-aspects").iterdir()
     assert spans(tmp_path / "next", build.CACHED, cache)[0]
-    made.chmod(0o666)  # anybody may have written to it
+    made.chmod(0o666)  # any user may have written to it
     assert not spans(tmp_path / "foreign", build.CACHED, cache)[0]
 
 

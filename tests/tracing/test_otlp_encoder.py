@@ -77,7 +77,7 @@ def test_the_same_messages(seed: int) -> None:
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 def test_exporters_use_it(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their versions call the function that it stands in for."""
+    """In every version of the exporters, by any name of the function that it replaces."""
     from sgl_aspects.tracing.export import otlp
 
     receiver = http_receiver if protocol != "grpc" else grpc_receiver

@@ -173,7 +173,7 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ended = [record for record in records if isinstance(record, SpanEnd)]
         begun = [record for record in records if isinstance(record, SpanBegin)]
         ids = [record.span_id for record in ended]
-        # It says so after each: the last one may have been finished and not yet said.
+        # It reports each after writing it: the last one may be finished but not yet reported.
         assert ids == list(range(1, len(ids) + 1))
         assert len(ids) >= finished
         for record in ended:
@@ -195,7 +195,7 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_four_threads_are_all_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     each = 25_000
-    # A process cannot ask for its own lock: to this reader the writer would be dead.
+    # A process cannot query its own lock: to this reader the writer would be dead.
     monkeypatch.setattr(RingReader, "is_alive", lambda self: True)
     recorder = RingRecorder(str(tmp_path))
     reader = RunReader(str(tmp_path))
@@ -246,7 +246,7 @@ def test_four_processes_are_all_accounted_for(tmp_path: Path) -> None:
 
 
 def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that is not there when it is written to would end the engine with SIGBUS."""
+    """Writing to an unreserved page would end the engine with SIGBUS."""
     allocate = os.posix_fallocate
 
     def short(descriptor: int, offset: int, size: int) -> None:

@@ -217,7 +217,7 @@ def test_the_same_spans_as_with_the_ring(tmp_path: Path) -> None:
 
 
 def _attributes(values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Times are not the same twice; of latencies only the collector knows."""
+    """Times are not the same twice; only the collector has latencies."""
     return tuple(
         sorted(
             (key, type(value).__name__ if isinstance(value, float) else str(value))

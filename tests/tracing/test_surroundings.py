@@ -128,10 +128,10 @@ def test_a_run_folder_that_vanishes_ends_the_recording(
     recorder.announce(PLAIN, 1, 1, 0, 1)
     recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
     assert not recorder.open()
-    assert caplog.records == []  # the run has ended: nothing to be told
+    assert caplog.records == []  # the run has ended: nothing to report
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 def test_a_process_that_becomes_another_user_goes_on_untraced(tmp_path: Path) -> None:
     """And one that closes all descriptors, as daemons do: neither sees an error of the recorder."""
     script = f"""

@@ -358,7 +358,7 @@ def test_work_in_another_thread_belongs_to_the_request_that_it_names() -> None:
 
     with ThreadPoolExecutor() as pool:
         current = pool.submit(traced, "r").result()
-        assert pool.submit(traced, "scheduled").result() is None  # nobody knows its trace here
+        assert pool.submit(traced, "scheduled").result() is None  # its trace is unknown here
         pool.submit(traced, "unknown").result()
         opened = trackers.calls.enter(call)
         pool.submit(contextvars.copy_context().run, traced, "unknown").result()

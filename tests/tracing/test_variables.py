@@ -1,4 +1,4 @@
-"""OpenTelemetry's own variables: what cannot work is told before anything starts, and tells no secret."""
+"""OpenTelemetry's own variables: errors come before anything starts, and show no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules, asked of a real Prometheus that scrapes a real engine's metrics.
+"""The dashboard and the alert rules, queried from a real Prometheus that scrapes a real engine's metrics.
 
 Needs Debian's package prometheus (the binaries ``prometheus`` and ``promtool``).
 """
@@ -23,7 +23,7 @@ from tests.support.processes import free_port
 
 GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana"
 ALERTS = GRAFANA / "alerts.yml"
-# What is asked for in the dashboard's own words: Grafana fills them in.
+# Variables of the dashboard's queries, which Grafana fills in.
 VARIABLES = {"$__rate_interval": "30s", "$model": ".*"}
 # What a run in which all is well has no samples of.
 MAY_BE_EMPTY = ("dropped_total",)

@@ -50,7 +50,7 @@ def write_page(folder: Path, requests: int) -> Path:
 
 
 class Looker:
-    """A page that is looked at, and everything that it complained of or asked the network for."""
+    """An open page, with all of its errors and network requests."""
 
     def __init__(self, browser: Browser, file: Path, shows: str = "[role=grid]", **context: Any) -> None:
         self.context = browser.new_context(**context)

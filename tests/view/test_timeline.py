@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 def check_format(events: list[Event]) -> None:
-    """What the trace event format asks for: fields, names, slices that nest, flows that begin."""
+    """Check the trace event format: fields, names, slices that nest, flows that begin."""
     named = {(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
     tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
     flows: dict[str, list[Event]] = defaultdict(list)

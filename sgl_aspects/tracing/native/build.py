@@ -1,7 +1,7 @@
 """Compiles ``decode_path.c``, once for each version of it and of Python, and loads it.
 
 Like Triton's launchers, it needs a C compiler and Python's headers. The result lies in the user's cache and
-is loaded only from a folder that nobody else can write to.
+is loaded only from a folder that no other user can write to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Observers: advice on an engine's functions that reports to the trackers of requests and steps.
 
 An observer watches roles: for each a pair ``enter(args, kwargs) -> token``, ``exit(token, result, error)``.
-It cannot change what the engine does. The engine's room maps roles to functions and says how to read their
+It cannot change what the engine does. The engine's room maps roles to functions and defines how to read their
 arguments and results; a role that the engine lacks is not watched.
 """
 

@@ -1,4 +1,4 @@
-"""Hooks that plugins register with SGLang's registry: woven by ours, and nobody can tell by asking it."""
+"""Hooks that plugins register with SGLang's registry are woven; the registry's answers are unchanged."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def answer_of(*words: str, **settings: str) -> Any:
 @lru_cache(maxsize=3)
 def answers(how: str) -> dict[str, Any]:
     cases = "tests.support.sglang_registry_cases"
-    program = f"import runpy, tests.support.sglang_faces; runpy.run_module('{cases}', run_name='__main__')"
-    words = ("-c", program) if how == "faces" else ("-m", cases)
+    program = f"import runpy, tests.support.sglang_api; runpy.run_module('{cases}', run_name='__main__')"
+    words = ("-c", program) if how == "api" else ("-m", cases)
     found: dict[str, Any] = answer_of(*words, how)
     return found
 
@@ -71,7 +71,7 @@ DIFFERENT_CASES = {
 
 
 def test_our_registry_answers_like_sglangs_except_for_the_table() -> None:
-    alone, ours = answers("alone"), answers("faces")
+    alone, ours = answers("alone"), answers("api")
     assert {name for name in alone if alone[name]["answer"] != ours[name]["answer"]} == DIFFERENT_CASES.keys()
     table = (ROOT / "docs/migration.md").read_text()
     assert [words for words in DIFFERENT_CASES.values() if words not in table] == []
@@ -129,7 +129,7 @@ def test_adoption_can_be_declined() -> None:
     assert answer["imported"]
 
 
-# SGLang's registry after 0.5.23 can be asked for one hook.
+# SGLang's registry after 0.5.23 can be queried for one hook.
 QUERY = """
 import json, sys, types
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -220,5 +220,5 @@ OWN_TESTS = [*checked_out("plugins/test_hook_registry*.py"), *checked_out("plugi
 
 @pytest.mark.parametrize("file", OWN_TESTS, ids=lambda file: file.stem)
 def test_sglangs_tests_of_its_plugins_pass_through_our_names(file: Path) -> None:
-    found = outcomes(file, "-p", "tests.support.sglang_faces", SGL_ASPECTS_ADOPT="0")
+    found = outcomes(file, "-p", "tests.support.sglang_api", SGL_ASPECTS_ADOPT="0")
     assert {name.rpartition("::")[2] for result, name in found if result != "PASSED"} <= DIFFERENT

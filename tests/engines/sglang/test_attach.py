@@ -1,4 +1,4 @@
-"""Real SGLang under load, started without us: attached to and let go of, with every answer as it was."""
+"""Real SGLang under load, started without us: attached to and detached from, with unchanged answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = 3
 
 
 def _kill_at_work(process_id: int, file: Path) -> None:
-    """`kill -9` of the command while it attaches: its guard lets go of the engine, and removes the run."""
+    """`kill -9` of the command while it attaches: its guard detaches from the engine, and removes the run."""
     process = subprocess.Popen(
         [sys.executable, "-m", "sgl_aspects", "attach", str(process_id), "--file", str(file)],
         stdout=subprocess.DEVNULL,

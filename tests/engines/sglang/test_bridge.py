@@ -1,4 +1,4 @@
-"""Our platform classes under SGLang's names, against stand-ins for the interfaces of its versions."""
+"""Bridged platform classes under SGLang's names, against fakes of the interfaces of its versions."""
 
 from __future__ import annotations
 

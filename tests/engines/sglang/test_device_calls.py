@@ -1,4 +1,4 @@
-"""What an engine asks of torch.cuda: named with its callers, and answered by the platform on request."""
+"""An engine's calls of torch.cuda: reported with their callers, and passed to the platform on request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MODEL = """
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in of SGLang whose model copies what a helper says, and a program that is written for CUDA."""
+    """A fake SGLang whose model copies a helper's result, and a program that is written for CUDA."""
     for name, source in {
         "sglang/__init__.py": "",
         "sglang/srt/__init__.py": "",
@@ -101,7 +101,7 @@ def test_the_doctor_names_each_call_with_its_caller(
 def test_the_doctor_lists_calls_that_the_platform_implements(
     program: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Unanswered, the program fails on a machine without CUDA; what it had reached is told."""
+    """Unanswered, the program fails on a machine without CUDA; the calls until then are reported."""
     assert main(["doctor", "--platform", PLATFORM, "--", sys.executable, str(program)]) != 0
     printed = capfd.readouterr().out
     assert "2 calls for CUDA were reached on platform 'loopback=" in printed

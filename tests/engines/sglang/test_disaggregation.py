@@ -1,4 +1,4 @@
-"""What SGLang's queues between two servers mean for a request, with stand-ins for its objects."""
+"""The phases of a request in SGLang's queues between two servers, with fakes of its objects."""
 
 from __future__ import annotations
 

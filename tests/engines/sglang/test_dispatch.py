@@ -1,4 +1,4 @@
-"""Dispatch in SGLang's fused operators, against stand-ins of its versions: who runs, what is left alone."""
+"""Dispatch in SGLang's fused operators, against fakes of its versions: what runs, what is left alone."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_norms_through_the_bridge() -> None:
             through(layer, x, residual, more), function(x, layer.weight, 1e-5, residual + more)
         ):
             assert torch.equal(found, wanted)
-    # SGLang tells every norm which product comes next; only one that scales its input may want a fused norm.
+    # SGLang passes the next product to every norm; only one that scales its input may need a fused norm.
     plain, scaled = torch.nn.Identity(), torch.nn.Identity()
     scaled.input_scale = torch.tensor(0.5)
     wanted = dispatch.rms_norm(x, layer.weight, 1e-5)

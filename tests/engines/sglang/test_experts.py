@@ -13,7 +13,7 @@ pytest.importorskip("sglang")
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
-#: The method as it is on a GPU, but for its runner, which launches nothing here and says that it was asked.
+#: The method as it is on a GPU, but for its runner, which launches nothing here and records the call.
 PROGRAM = """
 import json
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """Real SGLang with what callers should not send, clients that go, and a scheduler that is killed.
 
-Everything is asked of a server with everything attached, and of one with nothing attached: what clients get
+Each request is sent to a server with everything attached, and of one with nothing attached: what clients get
 is the same, and each trace ends with the right status.
 """
 
@@ -122,7 +122,7 @@ def ask_everything(server: Server) -> dict[str, Any]:
 
 
 def told(text: str) -> Any:
-    """What a client is told, without what differs from run to run; of a stream, each answer as it ends."""
+    """The responses to a client, without parts that differ between runs; of a stream, each whole answer."""
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     if not chunks:
         return VARYING.sub("", text)

@@ -84,7 +84,7 @@ class Acme(SGLangCpuPlatform):
 """
 
 
-# Somebody else's plugin, which knows SGLang's registry only. SGLang itself would never call the first hook.
+# A third-party plugin, which uses SGLang's registry only. SGLang itself would never call the first hook.
 NEIGHBOUR = """
 import os
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType, plugin_hook
@@ -266,7 +266,7 @@ def test_time_to_first_token_is_what_each_client_saw(run: Run) -> None:
         differences.append(round(answer.late_ms(recorded), 1))
         shares.append(abs(differences[-1]) / 1e3 / recorded)
     print(f"time to first token, client - recorded: {sorted(differences)} ms")
-    # Of each a small part, or a tick; on a busy machine single ones are told later than they came.
+    # Of each a small part, or a tick; on a busy machine single ones are reported later than they came.
     assert statistics.median(map(abs, differences)) < 5
     assert all(abs(ms) < 5 or share < 0.05 for ms, share in zip(differences, shares))
 
@@ -503,7 +503,7 @@ def test_an_engine_without_a_server_is_traced(model: Path, tmp_path: Path) -> No
     assert Counter(span.name for span in receiver.spans)["decode"] == 6
 
 
-# Hooks on modules that are loaded already: every holder gets the new object, and the old one back.
+# Hooks on modules that are loaded already: every referrer gets the new object, and the old one back.
 LOADED = """
 import json, warnings
 warnings.simplefilter("ignore")
@@ -516,7 +516,7 @@ from sglang.srt.managers import scheduler
 from sglang.srt.models import llama, qwen2
 import inspect, pickle
 
-def holders():
+def referrers():
     route = [one for one in http_server.app.routes if getattr(one, "path", "") == "/get_model_info"][0]
     default = inspect.signature(detokenizer_manager.run_detokenizer_process)
     return {
@@ -545,9 +545,9 @@ def originals():
 def same(one, other):
     return [name for name in one if one[name] is not other[name]]
 
-# Numbers: a dict of the objects themselves would be one more holder, and be rebound.
-before = {name: id(held) for name, held in holders().items()}
-answer = {"before": same(holders(), originals())}
+# Numbers: a dict of the objects themselves would be one more referrer, and be rebound.
+before = {name: id(held) for name, held in referrers().items()}
+answer = {"before": same(referrers(), originals())}
 
 class Detokenizer(detokenizer_manager.DetokenizerManager):
     pass
@@ -576,13 +576,13 @@ for target, new in (
 ):
     hooks.append(aspects.Advice(aspects.Target.parse(target), aspects.HookType.REPLACE, new))
 handle = aspects.weave(*hooks)
-now = holders()
+now = referrers()
 answer["not woven"] = [name for name in now if id(now[name]) == before[name]]
 answer["not the same everywhere"] = same(now, originals())
 answer["stale"] = [str(stale) for stale in aspects.report().stale]
 answer["pickles"] = pickle.loads(pickle.dumps(now["class attribute"])) is now["class attribute"]
 handle.remove()
-answer["after"] = [name for name, held in holders().items() if id(held) != before[name]]
+answer["after"] = [name for name, held in referrers().items() if id(held) != before[name]]
 print(json.dumps(answer))
 """
 

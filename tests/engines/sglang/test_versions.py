@@ -61,7 +61,7 @@ def with_platforms() -> list[Path]:
 @pytest.mark.skipif(not WHEELS, reason="SGLANG_WHEELS names no folder of wheels (make sglang-wheels)")
 @pytest.mark.parametrize("wheel", with_platforms(), ids=version_of)
 def test_the_cpu_platform_answers_all_that_the_wheel_asks(wheel: Path, engine: Engine) -> None:
-    """By its own interface: each method that it wants implemented is, and each that it calls exists."""
+    """By its own interface: each method that it requires is implemented, and each that it calls exists."""
     for name, text in texts(wheel, "sglang/srt/platforms").items():
         engine.write(name, "" if name.endswith("__init__.py") else text)
     engine.write(
@@ -81,7 +81,7 @@ def test_the_cpu_platform_answers_all_that_the_wheel_asks(wheel: Path, engine: E
     bridge: Any = bridged(CpuPlatform)
     assert issubclass(bridge, interface)
     sources = texts(wheel)
-    # A method that is only there to raise is one that SGLang wants from a platform.
+    # A method that only raises is one that SGLang requires from a platform.
     wanted = [
         name
         for name in interface_methods(interface)

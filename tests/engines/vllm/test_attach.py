@@ -1,4 +1,4 @@
-"""Real vLLM under load, started without us: attached to and let go of, with every answer as it was."""
+"""Real vLLM under load, started without us: attached to and detached from, with unchanged answers."""
 
 from __future__ import annotations
 

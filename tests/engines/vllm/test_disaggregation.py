@@ -1,4 +1,4 @@
-"""Prefill and decode on two servers of vLLM: one trace, with stand-ins for its requests."""
+"""Prefill and decode on two servers of vLLM: one trace, with fakes of its requests."""
 
 from __future__ import annotations
 

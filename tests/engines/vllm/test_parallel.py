@@ -1,4 +1,4 @@
-"""Real vLLM with two workers, on the CPU: each rank's forward passes belong to the step that asked for them
+"""Real vLLM with two workers, on the CPU: each rank's forward passes belong to the step that scheduled them
 (make test-vllm).
 """
 

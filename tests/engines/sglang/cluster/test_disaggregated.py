@@ -142,10 +142,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 answers[f"{name}, alone"] = front.post("/v1/chat/completions", whole, headers)
                 headers = {**parent(10 + number), "x-request-id": f"{name} called"}
                 answers[f"{name}, called"] = front.post("/v1/chat/completions", whole, headers)
-        time.sleep(2)  # idle: the gauges say so
+        time.sleep(2)  # idle: the gauges show it
         long = {**body, "sampling_params": {"max_new_tokens": 700, "ignore_eos": True}}
         servers.leave(long, rooms["left"])
-        # The prefill server dies before it got the request: the decode server waits for it in vain.
+        # The prefill server dies before it got the request: the decode server's wait fails.
         os.killpg(servers.prefill.process.pid, signal.SIGKILL)
         rooms["lost"] = 0x1234567890ABCD04
         answers["lost"] = servers.post_to_decode(body, rooms["lost"])

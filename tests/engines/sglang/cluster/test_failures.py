@@ -85,7 +85,7 @@ class Cluster:
 
         def wait_for_transfer() -> None:
             wait_until(waits.exists, 120)
-            time.sleep(1)  # the decode server is told at the same time
+            time.sleep(1)  # the decode server is notified at the same time
 
         self.hold.touch()
         waits = Path(f"{self.hold}.waits")
@@ -153,13 +153,13 @@ def receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
             with first.holding() as wait_for_transfer:
                 with first.servers.asking(BODY, ROOMS["left in transfer"]):
                     wait_for_transfer()
-                first.wait_for_ends("left in transfer", 2)  # else it could fail before its sender hears of it
+                first.wait_for_ends("left in transfer", 2)  # else it could fail before its sender is notified
             first.let_the_router_die(folder / "router.log")
             with first.transferring("decode scheduler dies"):
                 scheduler_of(first.servers.decode.process.pid).kill()
                 first.hold.unlink()
                 first.wait_for_ends("decode scheduler dies", 2)
-            time.sleep(3)  # idle: the gauges say so
+            time.sleep(3)  # idle: the gauges show it
             IDLE.extend(point.value for point in receiver.points("sgl_aspects.batch.size"))
         with cluster(folder / "second", receiver) as second, second.transferring("prefill server dies"):
             os.killpg(second.servers.prefill.process.pid, signal.SIGKILL)

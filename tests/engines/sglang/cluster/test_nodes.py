@@ -41,7 +41,7 @@ def test_the_steps_of_every_node_are_linked_to_their_requests(model: Path, tmp_p
     assert {span.resource["sgl_aspects.node.rank"] for span in roots.values()} == {0}
     for trace in callers:
         of_request = [span.name for span in receiver.spans if span.trace_id == trace]
-        assert sorted(of_request) == sorted(  # the answering rank tells its phases, once
+        assert sorted(of_request) == sorted(  # the answering rank records its phases, once
             ["text_completion mini", "tokenize", "queue", "prefill", "decode", "detokenize"]
         )
     for rank in (0, 1):

@@ -24,7 +24,7 @@ PHASES = ["queue", "prefill", "decode"]
 ENGINES = {
     "tensor": (["--tp-size", "2"], {"tp0", "tp1"}, 2),
     "pipeline": (["--pp-size", "2"], {"pp0", "pp1"}, 2),
-    # With attention apart from the rest (--enable-dp-attention) SGLang asks for pinned memory.
+    # With attention apart from the rest (--enable-dp-attention) SGLang requires pinned memory.
     "data": (["--dp-size", "2"], {"dp0", "dp1"}, 1),
 }
 
@@ -51,7 +51,7 @@ def test_the_steps_of_every_rank_are_linked_to_their_requests(kind: str, tmp_pat
     said = {span.attributes["sgl_aspects.rank"] for span in steps}
     assert {rank for rank in ranks for each in said if rank in each.split()} == ranks, said
     for trace in callers:
-        # The answering rank tells the phases, once, although others run the request, too.
+        # The answering rank records the phases, once, although others run the request, too.
         names = [span.name for span in receiver.spans if span.trace_id == trace and span.name in PHASES]
         assert sorted(names) == sorted(PHASES)
         linked = {

@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p``): who imports SGLang's plugins and registry gets our names for the same."""
+"""A pytest plugin (``-p``): imports of SGLang's plugins and registry get this package's instead."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Settings:
     def text(name: str) -> str | None:
         """One setting."""
         if name.startswith("SGLANG_"):
-            return getattr(faces.envs, name).get() or None
+            return getattr(api.envs, name).get() or None
         return env.text(name)
 
     @staticmethod
@@ -63,11 +63,11 @@ class Settings:
         return tuple(part for part in (Settings.text(name) or "").split(",") if part)
 
 
-faces: Any = plugins
-faces.__class__ = Plugins
-faces.envs, faces.env, faces._current_plugin_source = None, Settings, current_source
-faces._get_excluded_dists = plugins.excluded_distributions
+api: Any = plugins
+api.__class__ = Plugins
+api.envs, api.env, api._current_plugin_source = None, Settings, current_source
+api._get_excluded_dists = plugins.excluded_distributions
 # Its tests give `entry_points` as it is with a group.
-faces._installed = lambda: lambda group: faces.entry_points(group=group)
-faces.hook_registry, sglang.srt.plugins = registry, faces
-sys.modules["sglang.srt.plugins"], sys.modules[registry.__name__] = faces, registry
+api._installed = lambda: lambda group: api.entry_points(group=group)
+api.hook_registry, sglang.srt.plugins = registry, api
+sys.modules["sglang.srt.plugins"], sys.modules[registry.__name__] = api, registry
