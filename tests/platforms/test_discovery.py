@@ -327,9 +327,7 @@ def test_a_constructor_that_raises_names_the_class_and_its_package(site: Site) -
         ("def __new__(cls): return None", "failed while it was created"),
     ],
 )
-def test_an_identity_of_the_wrong_type_is_an_error_when_it_is_chosen(
-    site: Site, line: str, part: str
-) -> None:
+def test_an_identity_of_the_wrong_type_is_an_error(site: Site, line: str, part: str) -> None:
     site.install("acme", HERE.format("acme"), module=f"{GOOD}    {line}\n")
     error = error_of(site.choose(), "PlatformError")
     assert part in error
