@@ -70,7 +70,7 @@ def subjects() -> dict[str, dict[str, Callable[[], Any]]]:
         groups[f"function, float32 {name}"] = {
             "direct": lambda x=x: silu_and_mul(x),
             "dispatched": lambda x=x: dispatch.silu_and_mul(x),
-            "dispatched, the type has a say": lambda x=x: guarded_call(x),
+            "dispatched by type": lambda x=x: guarded_call(x),
             "call_op by name": lambda x=x: manager.call_op("silu_and_mul", x),
             "the peer's call_op": lambda x=x: peer(x),
         }

@@ -250,7 +250,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
         "SGL_ASPECTS_TRACE": "3",
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
     }
-    # A small cache: requests have to give way to each other now and then.
+    # A small cache: requests are preempted now and then.
     flags = (
         "--max-total-tokens",
         "1024",
@@ -284,7 +284,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
             faults.append(f"{received:.0f} requests were received, {finished:.0f} finished")
         print(f"{minutes:g} minutes, {received:.0f} requests: {dict(clients.seen)}")
         retracted = found.get("sgl_aspects_scheduler_retractions", 0)
-        print(f"{len(updates.read_text())} weight updates, {retracted:.0f} requests gave way")
+        print(f"{len(updates.read_text())} weight updates, {retracted:.0f} requests preempted")
         for process in processes:
             growth = process.growth(60 * minutes)
             print(process.story())

@@ -21,7 +21,7 @@ NEVER = """
 ## Never run
 
 These have not run on their devices: there is no report. Their classes are tested against fakes of
-the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they ask for what
+the modules of torch that they call (`tests/platforms/test_devices.py`), which shows that they call what
 those modules document, and no more. With such a device, run
 `sgl-aspects conformance --platform NAME --report NAME.md` and send the file.
 """

@@ -39,7 +39,7 @@ def ask_within_bound(who: str, ask: Callable[[], Any]) -> Any:
     def work() -> None:
         try:
             answers.append(ask())
-        except BaseException as error:  # noqa: BLE001  # raised again below, in the thread that asked
+        except BaseException as error:  # noqa: BLE001  # raised again below, in the calling thread
             errors.append(error)
 
     context = contextvars.copy_context()

@@ -187,7 +187,7 @@ def test_torch_compile_begins_anew_only_for_functions_that_it_has_traced(
         compat.forget_compiled([Layer.never, function])
         return len(resets) > before
 
-    assert compat.traced_code() is not None, "ask torch for another way: each hook on a method costs a reset"
+    assert compat.traced_code() is not None, "find another way in torch: each hook on a method costs a reset"
     assert not is_reset_for(Layer.never)
     for function in (outer, Layer.inlined, len):
         assert is_reset_for(function)
@@ -201,7 +201,7 @@ def test_torch_compile_takes_a_substitute_for_the_test_of_woven_functions() -> N
     import torch._dynamo
 
     test = compat.compiling_test(torch.compiler)
-    assert test is not torch.compiler.is_compiling, "ask torch for another way: woven functions pay for it"
+    assert test is not torch.compiler.is_compiling, "find another way in torch: woven functions pay for it"
     traced = torch.compile(lambda number: number + int(test()), fullgraph=True, backend="eager")
     assert not test()
     assert int(traced(torch.zeros(()))) == 1

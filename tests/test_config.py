@@ -1,4 +1,4 @@
-"""aspects.toml: what it may say, and what is said of what it may not."""
+"""aspects.toml: valid contents, and the errors for others."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 LONGEST_LINE = 140
 # `sgl-aspects`, which finds the only run of the machine. Where the tests of others run beside this one, it is
-# told which: the run of a process in this folder.
+# given: the run of a process in this folder.
 WRAPPER = """#!/bin/sh
 case "$1 $*" in
 "ctl "*|"dump "*|"top "*|"report report -o"*)

@@ -1,4 +1,4 @@
-"""Every example runs as it stands and prints what it says (vendor_platform: test_vendor_platform.py)."""
+"""Every example runs and prints its documented output (vendor_platform: test_vendor_platform.py)."""
 
 from __future__ import annotations
 

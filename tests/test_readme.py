@@ -1,4 +1,4 @@
-"""The README's program does what the README says."""
+"""The README's program works as described."""
 
 from __future__ import annotations
 

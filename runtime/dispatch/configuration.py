@@ -103,25 +103,25 @@ _FILE_OF_PLATFORM = {"cuda": "nvidia", "rocm": "amd", "npu": "ascend", "cpu": "c
 # -- sources ------------------------------------------------------------------------------------------------
 
 
-def load_settings(registry: OpRegistry, said: Mapping[str, str] | None = None) -> Settings:
-    """Load from the environment and the files it names; ``said`` (from `--set`) takes precedence over all.
+def load_settings(registry: OpRegistry, given: Mapping[str, str] | None = None) -> Settings:
+    """Load from the environment and the files it names; ``given`` (from `--set`) takes precedence over all.
 
     :raises ConfigError: names the file or variable, the key, the value and the choices.
     """
-    sources = [from_words(said or {}), from_variables()]
+    sources = [from_words(given or {}), from_variables()]
     files = [str(path) for path in (env.text(CONFIG_VARIABLE), find_platform_file()) if path is not None]
     settings = merged([*sources, *map(read_file, files)], registry)
     return replace(settings, files=tuple(files))
 
 
-def from_words(said: Mapping[str, Any]) -> dict[str, Value]:
+def from_words(given: Mapping[str, Any]) -> dict[str, Value]:
     """``{key: text}``; an empty text is the default.
 
     :raises ConfigError: an unknown key.
     """
-    for key in said:
+    for key in given:
         check_choice("--set", "key", key, list(KEYS))
-    return {key: Value(USUAL if value == "" else value, f"--set {key}") for key, value in said.items()}
+    return {key: Value(USUAL if value == "" else value, f"--set {key}") for key, value in given.items()}
 
 
 def from_variables() -> dict[str, Value]:

@@ -139,7 +139,7 @@ def fused_recurrent_gated_delta_rule(
     query, key, value, g, beta = (
         x.reshape(1, batch * tokens, *x.shape[2:]) for x in (query, key, value, g, beta)
     )
-    # The kernel stores the state after each token, wherever these say: always into the sequence's own.
+    # The kernel stores the state after each token at these places: always into the sequence's own.
     own = torch.arange(batch, device=key.device, dtype=torch.int32)[:, None].repeat(1, tokens)
     output, _ = _gems().fused_recurrent_gated_delta_rule_fwd(
         *(x.contiguous() for x in (query, key, value, g.float(), beta)),

@@ -37,7 +37,7 @@ class SelectionPolicy:
     ``prefer``, the others are used.
     """
 
-    #: What comes first where ``per_op_order`` says nothing.
+    #: Preferred where ``per_op_order`` has no entry.
     prefer: Token = DEFAULT_PREFERENCE
     #: (operator, tokens) pairs; give a mapping.
     per_op_order: tuple[tuple[str, tuple[Token, ...]], ...] = ()

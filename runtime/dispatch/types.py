@@ -82,7 +82,7 @@ class OpImpl:
     fn: Callable[..., Any] | str
     #: Who wrote it; needed for, and only for, the kind VENDOR.
     vendor: str | None = None
-    #: Higher comes first within its kind; by default what the kind says.
+    #: Higher comes first within its kind; by default the kind's.
     priority: int | None = None
     supported_dtypes: frozenset[torch.dtype] | None = None
     #: The least compute capability, (major, minor).

@@ -115,7 +115,7 @@ class MLATokenPool(TokenPool):
     """One compressed row a token, for all heads: the latent that keys and values are made of, then the
     rotary part of the key. To a backend it is one key head, whose first ``kv_lora_rank`` are the value.
 
-    ``kv_cache_dim``: numbers from one row to the next, more than a key has where a kernel wants rows aligned.
+    ``kv_cache_dim``: numbers from one row to the next, more than a key has if a kernel needs aligned rows.
     ``index_head_dim``: numbers after that, of :class:`NSATokenPool`.
     """
 

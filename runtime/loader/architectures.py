@@ -29,7 +29,6 @@ def model_class(architecture: str) -> Any:
     """The class for ``architecture``; ModelLoadError names the known ones."""
     if architecture not in MODELS:
         raise ModelLoadError(
-            f"architecture {architecture!r} is not known to this engine; "
-            f"choose from {', '.join(known_architectures())}"
+            f"architecture {architecture!r} is not supported; known: {', '.join(known_architectures())}"
         )
     return resolve_qualified_name(MODELS[architecture])

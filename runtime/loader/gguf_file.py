@@ -66,8 +66,7 @@ class GGUFCheckpoint(Checkpoint):
         name = self._required("general.architecture", str)
         if name not in ARCHITECTURES:
             raise ModelLoadError(
-                f"{self.path}: GGUF architecture {name!r} is not known to this engine; "
-                f"it knows {', '.join(ARCHITECTURES)}"
+                f"{self.path}: GGUF architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}"
             )
         if metadata.get(f"{name}.expert_count", 0):
             raise ModelLoadError(f"{self.path}: {name} with experts is not supported")
@@ -115,7 +114,7 @@ class GGUFCheckpoint(Checkpoint):
                 array = _undo_row_permutation(array, self.config.num_heads)
             elif ".attn_k." in name:
                 array = _undo_row_permutation(array, self.config.num_kv_heads)
-            # Unquantized tensors are still the read-only file: torch wants memory of its own.
+            # Unquantized tensors are still the read-only file: torch needs memory of its own.
             yield hugging_face_name(name), torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
     def _required(self, key: str, kind: type = object) -> Any:

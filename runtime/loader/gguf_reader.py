@@ -91,7 +91,7 @@ class GGUFReader:
         info = self.tensors[name]
         start = self._start + info.offset
         try:
-            # dequantize works row by row: it wants the bytes of each row of the last dimension together.
+            # dequantize works row by row: it needs the bytes of each row of the last dimension together.
             rows = self._data[start : start + info.nbytes].reshape(*info.shape[:-1], -1)
             numbers: npt.NDArray[np.float32] = gguf.dequantize(rows, info.quantization)
             return numbers.reshape(info.shape)

@@ -45,8 +45,8 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = next((name for name in architectures if name in known_architectures()), None)
     if architecture is None:
         raise ModelLoadError(
-            f"architecture {', '.join(map(str, architectures))} is not known to this engine; "
-            f"it knows {', '.join(known_architectures())}"
+            f"architecture {', '.join(map(str, architectures))} is not supported; "
+            f"known: {', '.join(known_architectures())}"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "?")
@@ -60,7 +60,7 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         raise ModelLoadError(f"num_hidden_layers={layers}: more than {_MOST_LAYERS} are not supported")
     is_gemma, is_next = architecture == "GemmaForCausalLM", architecture == "Qwen3NextForCausalLM"
     if is_gemma:
-        raw["hidden_act"] = "gelu_pytorch_tanh"  # also where an older file says gelu
+        raw["hidden_act"] = "gelu_pytorch_tanh"  # also if an older file has gelu
         raw.setdefault("tie_word_embeddings", True)
     is_qwen2 = architecture.startswith("Qwen2")
     biased = bool(raw.get("attention_bias"))

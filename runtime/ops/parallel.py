@@ -15,8 +15,8 @@ from sgl_aspects.runtime.ops.linear import Linear
 class MergedLinear(Linear):
     """Several linears of the same input as one product: ``parts`` names their output sizes, in order.
 
-    Each rank has its share of each part. ``copies`` says of a part with fewer pieces than ranks how many
-    ranks have the same piece.
+    Each rank has its share of each part. ``copies``: for a part with fewer pieces than ranks, how many ranks
+    have the same piece.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ REQUEST = SpanType(
 )
 TOKENIZE = SpanType("tokenize", {INPUT_TOKENS: int})
 DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME: float})
-#: A finish reason in the queue: the request ended there. Its own span tells whether that is an error.
+#: A finish reason in the queue: the request ended there. Its own span has the error, if any.
 QUEUE = SpanType("queue", {FINISH_REASON: str})
 PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
 DECODE = SpanType("decode", {OUTPUT_TOKENS: int, FINISH_REASON: str})

@@ -106,7 +106,7 @@ def test_kill_9_of_the_command_at_any_stage_harms_no_process(tmp_path: Path) -> 
             run = _run_of(process)
             wait_until(lambda: has_come(program, run))  # noqa: B023
             kill_command(process)
-            wait_until(lambda: not run.exists())  # noqa: B023  the guard has let go, and nothing is left
+            wait_until(lambda: not run.exists())  # noqa: B023  the guard has detached, and nothing is left
             wait_until(lambda: program.states[-1:] == ["original"])
             assert program.lives()
         output = finish(attaching(program, "--for", "0.2s"))

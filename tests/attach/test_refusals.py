@@ -1,4 +1,4 @@
-"""Whom the command never touches, and what it says then."""
+"""Processes that the command never touches, and its messages."""
 
 from __future__ import annotations
 

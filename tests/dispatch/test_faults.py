@@ -107,7 +107,7 @@ def test_strict_requires_what_the_order_names() -> None:
 
 
 def expect_types_to_be_checked(call: Callable[[torch.Tensor], Any]) -> None:
-    """The first implementation says float32 only, and returns nonsense for anything else."""
+    """The first implementation declares float32 only, and returns nonsense for anything else."""
     assert torch.equal(call(X), X + 1)
     assert torch.equal(call(X.bfloat16()), X.bfloat16() + 1)
 

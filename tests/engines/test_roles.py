@@ -1,4 +1,4 @@
-"""What an engine's room says, and what follows where the engine differs."""
+"""The definitions in an engine's room, and errors where the engine differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which room may import which, how large a folder is, and what stands in one place only."""
+"""Imports between rooms, the size of folders, and names that have one place only."""
 
 from __future__ import annotations
 

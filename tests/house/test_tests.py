@@ -58,7 +58,7 @@ def test_the_list_of_longer_test_files_shrinks_with_them() -> None:
 
 
 def test_no_test_file_imports_another() -> None:
-    """Helpers of several files stand in tests/support."""
+    """Helpers of several files are in tests/support."""
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in (ROOT / "tests").rglob("*.py")

@@ -192,7 +192,7 @@ def test_another_architecture_is_answered_with_the_known_ones(tmp_path: Path) ->
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match="'mamba' is not known to this engine; it knows llama"):
+    with pytest.raises(ModelLoadError, match="'mamba' is not supported; known: llama"):
         assert open_checkpoint(str(tmp_path)).config
 
 

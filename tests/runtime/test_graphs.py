@@ -169,7 +169,7 @@ class Driven:
             self.scheduler.step()
             while self.ours.poll(0):
                 for output in self.ours.recv():
-                    assert output.rid not in self.reasons, "told after its end"
+                    assert output.rid not in self.reasons, "output after its end"
                     self.outputs.setdefault(output.rid, []).extend(output.token_ids)
                     if output.finish_reason is not None:
                         self.reasons[output.rid] = output.finish_reason

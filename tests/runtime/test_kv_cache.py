@@ -35,7 +35,7 @@ def compute(cache: KVCache, req: Req, count: int) -> None:
     row = cache.page_table.table[req.row].tolist()
     for at in range(req.computed_tokens + count):
         slot = row[at // cache.page_size] * cache.page_size + at % cache.page_size
-        assert slot >= cache.page_size, "the padding is nobody's"
+        assert slot >= cache.page_size, "the padding has an owner"
         if at < req.computed_tokens:
             assert cache.pool.slots[slot] == tuple(tokens[: at + 1]), f"position {at} is another's"
         else:

@@ -106,7 +106,7 @@ def test_sampling_values_out_of_range_are_invalid_requests(name: str, bad: Any) 
 
 
 def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ModelLoadError, match=r"'Mamba' is not known.*it knows .*, LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match=r"'Mamba' is not supported.*known: .*, LlamaForCausalLM"):
         model_class("Mamba")
 
 

@@ -1,4 +1,4 @@
-"""Starting, dying and ending: errors that say what happened, and nothing left behind."""
+"""Starting, dying and ending: errors with the cause, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def edited_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not known.*it knows .*, LlamaForCausalLM",
+            "MambaForCausalLM is not supported.*known: .*, LlamaForCausalLM",
         ),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"hidden_size": "big"}, "hidden_size='big': a whole number"),

@@ -98,7 +98,7 @@ class FakeRunner:
 
 
 class Caller:
-    """A scheduler in this process, and what its owner has heard."""
+    """A scheduler in this process, and the messages to its owner."""
 
     def __init__(self, **fields: Any) -> None:
         self.ours, theirs = multiprocessing.Pipe()
@@ -131,7 +131,7 @@ class Caller:
                 self.replies.append(message)
                 continue
             for output in message:
-                assert output.rid not in self.ends, "told of its end twice"
+                assert output.rid not in self.ends, "ended twice"
                 self.tokens[output.rid] += output.token_ids
                 if output.finish_reason is not None:
                     self.ends[output.rid] = output

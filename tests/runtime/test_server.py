@@ -58,7 +58,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def answers(model: Any) -> dict[str, str]:
-    """What transformers says, greedily, to each text, in 12 tokens."""
+    """transformers' greedy answer to each text, in 12 tokens."""
     tokenizer = make_tokenizer()
     with torch.no_grad():
         rows = greedy(model[1], [tokenizer.encode(text).ids for text in TEXTS], 12, ignore_eos=True)

@@ -107,7 +107,7 @@ def test_norm_and_activation(has_residual: bool) -> None:
 
 def both_backends(pool_class: Any, lengths: list[int], **row: int) -> Iterator[tuple[AttentionBackend, Any]]:
     """Reference and Triton, each with requests of these lengths on scattered pages of a pool of its own, and
-    what tells all that is in the requests' slots. For Triton there is no number in any other slot.
+    different values in the requests' slots. For Triton all other slots are NaN.
     """
     from sgl_aspects.runtime.attention.triton_backend import TritonBackend
 

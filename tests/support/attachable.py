@@ -17,7 +17,7 @@ from typing import Any
 from sgl_aspects.attach.process_tree import read_process
 from tests.support.processes import wait_until
 
-# A program that says whenever the function that stands in its class has changed, and counts what is its own.
+# A program that prints each change of its class's function, and counts its own objects.
 PROGRAM = """
 import os, sys, threading, time
 
@@ -63,7 +63,7 @@ SECONDS = 120.0
 
 @dataclass
 class Program:
-    """A running program, and what it has said."""
+    """A running program, and its output."""
 
     process: subprocess.Popen[bytes]
     folder: Path

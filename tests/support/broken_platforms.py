@@ -1,4 +1,4 @@
-"""The loopback platform, broken: each class has one fault, said in its docstring."""
+"""The loopback platform, broken: each class has one fault, named in its docstring."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sgl_aspects.runtime.ops import RMSNorm, SiluAndMul
 
 
 class NoFamily(LoopbackPlatform):
-    """Does not say what it is."""
+    """Has no identity."""
 
     _enum = PlatformEnum.UNSPECIFIED
 
@@ -374,7 +374,7 @@ class _OnTheHost(LoopbackAttention):
 
 
 class CapturesHostSizes(LoopbackPlatform):
-    """Its attention can be captured, it says, and takes lengths from the host."""
+    """Declares that its attention can be captured, but takes lengths from the host."""
 
     def get_attention_backends(self) -> dict[str, type | str]:
         return {"loopback": _OnTheHost}

@@ -79,7 +79,7 @@ class Receiver:
     _num_read: int = field(default=0, repr=False)
 
     def points(self, name: str) -> list[Point]:
-        """What the latest message with this metric says of it."""
+        """The metric in the latest message that has it."""
         found: list[Point] = []
         for request in list(self.metric_requests):
             found = list(points_of(request, name)) or found

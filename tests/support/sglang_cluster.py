@@ -29,7 +29,7 @@ LOOPBACK = {
     "HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-# To send a chunk of KV cache SGLang uses pinned memory and CUDA events, unless its sender says otherwise.
+# To send a chunk of KV cache SGLang uses pinned memory and CUDA events, unless its sender overrides that.
 SENDER_ON_CPU = """
 import sgl_aspects as aspects
 

@@ -1,7 +1,7 @@
 """What SGLang's hook registry answers, case by case, as JSON: run with its hooks adopted and without.
 
 Each case makes modules of its own. It answers with what calls gave, what the registry lists, or the type of
-an exception; with it goes what the registry's logger said, by level.
+an exception; with it the messages of the registry's logger, by level.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-# Words that SGLang's own tests look for in what the registry says.
+# Words that SGLang's own tests look for in the registry's messages.
 SOUGHT = ("will override",)
 
 

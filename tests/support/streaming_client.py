@@ -1,4 +1,4 @@
-"""A client in a process of its own that streams many answers at once, and says when their first parts came.
+"""A client in a process of its own that streams many answers at once, and prints when their first parts came.
 
 python -m tests.support.streaming_client PORT < requests.json > answers.json
 

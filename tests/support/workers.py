@@ -58,7 +58,7 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
 
 
 def own_a_run(ready: Connection, file: str) -> None:
-    """Attaches tracing, records an unfinished request, says where, and waits to be killed."""
+    """Attaches tracing, records an unfinished request, reports where, and waits to be killed."""
     import time
 
     from sgl_aspects.tracing import attach, context

@@ -320,7 +320,7 @@ def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
 
 
 def test_steps_are_linked_to_requests_of_another_host(receiver: Receiver) -> None:
-    """And what a process says of itself is on its spans from then on, and names the service."""
+    """A process's description is on its spans from then on, and names the service."""
     with attach(endpoint=receiver.endpoint) as session:
         recorder = session.recorder
         key, left_out, step = recorder.new_id(), recorder.new_id(), recorder.new_id()
@@ -376,7 +376,7 @@ def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch
 def test_a_callers_mistake_is_no_error_of_the_server(
     receiver: Receiver, status: int | None, is_error: bool
 ) -> None:
-    """As the HTTP conventions have it; what was wrong is said all the same."""
+    """As in the HTTP conventions; the error is recorded all the same."""
     with attach(endpoint=receiver.endpoint) as session:
         recorder, start = session.recorder, time.time_ns()
         span_id = recorder.new_id()

@@ -166,7 +166,7 @@ def test_steps_become_gauges_and_a_histogram(receiver: Receiver) -> None:
             span_id = number if number < 3 else 0  # the last one is not traced, and counts all the same
             values: list[AttributeValue] = [number, mode, 4, 40 if mode == "extend" else 4, 3, 4, 0.25]
             recorder.spans(STEP)(span_id, span_id, 0, 0, SECOND // 50, values)
-        # What a damaged ring may say costs nothing.
+        # Values from a damaged ring do no harm.
         recorder.spans(STEP)(9, 9, 0, 5, 1, [1, "decode", -4, "x", None, True, 1e300])
     steps = receiver.points("sgl_aspects.step.duration")
     assert of(steps, sgl_aspects__forward__mode="extend").value == pytest.approx(0.02)

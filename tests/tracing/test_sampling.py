@@ -163,7 +163,7 @@ def test_propagators(
     caplog.clear()
     monkeypatch.setenv("SGL_ASPECTS_TRACE_RUN", "/somewhere")
     assert TraceSettings.from_environment().takes_context is takes
-    assert not caplog.text  # the run's first process has said it
+    assert not caplog.text  # the run's first process has logged it
 
 
 def record(
@@ -174,7 +174,7 @@ def record(
     origin: TraceContext | None = None,
     rid: str = "r",
 ) -> int:
-    """A request that sampling left out unless ``origin`` says otherwise, with a child."""
+    """A request that sampling left out unless ``origin`` is sampled, with a child."""
     recorder, start = session.recorder, time.time_ns() - int(seconds * SECOND)
     span_id = recorder.new_id()
     if origin is None:

@@ -114,7 +114,7 @@ def test_where_shared_memory_is_full_the_run_is_elsewhere(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = run_folder.make_run_folder()
     assert Path(folder).parent == tmp_path
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")  # to be ignored, says its standard
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")  # to be ignored, by its standard
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     folder = run_folder.make_run_folder()

@@ -55,7 +55,7 @@ class LoopbackDevice(DeviceMixin):
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
         return DeviceCapability(1, 0)
 
-    # -- memory: what this process has resident, of what the device is said to have -------------------
+    # -- memory: this process's resident bytes, of a declared total ------------------------------------
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return int(os.environ.get("LOOPBACK_MEMORY_MIB", "4096")) * 2**20

@@ -49,7 +49,7 @@ _SIGNALS = ("TRACES", "METRICS")
 
 
 def normalise(variables: MutableMapping[str, str]) -> None:
-    """Normalize a collector's variables: an empty one is unset, as the specification says.
+    """Normalize a collector's variables: an empty one is unset, by the specification.
 
     Blanks around a value are removed, and so are the parts of OpenTelemetry that the application configures
     itself.

@@ -130,7 +130,7 @@ def told(text: str) -> Any:
 
 
 def reason_of(text: str) -> str:
-    """Why a streamed answer ended; "" where it did not say."""
+    """Why a streamed answer ended; "" if it has no reason."""
     found: list[str] = re.findall(r'"finish_reason": ?\{"type": ?"(\w+)"', text)
     return found[-1] if found else ""
 

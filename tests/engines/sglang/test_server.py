@@ -256,7 +256,7 @@ def test_token_counts_are_those_of_the_responses(run: Run) -> None:
 
 
 def test_time_to_first_token_is_what_each_client_saw(run: Run) -> None:
-    """32 at once and 5 alone. The kernel says in ticks of up to 4 ms when a request came: the larger part."""
+    """32 at once and 5 alone. The kernel reports arrivals in ticks of up to 4 ms: the larger part."""
     differences, shares = [], []
     requests = [(200 + turn, answer) for turn, answer in enumerate(run.alone)]
     for number, answer in [*enumerate(run.answers), *requests]:

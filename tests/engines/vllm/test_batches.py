@@ -66,7 +66,7 @@ def test_a_request_that_gave_way_gives_another_id_than_before() -> None:
         (batch(new={"a": 5}, cached={"b": (7, 3)}), "mixed"),
         (batch(cached={"a": (64, 0)}, tokens={"a": 36}), "prefill"),
         (batch(cached={"a": (0, 9)}, resumed=("a",), tokens={"a": 14}), "prefill"),
-        # The second chunk of what a request had, which gave way.
+        # The second chunk of a request that was preempted.
         (batch(cached={"a": (256, 300), "b": (7, 3)}, tokens={"a": 45}), "mixed"),
         (batch(cached={"a": (5, 1), "b": (7, 3)}, tokens={"a": 3}, guessed={"a": [8, 9]}), "decode"),
     ],

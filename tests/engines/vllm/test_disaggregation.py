@@ -30,7 +30,7 @@ def begun(each: Any, headers: dict[str, str] | None = None) -> Any:
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        # NIXL: what the prefill server's answer says is sent on to the decode server.
+        # NIXL: the fields of the prefill server's answer are sent on to the decode server.
         ({"do_remote_decode": True}, {"do_remote_prefill": True, "remote_request_id": "cmpl-1-abc"}),
         # mooncake, MoRIIO
         (
@@ -57,6 +57,6 @@ def test_a_request_for_one_server_is_its_own() -> None:
     calls = [begun(request("same")) for _ in range(2)]
     assert calls[0].origin.trace_id != calls[1].origin.trace_id
     assert all(call.span_id < 1 << 63 for call in calls)
-    # A decode server whose connector says nothing of the other one's request.
+    # A decode server whose connector has no field for the other one's request.
     assert begun(request("r", do_remote_prefill=True, remote_engine_id="e")).origin.parent_id == 0
     assert span_id_of_shared(1) >> 63

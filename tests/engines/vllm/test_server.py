@@ -272,7 +272,7 @@ def test_a_request_that_gives_way_is_queued_and_worked_on_again(run: Run) -> Non
         retracted = [
             span for span in spans if span.attributes.get("sgl_aspects.finish_reason") == "retracted"
         ]
-        # One that gives way before its first token had not begun to decode.
+        # One preempted before its first token had not begun to decode.
         assert counts["queue"] >= counts["decode"] == len(retracted) + 1
         preempted += retracted
     assert preempted

@@ -264,7 +264,7 @@ def test_role_and_transfer_backend_are_on_every_span_and_metric(run: Run) -> Non
         assert span.resource["sgl_aspects.disaggregation.transfer_backend"] == "mooncake"
         assert span.resource["service.name"] == f"mini-{span.resource['sgl_aspects.disaggregation.mode']}"
         assert span.resource["host.name"]
-    # What is exported before a process has said what it is says nothing of it.
+    # Spans exported before a process has described itself lack its attributes.
     said = [each for each in run.receiver.metric_resources() if "sgl_aspects.disaggregation.mode" in each]
     assert {each["service.name"] for each in said} == {"mini-prefill", "mini-decode"}
     assert {each["sgl_aspects.disaggregation.transfer_backend"] for each in said} == {"mooncake"}

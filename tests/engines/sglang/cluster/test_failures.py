@@ -58,7 +58,7 @@ ENDS = {
     "prefill server dies": ("decode", UNTIL_RECEIVED, "kv_transfer_failed"),
     "prefill server dies, at the sender": ("prefill", UNTIL_PREFILLED, "unfinished"),
 }
-#: What the gauges said when the servers that are left had nothing to do.
+#: The gauges when the remaining servers were idle.
 IDLE: list[float] = []
 FULL = [0x1234567890ABCD00, 0x1234567890ABCD01]
 ROOMS = {name.partition(",")[0]: 0x1234567890AB0000 + number for number, name in enumerate(ENDS)}
