@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 def start(port: int = 0, state: str = "well") -> tuple[subprocess.Popen[str], int]:

@@ -30,7 +30,7 @@ def command_line(*words: str, **environment: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A subcommand ``stand-in`` in a module of its own, whose ``run`` a test replaces."""
+    """A fake subcommand in a module of its own, whose ``run`` a test replaces."""
     module = types.ModuleType("stand_in_command")
     module.__dict__["add_arguments"] = lambda parser: parser.add_argument("--count", type=positive_integer)
     module.__dict__["run"] = lambda arguments: arguments.count

@@ -216,7 +216,7 @@ def test_what_was_resolved_while_the_registry_changed_is_not_kept() -> None:
             thread.join(5)
         return True
 
-    # Asked for at the call: nothing is chosen before, as the policy is one of a scope.
+    # Resolved at the call: nothing is chosen before, as the policy is one of a scope.
     with manager.policy_context(SelectionPolicy.of(prefer="default")):
         registry._impls["op"] += (OpImpl("op", "slow", ImplKind.DEFAULT, plus(5), is_available=available),)
         assert int(site.run(torch.zeros(()))) in (5, 9)

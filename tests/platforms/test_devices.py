@@ -123,29 +123,29 @@ def test_operations_are_those_of_the_torch_module(name: str, monkeypatch: pytest
     assert platform.get_torch_distributed_backend_str() == backend
     assert platform.get_default_attention_backend() == "torch_native"
 
-    def asked(*call: Any) -> bool:
+    def was_called(*call: Any) -> bool:
         return call in stand_in.calls
 
     assert platform.device_count() == 2
     platform.set_device(torch.device("cpu"))
-    assert asked("set_device", torch.device("cpu"))
+    assert was_called("set_device", torch.device("cpu"))
     assert platform.get_device_name(1) == "Stand-in 9000"
-    assert asked("get_device_name", 1)
+    assert was_called("get_device_name", 1)
     assert platform.get_device_uuid(1) == ("GPU-12-34" if module == "cuda" else "12-34")
     assert platform.get_device_total_memory(1) == 8 * GIB
     assert platform.get_available_memory(1) == (6 * GIB, 8 * GIB)
-    assert asked("mem_get_info", 1)
+    assert was_called("mem_get_info", 1)
     assert platform.get_current_memory_usage() == 123
-    assert asked("max_memory_allocated", None)
+    assert was_called("max_memory_allocated", None)
     platform.synchronize()
-    assert asked("synchronize")
+    assert was_called("synchronize")
     platform.empty_cache()
-    assert asked("empty_cache") is (name != "hpu")  # Gaudi has no such call
+    assert was_called("empty_cache") is (name != "hpu")  # Gaudi has no such call
     assert platform.is_pin_memory_available()
     assert platform.current_stream() == "stream 0"
     assert platform.create_stream() == "stream 1"
     with platform.use_stream("stream 1"):
-        assert asked("stream", "stream 1")
+        assert was_called("stream", "stream 1")
     assert not platform.shares_host_memory()
     assert platform.is_capturing()
     del stand_in.is_current_stream_capturing

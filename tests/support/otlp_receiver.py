@@ -181,7 +181,7 @@ def http_receiver() -> Iterator[Receiver]:
             self.wfile.write(ExportTraceServiceResponse().SerializeToString())
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing: tests read the requests."""
+            """Log nothing: tests read the requests."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     receiver = Receiver(f"http://127.0.0.1:{server.server_address[1]}")

@@ -111,7 +111,7 @@ def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
 
 
 def own_an_engine(ready: Connection, folder: str, busy: bool, fork: bool) -> None:
-    """Makes an engine and waits to be killed. Says the process id of the scheduler, and of its own fork or 0.
+    """Makes an engine and waits to be killed. Prints the process ids of the scheduler and of its fork (or 0).
 
     The fork does nothing, but it holds everything open that this process holds open.
     """

@@ -125,7 +125,7 @@ def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1024")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")

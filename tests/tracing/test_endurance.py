@@ -142,7 +142,7 @@ class Backend:
                     self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Says nothing."""
+                """Log nothing."""
 
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

@@ -69,7 +69,7 @@ def http_backend(
             backend.answer(self)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
