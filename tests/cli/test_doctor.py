@@ -147,7 +147,7 @@ def test_hooks_speaks_to_people_too(folder: Path) -> None:
     text = command("hooks", "--from", str(folder)).stdout
     assert "woven" in text
     assert "[victim (hooks-of-victim)]" in text
-    assert "not ended in order" in text
+    assert "(killed: the state of its latest report)" in text
 
 
 def test_a_folder_without_reports_is_one_line(tmp_path: Path) -> None:

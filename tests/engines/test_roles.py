@@ -58,7 +58,7 @@ HARE = "from sgl_aspects.engines import Engine, Role\n"
         ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
         ("ENGINE = 5", "it is 5 (int): name an Engine object"),
         (HARE + "ENGINE = Engine('sglang', 'hare', {})", "already: choose another name"),
-        (HARE + "ENGINE = Engine('hare', None, {})", "None is not one"),
+        (HARE + "ENGINE = Engine('hare', None, {})", "non-empty texts, not None"),
         (HARE + "ENGINE = Engine('hare', 'hare', {'run_batch': None})", "role 'run_batch' is None"),
         (HARE + "ENGINE = Engine('hare', 'hare', {'run_batch': Role(('no target',))})", "no target"),
         (HARE + "ENGINE = Engine('hare', 'hare', {}, observers=lambda trackers: 1 / 0)", "ZeroDivision"),

@@ -272,7 +272,7 @@ def test_configs_that_do_not_fit(folder: Path, tmp_path: Path, changes: dict[str
             r"'(lm_head|model.embed_tokens).weight' has shape \[\d+, 64\].*requires \[400, 64\]",
         ),
         ({"num_hidden_layers": 4}, r"lacks model.layers.3.input_layernorm.weight,.* and 4 more"),
-        ({"num_hidden_layers": 2}, r"no place for: model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, r"does not have: model.layers.2.input_layernorm.weight"),
     ],
 )
 def test_weights_that_do_not_fit(folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
