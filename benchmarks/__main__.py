@@ -20,7 +20,7 @@ BUDGETS = (
     ("four native", "ours, native", 4, 0.4),
     ("one observer (90 ns where the registry takes 113)", "ours, observer", 1, 0.8),
 )
-"""What, its subject, how many hooks, and the share of the time of SGLang's registry that it may take."""
+"""A figure, its subject, the number of hooks, and its limit relative to SGLang's registry."""
 
 
 def budget_table(medians: Mapping[tuple[str, str, int], float]) -> str:

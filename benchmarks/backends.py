@@ -1,4 +1,4 @@
-"""What the state of a backend does to the engine: python -m benchmarks.backends [MINUTES].
+"""The effect of a backend's state on the engine: python -m benchmarks.backends [MINUTES].
 
 A traced engine makes token after token, while its backend is well, slow (two seconds a request), refusing
 (503) or down, in turns of a new order: the time of a step in each state, and what becomes of the collector.

@@ -1,7 +1,8 @@
-"""What a call costs through no-op hooks: ours against SGLang's registry, wrapt, a closure, aspectlib.
+"""The cost of a call through no-op hooks: this package against SGLang's registry, wrapt, a closure,
+aspectlib.
 
-Each subject hooks the same function in the same process; rounds are interleaved, so that a slow moment of
-the machine hits all of them; the table gives medians and ratios of medians.
+Each subject hooks the same function in the same process; rounds are interleaved, so that a slow moment of the
+machine hits all of them; the table gives medians and ratios of medians.
 """
 
 from __future__ import annotations

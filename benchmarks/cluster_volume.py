@@ -1,4 +1,4 @@
-"""What the servers of a cluster send to a backend and have it store, by level and share of requests.
+"""The volume that a cluster's servers send to a backend, by level and sampled share.
 
     python -m benchmarks.cluster_volume [--servers 1000 --requests 10 --steps 50 --batch 16 --days 7]
 
@@ -35,7 +35,7 @@ _SHARES = (1.0, 0.05)
 
 
 class Volume(NamedTuple):
-    """Of one request or step, on average: spans, and bytes as OTLP, plain and by gzip."""
+    """The average of one request or step: spans, and bytes as OTLP, plain and by gzip."""
 
     spans: float
     plain: float

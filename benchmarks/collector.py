@@ -1,4 +1,4 @@
-"""What a span costs the collector, stage by stage, and how many requests a second it keeps up with.
+"""The collector's cost of a span, stage by stage, and the request rate that it sustains.
 
     python -m benchmarks.collector [--level 1] [--rate 10000 --seconds 60 --writers 8]
 

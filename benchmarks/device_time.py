@@ -115,7 +115,9 @@ def profiled(engine: Engine, folder: Path, name: str) -> int:
 
 
 def durations(trace: Path) -> list[float]:
-    """Of each marked pass: seconds from the first to the last device work that it launched, or its graph."""
+    """Return for each marked pass the seconds from the first to the last device work that it launched, or its
+    graph.
+    """
     events = json.loads(trace.read_text())["traceEvents"]
     marks = sorted(
         (event["ts"], event["ts"] + event["dur"])

@@ -1,12 +1,11 @@
-"""What dispatch costs: a resolved call against the implementation called directly, and against a peer's
+"""The cost of dispatch: a resolved call against the implementation called directly, and against a peer's
 call_op.
 
     python -m benchmarks.dispatch
 
-The peer is a copy of the public design of its ``call_op``: each call reads the policy and its
-fingerprint, looks the candidates up under a lock, notes which implementation was used, and packs the
-arguments. All subjects call the same function in one process; rounds are interleaved, and figures are
-medians of rounds.
+The peer is a copy of the public design of its ``call_op``: each call reads the policy and its fingerprint,
+looks the candidates up under a lock, notes which implementation was used, and packs the arguments. All
+subjects call the same function in one process; rounds are interleaved, and figures are medians of rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tracing adds to a decode step of a live, real SGLang, on a machine that others share:
+"""The time that tracing adds to a decode step of a live, real SGLang, on a machine that others share:
 
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
 
@@ -8,8 +8,8 @@ changed what the woven methods run (:mod:`.exchange`): SGLang's own ("off"), wha
 
 Two figures. "added" is timed around each woven method and inside of it, between the engine's own work with
 its cold caches: woven functions, observers, the device's events. "step" is how much longer steps are, by
-least squares after the steps' own correlation is taken out: it has what the caches lose besides, and a
-wide interval. Not in either: weaving itself, and the collector, a process of its own that reads all the time.
+least squares after the steps' own correlation is taken out: it has what the caches lose besides, and a wide
+interval. Not in either: weaving itself, and the collector, a process of its own that reads all the time.
 "burn 10" spends 10 µs in the scheduler's thread: what of it is seen in a step. "empty": observers that do
 nothing.
 """

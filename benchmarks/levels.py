@@ -1,4 +1,4 @@
-"""What tracing costs an engine with a real small model, at each level:
+"""The cost of tracing for an engine with a real small model, at each level:
 
     python -m benchmarks.levels [MINUTES [SUBJECT ...]]
 

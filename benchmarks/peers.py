@@ -71,7 +71,7 @@ sglang_hook: Hook | None = _sglang_hook if sglang is not None else None
 
 
 def closure_hook(module: str, target: str, depth: int) -> None:
-    """What one writes by hand: def wrapper(*args, **kwargs) around the function."""
+    """Wrap by hand: def wrapper(*args, **kwargs) around the function."""
     owner, name = _owner(module, target)
     for _ in range(depth):
         raw = vars(owner)[name]

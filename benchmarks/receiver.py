@@ -81,7 +81,7 @@ def receiver() -> Iterator[str]:
 
 
 def counted(url: str) -> dict[str, int]:
-    """How many spans each name has sent."""
+    """Return the number of spans sent under each name."""
     with urllib.request.urlopen(url) as answer:
         found: dict[str, int] = json.load(answer)
         return found

@@ -43,7 +43,7 @@ PROMPT = (
 
 @dataclass
 class Measured:
-    """Of one batch: output tokens a second, and the mean time to the first token in seconds."""
+    """The result of one batch: output tokens a second, and the mean time to the first token in seconds."""
 
     throughput: float
     first: float

@@ -1,4 +1,5 @@
-"""What activation adds to the start of each SGLang process: python -m benchmarks.sglang_activation [PAIRS].
+"""The time that activation adds to the start of each SGLang process: python -m benchmarks.sglang_activation
+[PAIRS].
 
 Fresh interpreters, in turns. First a plain one, with and without `sgl-aspects run`. Then SGLang's own
 ``load_plugins()``, timed from inside with SGLang's loader imported: without any plugin, with ours all off,

@@ -1,10 +1,10 @@
-"""What tracing costs a real SGLang server with a real small model (in .sglang-venv):
+"""The cost of tracing for a real SGLang server with a real small model (in .sglang-venv):
 
     python -m benchmarks.sglang_overhead [--minutes 4] [--model FOLDER] [--sizes 1 16] [--subjects 2 3]
     python -m benchmarks.sglang_overhead --device cuda --model FOLDER --sizes 1 16 64 [--eager] [--turn 60]
 
-One server that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`):
-the level is changed live, so that nothing else differs. A step goes from one call of the scheduler's
+One server that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`): the
+level is changed live, so that nothing else differs. A step goes from one call of the scheduler's
 ``process_batch_result`` to the next, stamped there, on the wall and by the thread's own processor time.
 "attached" compares level 0 with hooks and level 0 without any, each other function SGLang's own again;
 "nothing" compares level 0 with itself: its distance from 0 is noise. SGLang's own tracing (--enable-trace,
@@ -165,7 +165,7 @@ def traced_server(given: str | None, device: Device | None = None) -> Iterator[T
 
 @dataclass(frozen=True)
 class Device:
-    """What a server is started with on a device, and how its steps are measured.
+    """A server's arguments on a device, and how its steps are measured.
 
     A turn has ``turn`` steps, the first ``skip`` after a switch left out: hooks of the level are woven in
     them, and the interpreter specialises the code around them anew, for which CPython takes 53 runs of it.

@@ -1,4 +1,4 @@
-"""What a span costs, in the traced thread and in its whole process, with one tracer and another.
+"""The cost of a span, in the traced thread and in its whole process, with one tracer and another.
 
 Each tracer of benchmarks/tracers.py works in a process of its own; rounds go from one to the next, so that a
 slow moment of the machine hits all of them. python -m benchmarks.spans prints the table.

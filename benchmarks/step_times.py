@@ -62,7 +62,7 @@ class StepTimes:
         self.environment = {"STEP_TIMES": str(path), "STEP_FUNCTION": function}
 
     def forget(self) -> None:
-        """What is read next is a step that begins from now on."""
+        """Skip to the steps that begin from now on."""
         while select.select([self._pipe], [], [], 0)[0]:
             os.read(self._pipe, 1 << 16)
         self._before = ()

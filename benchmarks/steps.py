@@ -1,11 +1,11 @@
-"""What the observers of one decode step cost the scheduler's thread, without the weaving's calls.
+"""The time of one decode step's observers in the scheduler's thread, without the weaving's calls.
 
     python -m benchmarks.steps [--sizes 1 16 64] [--steps 300]
 
 The engine's objects are fakes. "warm": one step after the other in a tight loop, whole steps. "evicted":
 before each observer a buffer of 64 MB is walked through, as a model does that runs in this processor's
-caches; each enter and exit is timed alone, less the same timing of an empty function. A live engine
-lies between the two: with its model on another device only the engine's own work is in the caches.
+caches; each enter and exit is timed alone, less the same timing of an empty function. A live engine lies
+between the two: with its model on another device only the engine's own work is in the caches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVICTED_BYTES = 64 << 20
 
 
 class _Event:
-    """What a platform gives: here, of a device that is always done."""
+    """A platform's events: here, of a device that is always done."""
 
     def marker(self) -> Callable[[Any], None]:
         return lambda stream: None

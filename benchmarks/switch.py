@@ -60,7 +60,7 @@ class Switch:
             time.sleep(0.005)
 
     def _applied(self) -> Iterator[Path]:
-        """Return the latest confirmations of the living processes."""
+        """Yield the latest confirmations of the living processes."""
         for applied in self._file.parent.glob("switch.*"):
             if Path("/proc", applied.suffix[1:]).exists():
                 yield applied

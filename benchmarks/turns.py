@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """What a step with it takes, as a ratio to the steps right before and after without it."""
+    """The time of a step with it, as a ratio to the steps right before and after without it."""
 
     median: float
     mean: float

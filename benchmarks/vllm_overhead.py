@@ -1,4 +1,4 @@
-"""What tracing costs a real vLLM server on the CPU (in .vllm-venv), measured as SGLang's is:
+"""The cost of tracing for a real vLLM server on the CPU (in .vllm-venv), measured as SGLang's is:
 
     python -m benchmarks.vllm_overhead [--minutes 4] [--model FOLDER] [--sizes 1 16] [--subjects 2 3]
 

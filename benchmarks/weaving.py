@@ -1,4 +1,4 @@
-"""What weaving itself costs: registering, rebinding, importing; each figure from processes of its own."""
+"""The cost of weaving: registering, rebinding, importing; each figure from processes of its own."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class DeviceMixin:
     # -- devices -------------------------------------------------------------------------------------
 
     def device_count(self) -> int:
-        """How many devices this process may use."""
+        """The number of devices that this process may use."""
         self._not_implemented("device_count")
 
     def get_device(self, local_rank: int) -> torch.device:
@@ -137,17 +137,17 @@ class DeviceMixin:
         self._not_implemented("empty_cache")
 
     def shares_host_memory(self) -> bool:
-        """True where the device has no memory of its own: what it uses, the host has less."""
+        """True if the device has no memory of its own: it uses the host's."""
         return False
 
     def is_pin_memory_available(self) -> bool:
-        """True where page-locked host memory makes copies to the device faster."""
+        """True if page-locked host memory makes copies to the device faster."""
         return False
 
     # -- running -------------------------------------------------------------------------------------
 
     def is_asynchronous(self) -> bool:
-        """True where work is queued and the host goes on: an engine then schedules the next step meanwhile.
+        """True if work is queued and the host goes on: an engine then schedules the next step meanwhile.
 
         Needs ``create_event``, whose events are waited for.
         """

@@ -34,7 +34,7 @@ def peak_resident() -> int:
 
 
 def cgroup_limits(proc_cgroup: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """Return (limit, used) bytes of each limited memory cgroup above this process, versions 1 and 2.
+    """Yield (limit, used) bytes of each limited memory cgroup above this process, versions 1 and 2.
 
     ``used`` leaves out file pages that the kernel can drop.
     """

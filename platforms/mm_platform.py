@@ -47,7 +47,7 @@ class MMPlatform(DeviceMixin):
     # -- capabilities: none, unless declared -----------------------------------------------------------
 
     def is_amp_supported(self) -> bool:
-        """True where ``torch.autocast`` works."""
+        """True if ``torch.autocast`` works."""
         return False
 
     def is_float64_supported(self) -> bool:

@@ -32,7 +32,7 @@ class MpsDeviceMixin(TorchDeviceMixin):
         self._not_implemented("get_device_uuid")
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
-        """What Metal recommends to use at most of the memory that it shares with the host."""
+        """Metal's recommended limit for the memory that it shares with the host."""
         return int(self.torch_module.recommended_max_memory())
 
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class SRTPlatform(DeviceMixin):
     # -- graphs and compilation ----------------------------------------------------------------------
 
     def support_cuda_graph(self) -> bool:
-        """True where whole decode steps can be captured and replayed."""
+        """True if whole decode steps can be captured and replayed."""
         return self.capabilities.graph_capture
 
     def support_device_graph(self) -> bool:
@@ -82,7 +82,7 @@ class SRTPlatform(DeviceMixin):
         return self.support_cuda_graph()
 
     def support_piecewise_cuda_graph(self) -> bool:
-        """True where a step can be captured in pieces."""
+        """True if a step can be captured in pieces."""
         return self.capabilities.piecewise_graph
 
     def get_graph_runner_cls(self) -> type | str:

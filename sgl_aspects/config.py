@@ -125,7 +125,7 @@ def read(path: str | Path) -> Config:
 
 
 def parse(document: Mapping[str, Any], path: str) -> Config:
-    """Check the contents of ``path``; raises like :func:`read`."""
+    """Return the checked contents of ``path``; raises like :func:`read`."""
     _only(document, ("hook", "trace"), path)
     return Config(
         tuple(_hook(_Table(entry, where)) for entry, where in _entries(document, "hook", path)),

@@ -125,7 +125,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _selected(groups: set[str]) -> Iterator[tuple[EntryPoint, str | None]]:
-    """Return the plugins to run, with their distributions: the built-in one first, and none twice."""
+    """Yield the plugins to run, with their distributions: the built-in one first, and none twice."""
     installed = _installed()
     seen = set()
     if PLUGINS_GROUP in groups:

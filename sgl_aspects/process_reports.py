@@ -118,7 +118,7 @@ class _Writer:
 
 
 def read_all(folder: str | Path) -> Iterator[ProcessReport]:
-    """Return every report in ``folder``.
+    """Yield every report in ``folder``.
 
     :raises ConfigError: there is no such folder, or none of its files is a report.
     """

@@ -40,7 +40,7 @@ _BLOCK_HEADS = 16
 
 @dataclass(eq=False)
 class _Places:
-    """Where the tokens are that decoding requests attend to."""
+    """The addresses of the tokens that decoding requests attend to."""
 
     #: Page numbers, [rows, pages], and tokens in a page.
     table: Tensor

@@ -50,7 +50,7 @@ def register_backends(registry: OpRegistry) -> None:
 
 
 def _backends() -> Iterator[tuple[str, Callable[[], Callable[[OpRegistry], None]]]]:
-    """Return each backend's name, and a function that imports it and returns its ``register``."""
+    """Yield each backend's name, and a function that imports it and returns its ``register``."""
     yield "the default backend, FlagGems", lambda: flaggems.register
     yield "the Triton kernels", lambda: triton.register
     for folder in _folders(_VENDORS):

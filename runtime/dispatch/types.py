@@ -137,7 +137,7 @@ class OpImpl:
 
     @property
     def depends_on_tensors(self) -> bool:
-        """True where it serves some tensors and not others."""
+        """True if it supports some tensors and not others."""
         return not (self.supported_dtypes is None and self.min_arch is None and self.device_types is None)
 
 

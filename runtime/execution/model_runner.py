@@ -189,7 +189,7 @@ class ModelRunner:
             ) from error
 
     def init_graphs(self) -> None:
-        """Return the platform's graph runner, with its graphs captured; None if it has none."""
+        """Make the platform's graph runner, with its graphs captured; None if there is nothing to capture."""
         self.graph_runner: Any = None
         if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
             return

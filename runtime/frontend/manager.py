@@ -65,7 +65,7 @@ class RequestManager:
         self.death: str | None = None
 
     def receive_request(self, request: GenerateRequest) -> RequestHandle:
-        """Open the request; InvalidRequestError, and nothing opened, if one with this id is open."""
+        """Open the request; InvalidRequestError, with nothing opened, if one with this id is open."""
         handle = RequestHandle(request, self)
         with self._lock:
             if self.death is not None:

@@ -29,9 +29,7 @@ class WeightOnly:
         self.dtype = WEIGHT_TYPES[method]
 
     def quantize(self, model: nn.Module) -> None:
-        """Return all linears in 16 or 32 bits except the head, where an error changes the chosen token
-        directly.
-        """
+        """Quantize all linears of 16 or 32 bits except the head, where an error changes tokens directly."""
         for name, module in model.named_modules():
             if isinstance(module, Linear) and name != "lm_head" and not module.keeps_precision:
                 module.quantize(self.dtype)

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: penalties, biases, forbidden end tokens, grammars.
+"""Changes of logits before a token is chosen: penalties, biases, forbidden end tokens, grammars.
 
 The order is the one of transformers' processors. A batch without any such setting passes untouched.
 """

@@ -31,7 +31,7 @@ class SampledTokens:
             self._arrived.record()
 
     def tolist(self) -> list[int]:
-        """Wait until they have arrived."""
+        """Return the tokens; waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens: list[int] = self._host.tolist()

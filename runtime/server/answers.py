@@ -54,7 +54,7 @@ class Endpoint(ABC):
         """A choice as a part of a stream."""
 
     def opening(self, index: int) -> BaseModel | None:
-        """What a choice's stream begins with, where it has no text yet."""
+        """Return the chunk before the text of a choice's stream; None: there is none."""
         return None
 
     async def __call__(self, request: Request) -> Response:

@@ -38,7 +38,7 @@ _ANSWERS = (
 
 
 def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, Any]:
-    """Of a server of ``model``; ``with_key``: it requires an API key."""
+    """Return the document for a server of ``model``; ``with_key``: it requires an API key."""
     _, schemas = models_json_schema(
         [(body, "validation") for body in _BODIES] + [(answer, "serialization") for answer in _ANSWERS],
         ref_template="#/components/schemas/{model}",
@@ -112,7 +112,7 @@ def _generation(summary: str, body: str, answer: str, chunk: str) -> dict[str, A
 def _operation(
     summary: str, content: dict[str, Any], *problems: int, body: str | None = None
 ) -> dict[str, Any]:
-    """What one method of a path takes and answers; ``problems`` are statuses."""
+    """Return the parameters and answers of one method of a path; ``problems`` are statuses."""
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status in problems:
         responses[str(status)] = {"description": _PROBLEMS[status], "content": _json("ErrorResponse")}

@@ -82,7 +82,7 @@ def problem_of_body(error: ValidationError) -> ApiError:
 
 
 def _is_field(part: int | str) -> bool:
-    """Of a union of types, pydantic names each one that it tried as a part of the place."""
+    """Return whether it is a field or an index: for a union, pydantic adds the names of its types."""
     return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in ("str", "int"))
 
 

@@ -253,7 +253,7 @@ class UpdateWeightsRequest(_Request):
 
 
 class ProfileRequest(_Request):
-    """How many of the next steps are profiled."""
+    """The number of next steps to profile."""
 
     num_steps: int = Field(default=20, ge=1, le=1000)
 

@@ -114,7 +114,7 @@ class _Serving:
             calls.fail(_STOPPING)
 
     async def _close_silent_connections(self) -> None:
-        """Return connections without a complete request that have been idle as long as a body may take."""
+        """Close connections without a complete request that have been idle as long as a body may take."""
         patience = self._settings.body_timeout
         silent: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
         while True:

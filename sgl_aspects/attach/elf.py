@@ -127,5 +127,5 @@ def unused_code(process_id: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _reachable(process_id: int, path: str) -> str:
-    """Open the file as the process sees it, which may be in another mount namespace."""
+    """Return a path to the file as the process sees it, maybe in another mount namespace."""
     return f"/proc/{process_id}/root{path}"

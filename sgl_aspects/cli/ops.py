@@ -240,7 +240,7 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
 
 
 def _not_compared(watch: dict[str, Any]) -> list[str]:
-    """Yield reasons why calls are not compared, and the operators that have no second implementation."""
+    """Return reasons why calls are not compared, and the operators that have no second implementation."""
     lines = [
         f"{op} is not compared: {why}"
         for op, why in watch["not_compared"].items()

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def print_summary(console: Console, report: RunReport) -> None:
-    """Return the speed of the run and the time of the scheduler's steps, from its spans."""
+    """Print the speed of the run and the time of the scheduler's steps, from its spans."""
     console.print(_numbers(report))
     console.print()
     console.print(_steps(report))
 
 
 def print_delivery(console: Console, summary: TraceSummary, file: Path, endpoint: str | None) -> None:
-    """Yield where the spans are, and how many did not arrive at the endpoint."""
+    """Print where the spans are, and how many did not arrive at the endpoint."""
     written = summary.exported.get("otlp-json-file", 0)
     if summary.problem:
         console.print(Text(f"Tracing: {summary.problem}", style="bold red"))

@@ -41,7 +41,7 @@ class Generating:
         return [req.output_ids for req in reqs]
 
     def count_replays(self) -> list[int]:
-        """Record the batch size of each replay from now on."""
+        """Return a list to which the batch size of each replay is added from now on."""
         runner: Any = self.scheduler.model_runner.graph_runner
         found: list[int] = []
         replay = runner.replay

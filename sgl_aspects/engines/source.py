@@ -50,7 +50,7 @@ class Source:
         return parts[1] if self._archive is not None and len(parts) > 1 else name
 
     def find_roles(self, engine: Engine) -> Iterator[FoundRole]:
-        """Return every role of ``engine`` whose targets are in this package, in order."""
+        """Yield every role of ``engine`` whose targets are in this package, in order."""
         packages = {name.partition(".")[0] for name in self.modules}
         for name, role in engine.roles.items():
             if not any(re.split(r"[.:]", target)[0] in packages for target in role.targets):

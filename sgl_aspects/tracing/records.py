@@ -1,4 +1,4 @@
-"""What a traced process writes and the collector reads: the kinds of record.
+"""The kinds of record that a traced process writes and the collector reads.
 
 Ids are 64-bit numbers, unique in the run. A *root* is a span with a trace of its own (a request, a scheduler
 step). In the process that received it, a request's root id is the span id of its span; any other process

@@ -25,7 +25,7 @@ _BEFORE_PREFILL = ((("kv_transfer", False), ("kv_transfer", True)),)
 
 @dataclass(frozen=True)
 class ClockBounds:
-    """How far the clock of ``host`` is ahead of that of ``reference``, in seconds: from ``low`` to ``high``.
+    """The lead of ``host``'s clock over that of ``reference``, in seconds: from ``low`` to ``high``.
 
     ``shift``: added to the host's times, 0 if its clock may be right.
     """

@@ -230,7 +230,7 @@ def spark(values: Sequence[float], top: float | None = None) -> str:
 
 
 def _busy(seconds: Sequence[Second]) -> Iterable[Second]:
-    """Return seconds from the first activity on, so that averages leave out the time before."""
+    """Yield seconds from the first activity on, so that averages leave out the time before."""
     started = False
     for second in seconds:
         started = started or bool(second.steps or second.finished or second.parts)

@@ -15,7 +15,7 @@ class LoopbackAttention(AttentionBackend):
     capturable = True
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Where the tokens of the step's requests live; the same for all layers."""
+        """The addresses of the tokens of the step's requests; the same for all layers."""
         decodes = batch.num_decodes
         if decodes:
             # Every token that a row has room for, so that the sizes are those of any other step.

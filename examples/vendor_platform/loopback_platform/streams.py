@@ -39,7 +39,7 @@ _current = threading.local()
 
 
 def current_stream() -> LoopbackStream:
-    """Of this thread."""
+    """The present one of this thread."""
     return getattr(_current, "stream", _default_stream)
 
 

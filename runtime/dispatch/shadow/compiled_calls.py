@@ -20,7 +20,7 @@ from sgl_aspects.runtime.dispatch.shadow.comparing import tensors_in
 
 
 class Looks(Protocol):
-    """What is recorded for the calls compiled under its number; ``layer`` is the module's number, or 0."""
+    """A record of the calls compiled under its number; ``layer`` is the module's number, or 0."""
 
     def look_compiled(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]

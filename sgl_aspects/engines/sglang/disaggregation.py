@@ -168,5 +168,5 @@ class _DisaggregationObserver:
 
 
 def _refusal(status: int | None) -> str:
-    """Return whether a status means that the server rejected the request; None is its caller's abort."""
+    """Return "rejected" for a status by which the server rejected a request; None is its caller's abort."""
     return "rejected" if status is not None and (status < 500 or status == 503) else ""

@@ -148,7 +148,7 @@ def _manager() -> Any:
 
 
 def _adopt_platform() -> None:
-    """Return the bridged platform behind SGLang's; the built-in one of its device otherwise."""
+    """Set the bridged platform behind SGLang's; the built-in one of its device otherwise."""
     from sgl_aspects.platforms import SRTPlatform, resolve_qualified_name, set_current_platform
     from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 

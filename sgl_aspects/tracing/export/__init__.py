@@ -1,1 +1,1 @@
-"""Where traces and metrics go: OpenTelemetry's exporters, files, a port for Prometheus."""
+"""Destinations of traces and metrics: OpenTelemetry's exporters, files, a port for Prometheus."""

@@ -113,7 +113,7 @@ class Timeline:
         self._next_track = _REQUEST_TRACKS
 
     def events_of(self, spans: Iterable[ReadableSpan]) -> Iterator[dict[str, Any]]:
-        """Return the events of these spans; keeps the names and tracks that later spans need."""
+        """Yield the events of these spans; keeps the names and tracks that later spans need."""
         for span in spans:
             context = span.get_span_context()
             if context is None or span.start_time is None or span.end_time is None:

@@ -175,7 +175,7 @@ class RingReader:
         os.close(self._descriptor)
 
     def _marks(self, first: int, count: int) -> Iterator[int]:
-        """Return the numbers of the finished records in ``count`` slots, from number ``first`` on."""
+        """Yield the numbers of the finished records in ``count`` slots, from number ``first`` on."""
         mask = self.slots - 1
         while count:
             start = first & mask
