@@ -1,4 +1,4 @@
-"""What importing costs, and what the wheel holds."""
+"""The cost of importing, and the contents of the wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done inside the process that is attached to."""
+"""The agent's work inside the process that is attached to."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_layers_that_are_compiled_apart_share_their_code_and_keep_their_names() 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_calls_of_every_kind_are_compared(backend: str) -> None:
-    """What is written to, what has no tensor, several results, a NamedTuple of tensors."""
+    """Written arguments, no tensor, several results, a NamedTuple of tensors."""
     manager = dispatch.get_manager()
     registry = manager.registry
 

@@ -27,7 +27,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_required_role_that_is_missing_is_one_error_as_the_engine_starts(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It names the engine, the role and what was looked for; the engine goes on, traced in part."""
+    """The error names the engine, the role and the targets; the engine goes on, traced in part."""
     stand_in.write("hare.py", "class Scheduler:\n    def schedule(self): return 7\n")
     roles = {
         "schedule": Role(("hare:Scheduler.schedule",), ("scheduler:self",), required=True),

@@ -1,4 +1,4 @@
-"""Who records a CUDA event: the driver, where torch is built for it."""
+"""Recording of CUDA events: by the driver, if torch is built for it."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_rocm_is_cuda_under_another_name() -> None:
 
 @pytest.mark.parametrize("name", ["npu", "musa"])
 def test_tensors_of_devices_that_an_extension_adds(name: str) -> None:
-    """As torch_npu does it: torch's spare device type gets the name, and torch.<name> the module."""
+    """Like torch_npu: torch's spare device type gets the name, and torch.<name> the module."""
     code = f"""
 import sys, types, torch
 torch.utils.rename_privateuse1_backend({name!r})

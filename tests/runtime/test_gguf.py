@@ -45,7 +45,7 @@ def llama_cpp_name(name: str) -> str:
 
 
 def permuted(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """As llama.cpp's converter does it: the two halves of each head's rows interleaved."""
+    """Like llama.cpp's converter: the two halves of each head's rows interleaved."""
     halves = array.reshape(heads, 2, -1, *array.shape[1:])
     return np.asarray(halves.swapaxes(1, 2).reshape(array.shape))
 

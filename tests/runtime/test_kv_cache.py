@@ -30,7 +30,7 @@ def make_req(tokens: list[int]) -> Req:
 
 
 def compute(cache: KVCache, req: Req, count: int) -> None:
-    """What a forward pass does: reads all before, writes ``count`` more."""
+    """Imitate a forward pass: reads all before, writes ``count`` more."""
     tokens = req.tokens_between(0, req.total_tokens)
     row = cache.page_table.table[req.row].tolist()
     for at in range(req.computed_tokens + count):

@@ -1,4 +1,4 @@
-"""What callers of one engine see: text, streams, aborts, sampling, stops, refusals."""
+"""Calls of one engine: text, streams, aborts, sampling, stops, rejections."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_question_that_takes_too_long_is_a_timeout(engine: Engine, monkeypatch
 
 def test_what_cannot_reach_the_scheduler_is_its_callers_error(engine: Engine) -> None:
     class Local(int):
-        """Of a function: another process cannot know it."""
+        """Defined in a function: other processes cannot import it."""
 
     with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
         engine.submit([5], SamplingParams(priority=Local(1)), rid="unsent")

@@ -49,7 +49,7 @@ def random_logits(rows: int, vocab: int) -> torch.Tensor:
 
 
 def processed_by_transformers(logits: torch.Tensor, params: SamplingParams, req: Req) -> torch.Tensor:
-    """What transformers makes of one row [1, vocab], for the settings that it has."""
+    """transformers' result for one row [1, vocab], for the settings that it has."""
     ids = torch.tensor([req.input_ids + req.output_ids])
     steps: list[Any] = []
     if params.repetition_penalty != 1.0:

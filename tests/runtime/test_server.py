@@ -408,7 +408,7 @@ def test_an_error_of_any_kind_ends_a_call() -> None:
 
 
 def test_what_comes_for_a_reader_that_is_gone_does_no_harm() -> None:
-    """Its event loop may be closed: the thread that receives goes on with the other requests."""
+    """If its event loop is closed, the thread that receives goes on with the other requests."""
     request = GenerateRequest([5], SamplingParams(), "r", stream=True, headers={}, group="")
     handle = RequestHandle(request, SimpleNamespace(model="tiny", tokenizer=None))  # type: ignore[arg-type]
     handle.put_chunk(StreamChunk("r", "a", [1]))

@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders: tuple[Path, Path]) -> list[list[list[int]]]:
-    """What each of the two models answers."""
+    """The answers of each of the two models."""
     models = [make_model(folder, "qwen3", seed=7 + i) for i, folder in enumerate(folders)]
     return [greedy(model, PROMPTS, NEW, ignore_eos=True) for model in models]
 

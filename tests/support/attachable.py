@@ -148,7 +148,7 @@ def attaching(program: Program, *words: str, spans: str = "spans.jsonl") -> subp
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What the command printed, once it has ended."""
+    """The output of the command, once it has ended."""
     output, _ = process.communicate(timeout=SECONDS)
     return output
 

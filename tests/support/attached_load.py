@@ -34,7 +34,7 @@ class Round:
     ended_ns: int
 
     def gaps(self, load: list[Request]) -> str:
-        """What the streams saw: the longest time without a chunk, and a decode step."""
+        """The streams' results: the longest time without a chunk, and a decode step."""
         leaving_ns = self.woven_ns + int(SECONDS * 1e9)
         spans = {
             "attaching": (self.begun_ns, self.woven_ns),

@@ -18,7 +18,7 @@ def kill_collector(session: TraceSession) -> int:
 
 
 def kill_collector_for_good(session: TraceSession) -> None:
-    """It is started again once; afterwards the run has none."""
+    """Kill it: it is restarted once; afterwards the run has none."""
     kill_collector(session)
     _kill(session)
 

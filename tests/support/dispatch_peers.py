@@ -89,7 +89,7 @@ class FallsBackAlways(CallOp):
 
 
 class FailsForEverybody(FallsBackAlways):
-    """What failed once is never tried again, under no policy."""
+    """A failed one is never tried again, under any policy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for impl_id, function in self.candidates():

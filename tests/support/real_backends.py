@@ -102,7 +102,7 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}"
 
     def value(self, query: str) -> float | None:
-        """What a query that gives one number gives now; None where it gives nothing."""
+        """The present value of a query for one number; None if there is none."""
         answer = get_json(f"{self._url}/api/v1/query", query=query)
         results = answer["data"]["result"] if answer else []
         return float(results[0]["value"][1]) if results else None

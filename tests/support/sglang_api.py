@@ -48,7 +48,7 @@ class Plugins(ModuleType):
 
 
 class Settings:
-    """What our functions read settings by: SGLang's from `envs`, which its tests replace."""
+    """The reader of settings: SGLang's from `envs`, which its tests replace."""
 
     @staticmethod
     def text(name: str) -> str | None:

@@ -67,14 +67,14 @@ class Disaggregated:
     bootstrap_port: int
 
     def post(self, body: dict[str, Any], room: int, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """As a balancer does it: the same request to both, and the decode server's answer."""
+        """Like a balancer: the same request to both, and the decode server's answer."""
         requests = self.requests(body, room, headers=headers)
         with self.prefill.exchanging(requests), self.decode.exchanging(requests) as results:
             (found,) = results()
         return found
 
     def post_to_decode(self, body: dict[str, Any], room: int) -> dict[str, Any]:
-        """As a balancer does it while the prefill server is gone."""
+        """Like a balancer while the prefill server is gone."""
         (found,) = self.decode.exchange(self.requests(body, room))
         return found
 
@@ -115,7 +115,7 @@ def install_plugin(folder: Path, name: str, code: str, group: str = "sgl_aspects
 
 
 def traced(endpoint: str, *options: str, level: int = 3) -> list[str]:
-    """What stands before the command of a server that is traced."""
+    """The prefix of a traced server's command."""
     command = [sys.executable, "-m", "sgl_aspects", "run", "--level", str(level), "--endpoint", endpoint]
     return [*command, *options, "--"]
 

@@ -1,4 +1,4 @@
-"""What SGLang's hook registry answers, case by case, as JSON: run with its hooks adopted and without.
+"""The results of SGLang's hook registry, case by case, as JSON: run with its hooks adopted and without.
 
 Each case makes modules of its own. It answers with what calls gave, what the registry lists, or the type of
 an exception; with it the messages of the registry's logger, by level.

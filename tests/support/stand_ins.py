@@ -16,7 +16,7 @@ import sgl_aspects
 
 
 class ForwardMode(enum.IntEnum):
-    """As SGLang has one."""
+    """Like SGLang's."""
 
     EXTEND = 1
     DECODE = 2

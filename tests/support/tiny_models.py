@@ -187,7 +187,7 @@ def make_model(
 def greedy(
     model: Any, prompts: list[list[int]], max_new_tokens: int, *, ignore_eos: bool = False
 ) -> list[list[int]]:
-    """What transformers generates greedily after each of ``prompts``, as one batch padded on the left."""
+    """transformers' greedy answers to ``prompts``, as one batch padded on the left."""
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])

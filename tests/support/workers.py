@@ -1,4 +1,4 @@
-"""What tests run in other processes: spawned children import their targets by name from here.
+"""Functions that tests run in other processes: spawned children import their targets by name from here.
 
 Nothing here imports torch at once: most of these processes do without.
 """

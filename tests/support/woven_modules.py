@@ -67,7 +67,7 @@ class Watch:
 
 
 def stored(module: Any, path: str) -> Any:
-    """What stands at ``path`` in the dictionaries, descriptors unopened; None where nothing does."""
+    """The object at ``path`` in the dictionaries, descriptors unopened; None if there is none."""
     *owners, name = path.split(".")
     owner = module
     for part in owners:

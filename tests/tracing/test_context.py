@@ -1,4 +1,4 @@
-"""Where a request's trace comes from."""
+"""The origin of a request's trace."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_live_engine_is_turned_up_down_off_and_on(tmp_path: Path) -> None:
     assert session.summary.unjoined == session.summary.dropped == session.summary.damaged == 0
 
     def during(rid: str) -> set[str]:
-        """What the scheduler did for a request."""
+        """The scheduler's work for a request."""
         steps = {span.trace_id for span in spans if (served[rid].trace_id, served[rid].span_id) in span.links}
         return {span.name for span in spans if span.trace_id in steps}
 

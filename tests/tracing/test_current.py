@@ -405,7 +405,7 @@ def current_ids() -> tuple[int, int]:
 
 
 def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
-    """As instrumentation of thread pools and of callbacks does it: capture, carry elsewhere, attach there."""
+    """Like instrumentation of thread pools and of callbacks: capture, carry elsewhere, attach there."""
     outside = otel_context.get_current()
     first = context.enter(5, 6)
     captured, ids = otel_context.get_current(), current_ids()

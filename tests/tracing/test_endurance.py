@@ -1,4 +1,4 @@
-"""What takes minutes: two hundred kills, a million spans, backends that fail, collectors that are killed."""
+"""Tests that take minutes: two hundred kills, a million spans, failing backends, killed collectors."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_what_the_host_prepares_for_a_replay_is_no_device_time() -> None:
 
 
 class Module:
-    """What an extension of torch adds as ``torch.<its device>``: work goes to a queue, time passes there."""
+    """An extension's ``torch.<its device>``: work goes to a queue, time passes there."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -208,7 +208,7 @@ def test_sglangs_device_is_one_of_ours_where_there_is_one(device: str, name: str
 
 
 def test_an_unreported_end_is_found_when_nothing_is_left_to_run() -> None:
-    """As where the memory of a request is given back later, by another thread."""
+    """For engines that release a request's memory later, in another thread."""
     engine = dataclasses.replace(EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS})
     recorder = Memory()
     trackers = Trackers.of(engine, recorder, DEFAULTS)

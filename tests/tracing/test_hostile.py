@@ -223,7 +223,7 @@ _TEXT_RECORDS = st.one_of(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=st.lists(_TEXT_RECORDS, min_size=1, max_size=12))
 def test_records_in_text_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
-    """Whole and well marked, but ids, times, names and values are of any kind: a writer gone mad."""
+    """Complete and marked, but ids, times, names and values are of any kind: a broken writer."""
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     (tmp_path / "run").mkdir()
     recorder = RingRecorder(str(tmp_path / "run"))

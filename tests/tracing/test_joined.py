@@ -1,4 +1,4 @@
-"""Which request a scheduler's records belong to, where ids come again or a collector comes anew."""
+"""The requests of a scheduler's records, if ids are reused or the collector is restarted."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_what_ends_while_hooks_are_removed_is_marked_as_possibly_incomplete() ->
 
 
 def test_what_waits_in_vain_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a collector that is always behind, nothing has waited for too long."""
+    """With a collector that is always behind, nothing has waited for too long."""
     monkeypatch.setattr(join, "_WAITING_RECORDS", 10)
     joiner: Any = Joiner(Resource({}), lambda span: None)
     scheduler = Writer("2")

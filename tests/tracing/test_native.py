@@ -183,7 +183,7 @@ def test_a_compiler_that_complains_in_another_encoding(
 
 
 def test_the_switch_has_a_short_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which `sgl-aspects run` gives it."""
+    """`sgl-aspects run` sets the short name."""
     monkeypatch.delenv(build.VARIABLE, raising=False)
     monkeypatch.setenv(build.VARIABLE.removeprefix("SGL_"), "OFF")
     assert build.load() is None

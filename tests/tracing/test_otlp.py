@@ -48,7 +48,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Backend:
-    """What came, and how it is answered: ``answer`` gets the handler of each request, its body read."""
+    """A backend's messages and answers: ``answer`` gets the handler of each request, its body read."""
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
         self.answer = answer

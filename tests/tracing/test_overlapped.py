@@ -101,7 +101,7 @@ def test_results_go_to_the_step_of_their_batch(scheduler: Any, recorder: Memory)
 def test_sampling_after_the_batch_before_was_processed_is_of_its_own_step(
     scheduler: Any, recorder: Memory, engine: Engine
 ) -> None:
-    """As where a grammar is to be obeyed: the loop spins, and the batch fails, too."""
+    """As with a grammar: the loop spins, and the batch fails, too."""
     engine.write("sglang/srt/model_executor/model_runner.py", RUNNER)
     scheduler.runner = engine.load("sglang.srt.model_executor.model_runner").ModelRunner()
     one, other = request(scheduler, "one"), request(scheduler, "other")

@@ -111,7 +111,7 @@ def test_the_variable_reaches_processes_and_exporters(
 
 
 def received(options: TraceOptions) -> RequestBegin:
-    """What the aspect writes of a request whose caller has a trace."""
+    """The aspect's record of a request whose caller has a trace."""
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     request = SimpleNamespace(rid="r", is_chat=False, stream=False, headers=headers, group=None)
     kept = Memory()

@@ -22,7 +22,7 @@ SECRET = "xylophone-quartz"
 
 @dataclass
 class Run:
-    """What a server did, and what its backend got."""
+    """The results of a server, and of its backend."""
 
     spans: list[Span]
     receiver: Receiver

@@ -179,7 +179,7 @@ def test_attaching_without_a_writable_folder_is_an_error(
 def test_attaching_without_a_forkable_collector_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its keeper ends without having started it."""
+    """The keeper ends without having started the collector."""
     (tmp_path / "keeper.py").write_text("")
     monkeypatch.setattr(run_folder, "_KEEPER", str(tmp_path / "keeper.py"))
     with pytest.raises(ConfigError, match="collector cannot be started"):

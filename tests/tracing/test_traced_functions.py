@@ -314,7 +314,7 @@ def test_what_is_wrong_is_named_with_its_file_and_the_choices(
 
 
 def test_arguments_are_read_through_decorators_that_hand_them_on() -> None:
-    """As of SGLang's functions under ``torch.inference_mode``."""
+    """Like SGLang's functions under ``torch.inference_mode``."""
 
     @torch.inference_mode()
     def forward(model: str, batch: Any, scale: float = 2.0) -> None: ...

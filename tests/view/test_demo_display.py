@@ -1,4 +1,4 @@
-"""What the demo shows, from made-up spans and answers: numbers, bars, and live lines."""
+"""The demo's display of made-up spans and answers: numbers, bars, and live lines."""
 
 from __future__ import annotations
 

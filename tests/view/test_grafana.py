@@ -106,7 +106,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(url: str, expression: str) -> list[Any]:
-    """What Prometheus finds; nothing while it is not up. Raises where it cannot read the expression."""
+    """Prometheus's result; nothing while it is not up. Raises if it cannot parse the expression."""
     query = urllib.parse.urlencode({"query": expression})
     try:
         with urllib.request.urlopen(f"{url}/api/v1/query?{query}", timeout=60) as answer:

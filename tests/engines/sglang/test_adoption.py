@@ -202,7 +202,7 @@ def outcomes(
 
 @pytest.mark.parametrize("file", own_tests(), ids=lambda file: file.stem)
 def test_sglangs_own_tests_go_as_they_do_without_us(file: Path, tmp_path: Path) -> None:
-    """What passes alone passes under the launcher, traced and with adoption."""
+    """Cases that pass alone pass under the launcher, traced and with adoption."""
     run = ("-m", "sgl_aspects", "run", "--level", "3", "--file", str(tmp_path / "spans.jsonl"), "--")
     alone = outcomes(file, SGL_ASPECTS_ADOPT="0")
     assert outcomes(file, launcher=(*run, sys.executable), SGL_ASPECTS_ADOPT="1") == alone

@@ -1,4 +1,4 @@
-"""What SGLang's room reads of its objects, on fakes of them: needs no SGLang."""
+"""Readers of SGLang's room, on fakes of its objects: needs no SGLang."""
 
 from __future__ import annotations
 

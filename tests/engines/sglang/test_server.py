@@ -110,7 +110,7 @@ def activate():
 
 @dataclass
 class Run:
-    """What a server did with everything attached."""
+    """The results of a server with everything attached."""
 
     server: Server
     receiver: Receiver

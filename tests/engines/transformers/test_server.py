@@ -27,7 +27,7 @@ CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 
 @dataclass
 class Run:
-    """What a server did. ``answers``: the text of two responses, in one piece and streamed."""
+    """The results of a server. ``answers``: the text of two responses, whole and streamed."""
 
     batches: bool
     answers: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What vLLM's room reads of a batch, on fakes of its messages: needs no vLLM."""
+"""Readers of a batch in vLLM's room, on fakes of its messages: needs no vLLM."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
 
 
 def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_without_a_record_of_the_step() -> None:
-    """As on a host whose workers belong to a scheduler elsewhere: its collector never gets the step."""
+    """For workers of a scheduler on another host: their collector never gets the step."""
     step = shared_id(batch(new={"a": 5}))
     assert step is not None
     run_id = layout.child_id(step, layout.CHILD_RUN_BATCH)

@@ -41,7 +41,7 @@ PARTS = "one part of a prompt that is longer than a batch may be " * 12
 
 @dataclass
 class Run:
-    """What a server did. ``untraced``: the answers to the same prompts with tracing off."""
+    """The results of a server. ``untraced``: the answers to the same prompts with tracing off."""
 
     server: EngineServer
     receiver: Receiver

@@ -66,7 +66,7 @@ def activate():
 
 @dataclass
 class Run:
-    """What the servers did; traces by their ids, requests by what the test calls them."""
+    """The servers' results; traces by their ids, requests by the test's names."""
 
     receiver: Receiver
     rooms: dict[str, int]
@@ -219,7 +219,7 @@ def test_one_trace_behind_each_balancer(run: Run, name: str) -> None:
 
 
 def test_phases_last_as_long_as_in_sglangs_own_times(run: Run) -> None:
-    """Its stamps lie within a few lines of code of ours: the same moments but for a busy machine."""
+    """Its stamps lie within a few lines of code of the tracer's: the same times except on a busy machine."""
     differences = []
     for name in ("alone", "called"):
         servers = by_server(run.of_room(name))

@@ -1,4 +1,4 @@
-"""What fails between a prefill and a decode server of real SGLang ends its spans with the reason on both."""
+"""Failures between a prefill and a decode server of real SGLang end the spans with the reason on both."""
 
 from __future__ import annotations
 
