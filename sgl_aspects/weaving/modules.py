@@ -98,7 +98,7 @@ class ModuleWatcher:
         finally:
             finding.discard(fullname)
         if spec is not None and spec.loader is not None:
-            self._attach(spec)
+            self._attach(spec, is_reload=target is not None)
         return spec
 
     def _find_by_wrapt(self, fullname: str) -> ModuleSpec | None:
@@ -131,7 +131,7 @@ class ModuleWatcher:
                 return spec
         return None
 
-    def _attach(self, spec: ModuleSpec) -> None:
+    def _attach(self, spec: ModuleSpec, *, is_reload: bool) -> None:
         loader: Any = spec.loader
         if isinstance(loader, importlib.util.LazyLoader):
             # wrapt would wake it.
@@ -141,15 +141,19 @@ class ModuleWatcher:
             if not isinstance(inner.loader, _NotifyingLoader):
                 inner.loader = _NotifyingLoader(inner.loader, self._loaded)
         elif not isinstance(loader, _NotifyingLoader) and compat.unchained(loader) is loader:
-            spec.loader = _NotifyingLoader(loader, self._loaded)  # type: ignore[assignment]
+            spec.loader = _NotifyingLoader(loader, self._loaded, is_reload)  # type: ignore[assignment]
 
 
 class _NotifyingLoader:
-    """Stands for a loader until it runs the module; the module itself sees only its own loader."""
+    """Stands for a loader until it runs the module; the module itself sees only its own loader.
 
-    def __init__(self, loader: Any, loaded: Loaded) -> None:
+    :param is_reload: a module whose code fails remains, with what it had defined by then.
+    """
+
+    def __init__(self, loader: Any, loaded: Loaded, is_reload: bool = False) -> None:
         self._loader = loader
         self._notify = loaded
+        self._is_reload = is_reload
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -164,7 +168,12 @@ class _NotifyingLoader:
         name = spec.name if spec is not None else module.__name__
         self._step_aside(module)
         if hasattr(self._loader, "exec_module"):
-            self._loader.exec_module(module)
+            try:
+                self._loader.exec_module(module)
+            except BaseException:
+                if self._is_reload:
+                    self._notify(name, module)
+                raise
         else:  # a loader from before PEP 451: it makes and registers the module itself
             sys.modules.pop(name, None)
             self._loader.load_module(name)
