@@ -182,8 +182,9 @@ def test_a_signal_handler_weaves_while_the_program_does(engine: Any) -> None:
     begun = []
 
     def handler(*_: Any) -> None:
-        begun.append(aspects.weave(around("engine:A.m", hooked)))
-        begun[-1].remove()
+        handle = aspects.weave(around("engine:A.m", hooked))
+        begun.append(handle)
+        handle.remove()  # not begun[-1]: another signal may have been handled in between
 
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
