@@ -179,7 +179,7 @@ def test_platforms_shows_what_was_chosen_and_why() -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["cpu", "built-in", "chosen", "SGLANG_PLATFORM=cpu"] in lines
-    assert ["cuda", "built-in", "not", "chosen", "not", "asked:", "SGLANG_PLATFORM=cpu"] in lines
+    assert ["cuda", "built-in", "not", "chosen", "not", "queried:", "SGLANG_PLATFORM=cpu"] in lines
     assert "sgl_aspects.platforms.cpu:CpuPlatform" in done.stdout
     assert "GiB free of" in done.stdout
 
