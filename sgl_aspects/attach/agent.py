@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import inspect
+import operator
+import pkgutil
 import sys
 import threading
 import time
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sgl_aspects as aspects
-from sgl_aspects import config, env
+from sgl_aspects import config, engines, env
 from sgl_aspects.errors import AspectsError, AttachError
 from sgl_aspects.tracing import session as tracing
 from sgl_aspects.tracing.run_folder import collector_state
@@ -60,6 +63,7 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
         _detach()  # the command that attached has ended without detaching
     if tracing.current() is not None:
         raise AttachError("it is traced already: change what is recorded with sgl-aspects control")
+    _import_devices()
     before = set(weaver.advices)
     with env.reading_from(request["environment"]):
         attachment = _attachment = _Attachment(tracing.join_run(_end_without_collector))
@@ -78,6 +82,19 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
         "waiting": sum(hook.state is aspects.State.PENDING for hook in hooks),
         "stale": sorted({f"{one.target} is still held by {one.holder}" for one in aspects.report().stale}),
     }
+
+
+def _import_devices() -> None:
+    """Import what the first traced step needs.
+
+    An import of the engine's thread would wait for the weaver's lock: for as long as this thread weaves.
+    """
+    if "torch" not in sys.modules:
+        return
+    for room in filter(operator.attrgetter("ispkg"), pkgutil.iter_modules(engines.__path__)):
+        with contextlib.suppress(ModuleNotFoundError):  # most rooms have none of their own
+            importlib.import_module(f"{engines.__name__}.{room.name}.device")
+    importlib.import_module(f"{engines.__name__}.device").import_platforms()
 
 
 def _reports_of(advices: Collection[aspects.Advice]) -> list[aspects.HookReport]:

@@ -26,6 +26,12 @@ def platform_of(device: str) -> DeviceMixin | None:
     return _torch_device(device_type)
 
 
+def import_platforms() -> None:
+    """Import the modules that :func:`platform_of` may ask."""
+    for row in BUILTIN_PLATFORMS:
+        resolve_qualified_name(row.class_name)
+
+
 def _torch_device(device_type: str) -> DeviceMixin | None:
     """A device of a third-party extension of torch."""
     import torch

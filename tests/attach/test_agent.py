@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import time
 import weakref
 
@@ -45,3 +47,17 @@ def test_a_search_of_the_heap_leaves_most_of_the_time_to_the_engine() -> None:
         assert held == [json.dumps]
         handle.remove()
     assert share < 0.5
+
+
+def test_the_first_traced_step_has_nothing_to_import() -> None:
+    """It would wait for the weaver's lock: real SGLang stood still for 5 to 12 s, as long as weaving took."""
+    code = """
+import sys, torch
+from sgl_aspects.attach import agent
+from sgl_aspects.engines.sglang.roles import _platform_of
+agent._import_devices()
+before = set(sys.modules)
+assert _platform_of("cpu") is not None
+assert not [name for name in set(sys.modules) - before if name.startswith("sgl_aspects")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
