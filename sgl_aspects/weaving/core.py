@@ -40,6 +40,7 @@ from sgl_aspects.weaving.modules import (
     wait_for_imports,
     when_ready,
 )
+from sgl_aspects.weaving.rebinding import is_in_pieces
 from sgl_aspects.weaving.table import Applied, JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
@@ -66,6 +67,7 @@ class Weaver:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._changing = False
+        self._in_pieces = False  # the change that is going on lets other threads run
         self._deferred: deque[tuple[_Change, list[Any]]] = deque()
         self._advices: dict[Advice, None] = {}
         self._table = JoinPointTable()
@@ -132,10 +134,11 @@ class Weaver:
             if self._changing:
                 self._deferred.append((change, subjects))
                 return
-            self._changing = True
+            self._changing, self._in_pieces = True, is_in_pieces()
             try:
                 change(subjects, strict)
             finally:
+                self._in_pieces = False  # before it looks what was deferred: see `_defer`
                 self._run_deferred()
                 if self._deferred:  # asked for just as it ended
                     self._change(self._look_again, [])
@@ -282,9 +285,25 @@ class Weaver:
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:
             return
-        self._change(self._weave_loaded, [name, module])
+        if not self._defer(self._weave_loaded, [name, module]):
+            self._change(self._weave_loaded, [name, module])
         if name in self._listeners:
             self._tell_listeners(name, module)
+
+    def _defer(self, change: _Change, subjects: list[Any]) -> bool:
+        """Leave ``change`` to the thread that changes hooks in pieces, rather than wait for its end.
+
+        It does what was deferred after ``_in_pieces`` is False: what comes before that is not lost.
+        """
+        if not self._in_pieces:
+            return False
+        if self._lock.acquire(blocking=False):  # this thread's own change, or its end
+            self._lock.release()
+            return False
+        self._deferred.append((change, subjects))
+        if not self._in_pieces:
+            self._change(self._look_again, [])
+        return True
 
     def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
         name, module = loaded
@@ -306,7 +325,9 @@ class Weaver:
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         try:
-            self._change(self._look_again, self._subclasses.concerned(cls))
+            concerned = self._subclasses.concerned(cls)
+            if not self._defer(self._look_again, concerned):
+                self._change(self._look_again, concerned)
         except Exception:
             logger.exception("hooks on %s failed", class_name(cls))
 

@@ -392,6 +392,11 @@ def in_pieces(rest: float = 1.0) -> Iterator[Pieces]:
         _pieces.reset(token)
 
 
+def is_in_pieces() -> bool:
+    """Whether this is called within `in_pieces`."""
+    return _pieces.get() is not None
+
+
 @contextlib.contextmanager
 def unfrozen() -> Iterator[None]:
     """Engines call `gc.freeze()`, which hides everything from `gc.get_referrers()`: undone for the block.
