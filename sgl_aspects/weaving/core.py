@@ -67,7 +67,7 @@ class Weaver:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._changing = False
-        self._in_pieces = False  # the change that is going on lets other threads run
+        self._in_pieces = threading.Event()  # the change that is going on lets other threads run
         self._deferred: deque[tuple[_Change, list[Any]]] = deque()
         self._advices: dict[Advice, None] = {}
         self._table = JoinPointTable()
@@ -134,11 +134,13 @@ class Weaver:
             if self._changing:
                 self._deferred.append((change, subjects))
                 return
-            self._changing, self._in_pieces = True, is_in_pieces()
+            self._changing = True
+            if is_in_pieces():
+                self._in_pieces.set()
             try:
                 change(subjects, strict)
             finally:
-                self._in_pieces = False  # before it looks what was deferred: see `_defer`
+                self._in_pieces.clear()  # before it looks what was deferred: see `_defer`
                 self._run_deferred()
                 if self._deferred:  # asked for just as it ended
                     self._change(self._look_again, [])
@@ -293,15 +295,15 @@ class Weaver:
     def _defer(self, change: _Change, subjects: list[Any]) -> bool:
         """Leave ``change`` to the thread that changes hooks in pieces, rather than wait for its end.
 
-        It does what was deferred after ``_in_pieces`` is False: what comes before that is not lost.
+        That thread looks what was deferred after it has cleared ``_in_pieces``, so nothing is lost.
         """
-        if not self._in_pieces:
+        if not self._in_pieces.is_set():
             return False
         if self._lock.acquire(blocking=False):  # this thread's own change, or its end
             self._lock.release()
             return False
         self._deferred.append((change, subjects))
-        if not self._in_pieces:
+        if not self._in_pieces.is_set():
             self._change(self._look_again, [])
         return True
 

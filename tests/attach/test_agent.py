@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects.attach import agent
 from sgl_aspects.weaving import in_pieces
+from tests.support.stand_ins import Engine
 
 
 class _Cycle:
@@ -61,3 +66,46 @@ assert _platform_of("cpu") is not None
 assert not [name for name in set(sys.modules) - before if name.startswith("sgl_aspects")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engine) -> None:
+    """As an engine's thread imports while another attaches: its hooks come when that has woven."""
+    engine.write("later.py", "def f(): return 1\n\nclass Base: ...\n")
+    entered, imported = threading.Event(), threading.Event()
+
+    class Slow(type):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            entered.set()
+            assert imported.wait(30)
+            super().__setattr__(name, value)
+
+    module = ModuleType("slow")
+    vars(module)["A"] = Slow("A", (), {"f": lambda self: 1})
+    sys.modules["slow"] = module
+    handles = [aspects.weave(aspects.around("later:f")(lambda call: call() + 1))]
+
+    def attach() -> None:
+        with in_pieces(rest=0):
+            handles.append(aspects.weave(aspects.around("slow:A.f")(lambda call, self: call(self) + 1)))
+
+    def load() -> None:
+        importlib.import_module("later")
+        imported.set()
+
+    attaching, loading = threading.Thread(target=attach), threading.Thread(target=load)
+    try:
+        attaching.start()
+        assert entered.wait(30)
+        loading.start()
+        loading.join(20)
+        assert not loading.is_alive()
+    finally:
+        imported.set()
+        attaching.join(30)
+        loading.join(30)
+        del sys.modules["slow"]
+    assert module.A().f() == 2
+    assert sys.modules["later"].f() == 2
+    for handle in handles:
+        handle.remove()
+    assert sys.modules["later"].f() == 1

@@ -22,7 +22,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType, State, Target
-from sgl_aspects.weaving import in_pieces, weaver
+from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
 
 DEADLINE = 20
@@ -906,46 +906,3 @@ def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_modul
         finally:
             go_on.set()
             sys.meta_path.remove(finder)
-
-
-def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engine) -> None:
-    """As an engine's thread imports while another attaches: its hooks come when that has woven."""
-    engine.write("later.py", "def f(): return 1\n\nclass Base: ...\n")
-    entered, imported = threading.Event(), threading.Event()
-
-    class Slow(type):
-        def __setattr__(cls, name: str, value: Any) -> None:
-            entered.set()
-            assert imported.wait(30)
-            super().__setattr__(name, value)
-
-    module = ModuleType("slow")
-    module.A = Slow("A", (), {"f": lambda self: 1})  # type: ignore[attr-defined]
-    sys.modules["slow"] = module
-    handles = [aspects.weave(aspects.around("later:f")(lambda call: call() + 1))]
-
-    def attach() -> None:
-        with in_pieces(rest=0):
-            handles.append(aspects.weave(aspects.around("slow:A.f")(lambda call, self: call(self) + 1)))
-
-    def load() -> None:
-        importlib.import_module("later")
-        imported.set()
-
-    attaching, loading = threading.Thread(target=attach), threading.Thread(target=load)
-    try:
-        attaching.start()
-        assert entered.wait(30)
-        loading.start()
-        loading.join(20)
-        assert not loading.is_alive()
-    finally:
-        imported.set()
-        attaching.join(30)
-        loading.join(30)
-        del sys.modules["slow"]
-    assert module.A().f() == 2  # type: ignore[attr-defined]
-    assert sys.modules["later"].f() == 2
-    for handle in handles:
-        handle.remove()
-    assert sys.modules["later"].f() == 1
