@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Attach, wait for the end of the time, Ctrl-C or `sgl-aspects detach`, and detach."""
     environment = trace_environment(os.environ, arguments, _LEVEL)
+    # The engine goes on, and may leave the collector little of the processors for its last spans.
+    environment.setdefault("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "10")
     if arguments.config:
         config.read(arguments.config)  # its errors are reported here, in one line
     with env.reading_from(environment):

@@ -121,13 +121,17 @@ def _run_of(process: subprocess.Popen[str]) -> Path:
     return run
 
 
+def _kill(command: str) -> bool:
+    return subprocess.run(["pkill", "-9", "-f", command]).returncode == 0
+
+
 def test_a_process_detaches_by_itself_when_its_records_are_no_longer_read(tmp_path: Path) -> None:
     with running(tmp_path, pause=0) as program:
         process = attaching(program)
         run = _run_of(process)
         wait_until((run / "collector.lock").exists)
-        for word in ("sgl_aspects.attach.guard", "sgl_aspects.tracing.collector"):
-            subprocess.run(["pkill", "-9", "-f", f"{word} {run}"], check=True)
+        wait_until(lambda: _kill(f"sgl_aspects.attach.guard {run}"))  # it may not have started yet
+        wait_until(lambda: _kill(f"sgl_aspects.tracing.collector {run}"))
         kill_command(process)
         wait_until(lambda: program.states[-1:] == ["original"])
         assert program.lives()
