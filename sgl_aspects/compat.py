@@ -1,4 +1,4 @@
-"""Private names of other packages, each used here alone; tests/test_compat.py tells when one has moved."""
+"""Private names of other packages, each used here alone; tests/test_compat.py fails when one has moved."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None
 
 @functools.cache
 def compiling_test(compiler: Any) -> Callable[[], bool]:
-    """Says whether torch.compile traces what calls it, in one call of C where torch lets it be so.
+    """Return a test of whether torch.compile traces the caller, in one call of C where torch allows that.
 
-    Every woven function asks at each call: two Python frames, as `torch.compiler.is_compiling` has, cost an
+    Every woven function calls it each time: two Python frames, as `torch.compiler.is_compiling` has, cost an
     engine's thread microseconds when its caches are cold.
 
     :param compiler: the module `torch.compiler`, with torch.compile loaded.
@@ -63,7 +63,7 @@ def assume_constant_result(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 class _Own(str):
-    """Whose methods, written in C, are nobody else's: only our calls of one are replaced."""
+    """A str with C methods of its own type: only our calls of one are replaced."""
 
 
 def _always() -> bool:
@@ -98,7 +98,7 @@ _bootstrap: Any = importlib._bootstrap
 
 
 def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
-    """Call ``begin`` before the finders are asked for a module; the function returned undoes it."""
+    """Call ``begin`` before the finders are called for a module; the function returned undoes it."""
     search = _bootstrap._find_spec
 
     @functools.wraps(search)
@@ -129,7 +129,7 @@ def is_initializing(spec: Any) -> bool:
 
 def when_initialized(spec: Any, ready: Callable[[], None]) -> None:
     """Call ``ready`` once the code of the module of ``spec`` has run; not where it fails."""
-    # The import machinery ends an import by setting `_initializing` to False; nothing else tells.
+    # The import machinery ends an import by setting `_initializing` to False, which is the only sign of it.
     plain = type(spec)
     if not hasattr(plain, "_initializing"):
         spec.__class__ = _watched(plain, ready)

@@ -86,7 +86,7 @@ def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
         for place in process.report.displaced:
             yield Finding(
                 "warning",
-                f"another package's patch stands over {place} in process {process.process_id}",
+                f"another package's patch covers {place} in process {process.process_id}",
                 "whether the hooks still run depends on whether that patch calls what it replaced",
                 "hook the place through sgl-aspects instead, or remove the other patch",
             )

@@ -13,10 +13,11 @@ joinpoints   one woven attribute, its hooks, and the way back
 replacements classes in the place of others, and what holds an original on purpose
 modules      modules as they load, and what they make later
 table        all join points, and putting them in place
+changes      one change of hooks at a time
 core         the weaver: hooks to their places, now or later
 api          decorators, handles, SGLang's registry, reports
 
-Nobody outside imports these modules: what is public is here.
+Code outside imports from here only.
 """
 
 from sgl_aspects.weaving.api import (

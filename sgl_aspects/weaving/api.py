@@ -112,7 +112,7 @@ class Handle:
         self.advices = advices
 
     def remove(self) -> None:
-        """Take the hooks away; the original objects are back where nobody else's hook is left."""
+        """Take the hooks away; the original objects are back where no other hook is left."""
         weaver.remove(self.advices)
 
     def disable(self) -> None:
@@ -322,7 +322,7 @@ class Report(NamedTuple):
     """Everything that is registered in this process.
 
     :param stale: referrers of an original that could not be given the woven object.
-    :param displaced: places where somebody else's patch stands over ours.
+    :param displaced: places where another patch covers ours.
     """
 
     hooks: tuple[HookReport, ...] = ()
@@ -338,7 +338,7 @@ class Report(NamedTuple):
             for hook in self.hooks
         ]
         lines += [f"stale: {stale.target} is still held by {stale.holder}" for stale in self.stale]
-        lines += [f"displaced: somebody else's patch stands over {place}" for place in self.displaced]
+        lines += [f"displaced: another patch covers {place}" for place in self.displaced]
         return "\n".join(lines) or "no hooks"
 
 
@@ -393,5 +393,5 @@ def _explain_point(point: JoinPoint) -> list[str]:
     lines.append(f"{'  ' * (len(point.advices) + 1)}original {point.place}")
     lines += [f"  still held by {stale.holder}" for stale in weaver.table.stale.get(point, ())]
     if point.displaced:
-        lines.append("  somebody else's patch stands over it")
+        lines.append("  another patch covers it")
     return lines

@@ -21,14 +21,14 @@ PROPERTY_PARTS = ("fget", "fset", "fdel")
 # One for all: rebinding remembers ids, and a new dictionary might get that of another object.
 _EMPTY: dict[str, Any] = {}
 
-# Of every module, whatever its class says.
+# Of every module, even if its class overrides `__dict__`.
 _MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]  # a member descriptor
 _CLASS_NAMESPACE: Any = vars(type)["__dict__"]
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 class OwnDict(dict[Any, Any]):
-    """A dictionary of ours that holds originals: rebinding knows what is ours by its type."""
+    """A dictionary of ours that holds originals: rebinding recognises it by its type."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class AttributeReference(NamedTuple):
 
 
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
-    """As isinstance(), which would ask a lazy module or somebody's proxy for its `__class__`."""
+    """As isinstance(), which would read `__class__` of a lazy module or a foreign proxy."""
     return issubclass(type(obj), kinds)
 
 
@@ -82,12 +82,12 @@ def claims_to_be(obj: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def is_class(obj: Any) -> bool:
-    """Whether ``obj`` is a class, asked of its type only."""
+    """Whether ``obj`` is a class, by its type only."""
     return issubclass(type(obj), type)
 
 
 def bases(cls: type) -> tuple[type, ...]:
-    """The classes that ``cls`` looks attributes up in; a metaclass is not asked, it may answer anything."""
+    """The classes that ``cls`` looks attributes up in; a metaclass's ``mro`` or ``__bases__`` is not read."""
     found: tuple[type, ...] = type.__dict__["__mro__"].__get__(cls)
     return found
 
@@ -98,7 +98,7 @@ def class_name(cls: type) -> str:
 
 
 def class_module(cls: type) -> str:
-    """The name of the module that ``cls`` says it was defined in; "?" where it says none."""
+    """The ``__module__`` of ``cls``; "?" if it has none."""
     name = type.__dict__["__module__"].__get__(cls)
     return name if is_a(name, str) else "?"
 
@@ -114,7 +114,7 @@ def holds(items: Iterable[Any], wanted: Any) -> bool:
 
 
 def is_module(obj: Any) -> bool:
-    """Whether ``obj`` is a module, asked of its type only."""
+    """Whether ``obj`` is a module, by its type only."""
     return issubclass(type(obj), types.ModuleType)
 
 
@@ -125,7 +125,7 @@ def namespace(owner: Any) -> dict[str, Any]:
         return _MODULE_NAMESPACE.__get__(owner)  # type: ignore[no-any-return]
     if issubclass(kind, type):
         return dict(_CLASS_NAMESPACE.__get__(owner))
-    # A property of this name would be somebody's own code.
+    # A property of this name would run foreign code.
     found: Any = _among(kind.__mro__, "__dict__")
     try:
         found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
@@ -146,7 +146,7 @@ class Presence(enum.Enum):
 
     FOUND = "found"
     LAZY = "lazy"
-    """The module makes it when it is asked."""
+    """The module creates it on first access."""
     ABSENT = "absent"
     """Nothing that loads later can bring it."""
     PENDING = "pending"
@@ -205,7 +205,7 @@ def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
         return True
     following = f"{name}.{alternate.path[name.count('.') + 1]}"
     if following in sys.modules:
-        return False  # a longer reading of the target speaks for itself
+        return False  # a longer reading of the target is tried on its own
     # importlib.util.find_spec() might import and wake what is on the way.
     return PathFinder.find_spec(following, search_path) is None
 
@@ -299,7 +299,7 @@ def inherited(owner: Any, name: str) -> Any:
         return _among(type(owner).__mro__, name)
     raw = _among(bases(owner)[1:], name)
     if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
-        # What a metaclass says of `__call__` and the like is about the class itself, not its instances.
+        # A metaclass's `__call__` and the like concern the class itself, not its instances.
         raw = _among([meta for meta in bases(type(owner)) if not derives(type, meta)], name)
     return raw
 

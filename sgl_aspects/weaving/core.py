@@ -6,13 +6,10 @@ with the import system. Calls through woven functions take no lock at all.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +24,7 @@ from sgl_aspects.weaving.attributes import (
     is_module,
     resolve,
 )
+from sgl_aspects.weaving.changes import Changes
 from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.modules import (
@@ -40,7 +38,6 @@ from sgl_aspects.weaving.modules import (
     wait_for_imports,
     when_ready,
 )
-from sgl_aspects.weaving.rebinding import is_in_pieces
 from sgl_aspects.weaving.table import Applied, JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
@@ -55,8 +52,6 @@ _SCRIPTING = "torch.jit.frontend"
 _LOST = (State.MISSING, State.FAILED)
 """Nothing that loads later can make such a hook work."""
 
-_Change = Callable[[list[Any], bool], None]
-
 Work = Iterable[tuple[Advice, str, Any]]
 """Hooks, each with the name of a module to look for its target in, and that module."""
 
@@ -65,12 +60,9 @@ class Weaver:
     """Everything that is woven in this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changing = False
-        self._in_pieces = threading.Event()  # the change that is going on lets other threads run
-        self._deferred: deque[tuple[_Change, list[Any]]] = deque()
         self._advices: dict[Advice, None] = {}
         self._table = JoinPointTable()
+        self._changes = Changes(self._table.count_anew)
         self._index = ModuleIndex()
         self._chosen: dict[Advice, int] = {}  # which alternate is woven
         self._missing: dict[Advice, dict[int, str]] = {}  # alternates that nothing can bring, and why
@@ -80,13 +72,11 @@ class Weaver:
         self._subclasses = SubclassWatcher(self._class_made)
         self._listeners: dict[str, list[Callable[[Any], None]]] = {}
         self._unwatch_scripting: Callable[[], None] | None = None
-        if hasattr(os, "register_at_fork"):
-            _keep_lock_over_forks(weakref.ref(self))
 
     @property
     def lock(self) -> threading.RLock:
         """Held for every change, for callers that make several of them one."""
-        return self._lock
+        return self._changes.lock
 
     # -- adding and taking away -------------------------------------------------------------------------
 
@@ -101,61 +91,24 @@ class Weaver:
         for advice in advices:
             if advice.state is State.REMOVED:
                 advice.state, advice.detail = State.PENDING, "another change of hooks is going on"
-        self._change(self._add, advices, strict)
+        self._changes.run(self._add, advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
         if wait_for_imports(name for one in wanted for name in one.target.module_names):
-            self._change(self._look_again, wanted)
+            self._changes.run(self._look_again, wanted)
 
     def remove(self, advices: Iterable[Advice]) -> None:
         """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
         gone = list(advices)
-        with self._lock:
-            for entry in [entry for entry in list(self._deferred) if entry[0] == self._add]:
-                for advice in [advice for advice in gone if advice in entry[1]]:
-                    entry[1].remove(advice)
-                    advice.state, advice.detail = State.REMOVED, ""
-                if not entry[1]:
-                    with contextlib.suppress(ValueError):  # another signal handler was here in between
-                        self._deferred.remove(entry)
+        with self.lock:
+            for advice in self._changes.withdraw(self._add, gone):
+                advice.state, advice.detail = State.REMOVED, ""
             here = [advice for advice in gone if advice in self._advices]
             if here:
-                self._change(self._remove, here)
+                self._changes.run(self._remove, here)
 
     def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
-        self._change(lambda advices, strict: self._switch(advices, enabled), list(advices))
-
-    def _change(self, change: _Change, subjects: list[Any], strict: bool = False) -> None:
-        """Run ``change`` under the lock; within a change, after that one and not strict.
-
-        A signal handler, a ``__del__`` or the ``__setattr__`` of a target's class may call at any moment.
-        """
-        with self._lock:
-            if self._changing:
-                self._deferred.append((change, subjects))
-                return
-            self._changing = True
-            if is_in_pieces():
-                self._in_pieces.set()
-            try:
-                change(subjects, strict)
-            finally:
-                self._in_pieces.clear()  # before it looks what was deferred: see `_defer`
-                self._run_deferred()
-                if self._deferred:  # asked for just as it ended
-                    self._change(self._look_again, [])
-
-    def _run_deferred(self) -> None:
-        """End the change that is going on with what was asked for during it."""
-        try:
-            while self._deferred:
-                change, subjects = self._deferred.popleft()
-                try:
-                    change(subjects, False)
-                except Exception:
-                    logger.exception("a change of hooks that was asked for during another one failed")
-        finally:
-            self._changing = False
+        self._changes.run(lambda advices, strict: self._switch(advices, enabled), list(advices))
 
     def _add(self, advices: list[Advice], strict: bool) -> None:
         new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
@@ -214,7 +167,7 @@ class Weaver:
 
         What it raises fails the import.
         """
-        with self._lock:
+        with self.lock:
             self._listeners.setdefault(name, []).append(callback)
             self._watcher.install()
             module = sys.modules.get(name)
@@ -224,7 +177,7 @@ class Weaver:
             self._tell_listeners(name, module)
 
     def _tell_listeners(self, name: str, module: Any) -> None:
-        with self._lock:
+        with self.lock:
             callbacks = self._listeners.pop(name, [])
             if not self._advices:
                 self._uninstall_watcher()
@@ -239,7 +192,7 @@ class Weaver:
         """Look again at everything that is loaded, for hooks that still wait; safe to call at any time."""
         if self._advices:
             self._watcher.install()
-        self._change(self._look_again, self.advices)
+        self._changes.run(self._look_again, self.advices)
 
     def _look_again(self, advices: list[Advice], strict: bool) -> None:
         here = [advice for advice in advices if advice in self._advices]
@@ -249,18 +202,18 @@ class Weaver:
 
     @property
     def advices(self) -> list[Advice]:
-        with self._lock:
+        with self.lock:
             return list(self._advices)
 
     @property
     def points(self) -> list[JoinPoint]:
-        with self._lock:
+        with self.lock:
             return list(self._table.points)
 
     @property
     def displaced(self) -> list[JoinPoint]:
-        """Points that somebody else's object stands over."""
-        with self._lock:
+        """Points covered by another patch."""
+        with self.lock:
             return list(self._table.displaced())
 
     @property
@@ -270,7 +223,7 @@ class Weaver:
 
     def points_named(self, target: Target) -> list[JoinPoint]:
         """The points that ``target`` leads to in loaded modules, whichever names their hooks gave."""
-        with self._lock:
+        with self.lock:
             found: dict[JoinPoint, None] = {}
             for name, module in loaded(target) if self._table.points else ():
                 for path in target.attribute_paths(name):
@@ -287,25 +240,9 @@ class Weaver:
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:
             return
-        if not self._defer(self._weave_loaded, [name, module]):
-            self._change(self._weave_loaded, [name, module])
+        self._changes.run_or_defer(self._weave_loaded, [name, module])
         if name in self._listeners:
             self._tell_listeners(name, module)
-
-    def _defer(self, change: _Change, subjects: list[Any]) -> bool:
-        """Leave ``change`` to the thread that changes hooks in pieces, rather than wait for its end.
-
-        That thread looks what was deferred after it has cleared ``_in_pieces``, so nothing is lost.
-        """
-        if not self._in_pieces.is_set():
-            return False
-        if self._lock.acquire(blocking=False):  # this thread's own change, or its end
-            self._lock.release()
-            return False
-        self._deferred.append((change, subjects))
-        if not self._in_pieces.is_set():
-            self._change(self._look_again, [])
-        return True
 
     def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
         name, module = loaded
@@ -327,9 +264,7 @@ class Weaver:
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         try:
-            concerned = self._subclasses.concerned(cls)
-            if not self._defer(self._look_again, concerned):
-                self._change(self._look_again, concerned)
+            self._changes.run_or_defer(self._look_again, self._subclasses.concerned(cls))
         except Exception:
             logger.exception("hooks on %s failed", class_name(cls))
 
@@ -468,25 +403,6 @@ class Weaver:
             advice.on_lost(advice.detail)
         else:
             logger.warning("%s %s: %s", advice, what, advice.detail)
-
-
-def _keep_lock_over_forks(weaver: weakref.ref[Weaver]) -> None:
-    """A fork waits until nobody weaves, so that the child has neither half a weave nor a locked lock."""
-
-    def acquire() -> None:
-        if (this := weaver()) is not None:
-            this._lock.acquire()
-
-    def release() -> None:
-        if (this := weaver()) is not None:
-            this._lock.release()
-
-    def renew() -> None:
-        if (this := weaver()) is not None:
-            this._lock = threading.RLock()
-            this._table.count_anew()
-
-    os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=renew)
 
 
 def _stop(message: str) -> None:

@@ -3,7 +3,7 @@
 A plain Python function, bare or inside a classmethod, staticmethod, property or cached_property, becomes a
 woven function inside a new descriptor of the same type. Everything else that can be called gets a proxy.
 
-Types are asked by `type()`, never by `isinstance`: somebody else's proxy says it is what it wraps.
+Types are tested by `type()`, never by `isinstance`: a foreign proxy claims the class of what it wraps.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
     """
     owner, name, inherited = place.owner, place.name, opened.called
     if name != "__new__" and is_a(place.raw, staticmethod):
-        return inherited  # it is not told for which class it is called
+        return inherited  # it does not get the class that it is called for
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         cls = subject if is_class(subject) else type(subject)
@@ -120,7 +120,7 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
 
 
 def _late(opened: Opened, place: AttributeReference) -> Opened:
-    """What somebody's descriptor gives may be bound in a way of its own: then it is what binds."""
+    """The result of a foreign descriptor may be bound in its own way: then the result is what binds."""
     if type(opened.content) is types.FunctionType:
         return opened
     return opened._replace(called=bound_late(opened.content, place.owner))

@@ -52,7 +52,7 @@ class FunctionKind(enum.Enum):
             call = inspect.getattr_static(type(function), "__call__", None)
             return cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
         kind = _kind_of_code(function.__code__)
-        # `inspect` asks for marks in its dictionary.
+        # `inspect` reads marks in its dictionary.
         is_marked = kind is cls.PLAIN and function.__dict__ and inspect.iscoroutinefunction(function)
         return cls.COROUTINE if is_marked else kind
 
@@ -150,7 +150,7 @@ class WovenFunction:
         """Carry over what was set on ``original`` up to now."""
         _copy_attributes(original, self.function)
         self.function.__dict__["__wrapped__"] = original
-        # What wraps another function, or says its signature itself, is followed by `inspect` as before.
+        # `inspect` follows `__wrapped__` and `__signature__` as before.
         if {"__wrapped__", "__signature__"}.isdisjoint(original.__dict__):
             self.function.__dict__["__signature__"] = self._signature
 
@@ -204,7 +204,7 @@ class WovenFunction:
 
 
 class _Signature(inspect.Signature):
-    """The signature of a woven function, read from its original when it is first asked for."""
+    """The signature of a woven function, read from its original on first access."""
 
     __slots__ = ("_function",)
 

@@ -54,8 +54,8 @@ class Observer(Protocol):
 
     An observer may have only one of the two methods, the other one absent or None: it is not called, and
     exit() without enter() gets None as its token. An observer may have a method
-    ``bound_to(function) -> Observer``: it is asked for each function that the hook is woven on, and what it
-    returns observes that function. A ``HookError`` says that it cannot.
+    ``bound_to(function) -> Observer``: it is called for each function that the hook is woven on, and its
+    result observes that function. It raises ``HookError`` if it cannot.
     """
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
@@ -108,7 +108,7 @@ class Advice:
     """One hook and where it goes. Weaving it gives a handle; the same advice can be woven once at a time.
 
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
-    :param required: the process stops, with a message that says why, if the target turns out to be missing.
+    :param required: if the target turns out to be missing, the process stops and prints the reason.
     :param on_lost: called with the reason instead of a warning, where nothing that loads later can help.
     :ivar errors: how many exceptions of an observer were contained.
     :ivar sequence: a number that grows with each advice.
@@ -265,7 +265,7 @@ def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> H
     return head
 
 
-#: Every callable of ours that holds an original and that anybody holds, by its id. A call in flight goes on
+#: Every live callable of ours that holds an original, by its id. A call in flight goes on
 #: with the chain that it began with, also when its hooks are gone and others have come.
 _callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

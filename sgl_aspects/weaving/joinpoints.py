@@ -66,7 +66,7 @@ class JoinPoint(abc.ABC):
 
     @property
     def displaced(self) -> bool:
-        """Whether somebody else's object stands where ours was put."""
+        """Whether another object has replaced ours."""
         return self.installed and current(self.place.owner, self.place.name) is not self.standing
 
     @property
@@ -199,7 +199,7 @@ class FunctionJoinPoint(JoinPoint):
             self.slot.put(self.place.part, self.function)
             self.installed = True
         elif not self.active and self.installed and not (self.advices and self.displaced):
-            # Under somebody's patch, ours stays where that patch calls it, until its last hook has gone.
+            # Under another patch, ours stays where that patch calls it, until its last hook has gone.
             self.installed = False
             self._exchange_attributes()
             self.slot.take_out(self.place.part)
@@ -324,7 +324,7 @@ class Slot:
         wanted, present = self._with(occupants), current(owner, name)
         vacant = self._place.inherited and not self._occupants
         if present is not (MISSING if vacant else self.standing):
-            logger.info("%s: somebody else's patch stands there; it is left in place", self._place)
+            logger.info("%s: another patch is there; it is left in place", self._place)
         elif self._place.inherited and not occupants:
             delattr(owner, name)
         else:

@@ -1,4 +1,4 @@
-"""Modules as they load: who is told, which hooks each may be about, and what they make only later."""
+"""Modules as they load: callbacks, the hooks that each may concern, and attributes created later."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Loaded = Callable[[str, Any], None]
 class ModuleWatcher:
     """A finder for `sys.meta_path` that finds nothing itself: it has wrapt find, and adds a callback.
 
-    :param wanted: asked for every module that is imported, without any lock of ours.
+    :param wanted: called for every module that is imported, without holding a lock of ours.
     :param loaded: called with the name and with what stands in `sys.modules`, in the importing thread,
         while that module's import lock is held.
     """
@@ -57,7 +57,7 @@ class ModuleWatcher:
     def install(self) -> None:
         """Watch from now on; does nothing where it is installed."""
         if self._leave_searches is None:
-            # Finders that somebody puts in front later may find modules without asking us.
+            # A finder put in front later may find modules without calling ours.
             self._leave_searches = compat.before_each_search(self._stand_first)
         self._stand_first()
 
@@ -88,7 +88,7 @@ class ModuleWatcher:
             return None
         finding: set[str] = self._finding.__dict__.setdefault("names", set())
         if fullname in finding:
-            return None  # another watcher is asking everybody on our behalf
+            return None  # another watcher is calling all finders, ours included
         finding.add(fullname)
         try:
             is_new = target is None and fullname not in sys.modules
@@ -190,8 +190,8 @@ class _NotifyingLoader:
 def wait_for_imports(names: Iterable[str]) -> bool:
     """Let other threads go on that have looked for one of these modules, and have not made it yet.
 
-    Such a thread asked us whether anybody wants the module before somebody did, so that nobody would notice
-    it load; once it stands in `sys.modules`, :func:`when_ready` does. True where one is there now. Bounded:
+    Such a thread called our finder before the hook was added, so its load would go unnoticed; once the module
+    is in `sys.modules`, :func:`when_ready` handles it. True where one is there now. Bounded:
     what an import waits for may be us.
     """
     searched = [name for name in compat.imported_elsewhere(names) if name not in sys.modules]
@@ -209,7 +209,7 @@ def is_ready(module: Any) -> bool:
     """Whether the module's own code has run.
 
     Not so in a circular import, while another thread imports it, and for a module of
-    `importlib.util.LazyLoader` that nobody has used yet.
+    `importlib.util.LazyLoader` that has not been accessed yet.
     """
     return not _is_lazy(module) and not compat.is_initializing(namespace(module).get("__spec__"))
 
@@ -264,7 +264,7 @@ class ModuleIndex:
         self._families.pop(advice, None)
 
     def wants(self, name: str) -> bool:
-        """Whether anybody may wait for the module ``name``; safe to ask without a lock."""
+        """Whether a hook may wait for the module ``name``; safe to call without a lock."""
         return name in self._by_name or bool(self._patterns) or bool(self._families)
 
     def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
@@ -331,7 +331,7 @@ class LazyAttributes:
         self._kept = OwnDict()  # by module and attribute
 
     def wait(self, name: str, module: Any, attribute: str) -> None:
-        """Wait for ``attribute``, which ``module`` makes when it is asked."""
+        """Wait for ``attribute``, which ``module`` creates on first access."""
         owner = attribute_maker(module)
         if id(owner) not in self._wrapped:
             self._wrapped[id(owner)] = _Wrapped(owner, _GETATTR, self._asking(owner))
@@ -424,7 +424,7 @@ class _Wrapped:
 
     def restore(self) -> None:
         if current(self._owner, self._name) is not self._ours:
-            return  # somebody else has wrapped it since
+            return  # it has been wrapped again since
         if self._before is MISSING:
             type.__delattr__(self._owner, self._name)
         else:

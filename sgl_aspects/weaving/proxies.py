@@ -1,4 +1,4 @@
-"""Proxies: stand-ins for callables other than plain Python functions.
+"""Proxies for callables other than plain Python functions.
 
 Builtins, lru_cache objects, partials, callable instances, singledispatchmethods and other people's proxies
 keep their type, attributes and equality. A call goes on to a generated function, see functions.py.
@@ -93,7 +93,7 @@ def _without_surplus(raw: Any) -> Callable[..., Any]:
 
 
 class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands for what somebody's descriptor gives; hooks get explicitly what it is bound to.
+    """Wraps the result of a foreign descriptor; hooks get explicitly what it is bound to.
 
     Pickled and copied as what it stands for.
 

@@ -6,7 +6,7 @@ before left over, because each costs about ten times more:
 
 1. count: an object with no reference but its home and ours has no other referrer, and nothing is scanned;
 2. module dictionaries, looked up by id;
-3. everything that the garbage collector knows.
+3. everything that the garbage collector tracks.
 
 What cannot be changed (tuples, C referrers) is returned as :class:`Stale`.
 """
@@ -289,7 +289,7 @@ class _Collected:
     # -- what is old ------------------------------------------------------------------------------------
 
     def _new(self, value: Any, bound_to: Any = None) -> Any:
-        """What shall stand where ``value`` stands; ``value`` itself where it is none of the old ones."""
+        """Return the replacement of ``value``; ``value`` itself if it is not an old object."""
         pair = self.pairs.get(id(value))
         if pair is None or pair.old is not value:
             return value
@@ -415,7 +415,7 @@ def unfrozen() -> Iterator[None]:
 
 
 def _referrers(objects: list[Any]) -> Iterator[Any]:
-    """Everything the garbage collector knows that holds one of ``objects``."""
+    """Every tracked object that refers to one of ``objects``."""
     pieces = _pieces.get()
     if pieces is not None:
         yield from _referrers_in_pieces(objects, pieces)
@@ -464,7 +464,7 @@ def _described(referrer: Any) -> str:
 
 
 def _where(owners: list[Any]) -> str:
-    """What a tuple is in, where that says more than that it is in something."""
+    """Describe what contains a tuple, if it has a name."""
     for owner in owners:
         if is_a(owner, dict):
             name = dict.get(owner, "__name__")

@@ -212,7 +212,7 @@ class ClassJoinPoint(JoinPoint):
             if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
                 self._move(subclass, self._replacement, self.original)
         if displaced:
-            logger.info("%s: somebody else's class stands there; it is left in place", self.place)
+            logger.info("%s: another class is there; it is left in place", self.place)
         elif self.place.inherited:
             delattr(self.place.owner, self.place.name)
         else:

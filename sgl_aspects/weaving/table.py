@@ -1,7 +1,7 @@
 """The table: every woven point of a process, its hooks, and putting all of it in place.
 
-The weaver says which hook belongs at which place. Here hooks come to points, points come to stand where
-the originals stood, and every referrer of an original follows, in one pass for all points that changed.
+The weaver chooses the place of each hook. The table attaches hooks to points, installs points in place of
+the originals, and every referrer of an original follows, in one pass for all points that changed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JoinPointTable:
         return self._at.get(advice, [])
 
     def at(self, place: AttributeReference) -> list[JoinPoint]:
-        """All points at ``place``, those below somebody else's patch too; the one on top comes last."""
+        """All points at ``place``, those below another patch too; the one on top comes last."""
         standing = self.known(place)
         below = [point for point in self._here.get(place.key, ()) if point is not standing]
         return below if standing is None else [*below, standing]
@@ -84,7 +84,7 @@ class JoinPointTable:
         return other if not place.inherited and other.place.part == place.part else None
 
     def displaced(self) -> Iterator[JoinPoint]:
-        """Points that somebody else's object stands over."""
+        """Points covered by another patch."""
         for points in self._here.values():
             if points[-1].displaced:
                 yield points[-1]
@@ -94,7 +94,7 @@ class JoinPointTable:
     def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> JoinPoint | None:
         """Add ``advice`` to the point at ``place``, making one where there is none; applies nothing.
 
-        Returns None where it is there already. A patch that somebody laid over a point of ours is not
+        Returns None where it is there already. A foreign patch over a point of ours is not
         woven again for the hooks below it.
 
         :param rerun: the code that fills ``place`` has just run: what stands there is new and not a patch.
@@ -228,7 +228,7 @@ class JoinPointTable:
         return outcome
 
     def _on_top(self, point: JoinPoint) -> JoinPoint:
-        """``point``, or one that takes its hooks, where somebody patched its place while it was off."""
+        """``point``, or one that takes its hooks, if its place was patched while it was off."""
         place = point.place
         if point.installed or not point.active or current(place.owner, place.name) is _expected(point):
             return point
@@ -289,7 +289,7 @@ class JoinPointTable:
 
 
 def _expected(point: JoinPoint) -> Any:
-    """What the dictionary of the point's owner holds as long as nobody else writes there."""
+    """What the dictionary of the point's owner holds unless other code writes there."""
     if not point.installed and point.place.inherited:
         return MISSING
     return point.standing

@@ -43,9 +43,9 @@ def test_garbage_of_the_engine_does_not_stay_where_it_froze_its_objects(is_froze
         gc.unfreeze()
 
 
-def test_a_search_of_the_heap_leaves_most_of_the_time_to_the_engine() -> None:
+def test_a_search_of_the_heap_rests_as_often_as_it_works() -> None:
     held = [json.dumps]
-    with in_pieces():
+    with in_pieces(rest=3):
         begin, used = time.perf_counter(), time.thread_time()
         handle = aspects.weave(aspects.before("json:dumps")(lambda *args, **kwargs: None))
         share = (time.thread_time() - used) / (time.perf_counter() - begin)

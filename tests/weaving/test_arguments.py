@@ -255,7 +255,7 @@ def test_an_observer_with_neither_half_is_refused() -> None:
             advice("engine:f", HookType.OBSERVE, hook)
 
 
-# -- async hooks where nobody awaits ----------------------------------------------------------------------
+# -- async hooks that are not awaited ---------------------------------------------------------------------
 
 
 async def async_around(original_fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Targets that were not made to be hooked: each harms nobody else, and nothing goes wrong in silence."""
+"""Targets that were not made to be hooked: each harms no other hook, and nothing fails silently."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_the_factory_of_a_defaultdict_is_rebound(engine: Any) -> None:
 
 
 class OddHash:
-    """Raises when a set asks it."""
+    """Raises when a set hashes it."""
 
     ready = False
 

@@ -1,4 +1,4 @@
-"""Hooks and the import system: whatever way a module loads, hooks reach it, and nobody notices otherwise."""
+"""Hooks and the import system: however a module loads, hooks reach it, and the program sees no difference."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_an_object_in_the_place_of_a_module(engine: Engine) -> None:
 
 
 def lazily(name: str) -> ModuleType:
-    """Import ``name`` as the documentation of importlib says for lazy imports."""
+    """Import ``name`` as the documentation of importlib shows for lazy imports."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
@@ -360,14 +360,14 @@ def test_an_object_that_pretends_to_be_of_another_class_is_not_asked(engine: Eng
     engine.write(
         "proxies.py",
         """
-        asked = []
+        reads = []
         class Proxy:
             @property
             def __class__(self):
-                asked.append(self)
+                reads.append(self)
                 return dict
             def __getattr__(self, name):
-                asked.append(name)
+                reads.append(name)
                 raise AttributeError(name)
         proxy = Proxy()
         def f(): return []
@@ -377,7 +377,7 @@ def test_an_object_that_pretends_to_be_of_another_class_is_not_asked(engine: Eng
         proxies = engine.load("proxies")
         assert proxies.f() == ["hook"]
         aspects.HookRegistry.apply_hooks()
-        assert proxies.asked == []
+        assert proxies.reads == []
 
 
 # -- loaders and finders ----------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def test_wrapt_may_wrap_what_we_have_woven(engine: Engine) -> None:
     aspects.HookRegistry.apply_hooks()
     assert mod.f() == ["below", "wrapt"]
     assert aspects.report().displaced == ("mod:f",)
-    assert "somebody else's patch stands over it" in aspects.explain("mod:f")
+    assert "another patch covers it" in aspects.explain("mod:f")
     above = aspects.weave(mark("mod:f", name="above"))
     assert mod.f() == ["below", "wrapt", "above"]
     below.disable()
@@ -625,7 +625,7 @@ def test_a_patch_laid_while_a_hook_is_off_is_kept(engine: Engine) -> None:
 
 
 class FindingByItself:
-    """As typeguard's, jaxtyping's and pytest's finders: asks `PathFinder` and nobody else."""
+    """As typeguard's, jaxtyping's and pytest's finders: calls `PathFinder` only."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         return importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -876,7 +876,7 @@ def test_a_thread_weaves_what_another_one_is_importing(engine: Engine, tmp_path:
 
 
 def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_module(engine: Engine) -> None:
-    """That thread had asked for interest before there was any."""
+    """That thread called our finder before there was a hook."""
     engine.write("late.py", "def f(): return []\ndef call(): return f()\n")
     found, go_on = threading.Event(), threading.Event()
 

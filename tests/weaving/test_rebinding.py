@@ -49,7 +49,7 @@ def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
     return ("hooked", original(*args, **kwargs))
 
 
-# -- the matrix of holders: each takes a copy of `f`, and says how to call it and what it holds ---------
+# -- the matrix of referrers: each takes a copy of `f`, and has a way to call it and to read it ---------
 
 
 @dataclass
@@ -625,7 +625,7 @@ def test_nothing_is_named_where_nothing_is_stale(engine: Any) -> None:
         assert aspects.report().stale == ()
 
 
-# -- somebody else's patches ----------------------------------------------------------------------------
+# -- patches of other code ------------------------------------------------------------------------------
 
 
 def test_a_patch_on_top_stays_when_ours_goes(engine: Any) -> None:

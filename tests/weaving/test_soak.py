@@ -253,7 +253,7 @@ def test_every_call_is_counted_once() -> None:
 
 @dataclass
 class Modelled:
-    """A hook, and what the model knows of it."""
+    """A hook, and its expected state."""
 
     name: str
     kind: HookType
