@@ -224,7 +224,7 @@ def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise:
         else:
             known[f"get_{number}"] = source
             terms.append(f"get_{number}(subject)")
-    return execute(_SOURCE.format(form.format(*terms)), "attribute reader", known)["read"]
+    return execute(_SOURCE.format(form.format(*terms)), "attribute reader", known).pop("read")
 
 
 def _no_noun(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:

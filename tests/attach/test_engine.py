@@ -12,8 +12,12 @@ from tests.support.tiny_models import make_llama
 
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
+# In both processes nothing is freed late: an engine may have its objects frozen.
 _ENGINE = """
+import gc
 from sgl_aspects.runtime import Engine, SamplingParams
+
+gc.disable()
 
 if __name__ == "__main__":
     params = SamplingParams(max_new_tokens=100, ignore_eos=True, temperature=0)
@@ -24,6 +28,17 @@ if __name__ == "__main__":
             print("answered", flush=True)
         print("wrong", flush=True)
 """
+
+
+def _rings_held(process_id: int) -> dict[int, list[str]]:
+    """The recordings that a program and its children still have in their memory."""
+    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+    maps = {each: Path(f"/proc/{each}/maps").read_text() for each in [process_id, *map(int, children)]}
+    return {
+        each: found
+        for each, text in maps.items()
+        if (found := [line for line in text.splitlines() if ".ring" in line])
+    }
 
 
 def test_requests_under_way_are_marked_and_none_has_failed(tmp_path: Path) -> None:
@@ -38,6 +53,7 @@ def test_requests_under_way_are_marked_and_none_has_failed(tmp_path: Path) -> No
         before = program.states.count("answered")
         wait_until(lambda: program.states.count("answered") > before + 1)
         assert set(program.states) == {"ready", "answered"}
+        assert _rings_held(program.process.pid) == {}
     spans = spans_in(tmp_path / "spans.jsonl")
     requests = [span for span in spans if span["name"].startswith("text_completion")]
     assert any("sgl_aspects.attached" in attribute_names(span) for span in requests)

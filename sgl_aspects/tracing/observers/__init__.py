@@ -120,9 +120,13 @@ class WovenLevels:
             )
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, for good.
+
+        Observers refer to this object and their hooks to them: without hooks here all of them are freed at
+        once, also in an engine whose garbage collector does not look at objects as old as these.
+        """
         self._change(self._woven, _remove)
-        self._woven = set()
+        self._woven, self._advices = set(), {}
 
 
 def _remove(*advices: aspects.Advice) -> None:

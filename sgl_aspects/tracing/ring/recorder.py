@@ -229,7 +229,8 @@ class RingRecorder:
         """Close the file. ``detaches``: the process goes on untraced, so its open spans have not failed."""
         with self._lock:
             self._closed = True
-            self._slots.end()
+            self._slots.close()
+            self._writers.clear()  # they refer to this recorder: without them it is freed at once
             file, self._file = self._file, None
             if file is not None:
                 # Another thread may be packing now: the memory is released with its last reference.
@@ -237,7 +238,7 @@ class RingRecorder:
                 self._open_steps(self._steps_in_memory())
                 file.end(layout.DETACHED if detaches else layout.CLOSED)
 
-    def _learn(self, type: SpanType, write: SpanWriter, *fields: Any) -> None:
+    def _learn(self, type: SpanType, *fields: Any) -> None:
         """Prepare a span with a new text or layout, too few values, or many links, then write it."""
         span = SpanEnd(type, *fields)
         values = [*span.values[: len(type.attributes)]]
@@ -251,7 +252,7 @@ class RingRecorder:
         span = span._replace(values=values, links=links)
         texts = [value for value, kind in zip(values, type.attributes.values()) if kind is str]
         if self._declare(type, len(links), has_error) and self._define_texts([*texts, span.error or None]):
-            write(*span[1:])
+            self.spans(type)(*span[1:])
         else:
             self._write_span_as_text(*span)
 

@@ -38,6 +38,11 @@ class Slots:
         self._last = 0
         self._hand_out(0, b"", 0)
 
+    def close(self) -> None:
+        """End, and let go of the ring."""
+        self.end()
+        self._find_file = self._when_full = _nothing
+
     def make_room(self) -> bool:
         """Return whether slots are free again, because the collector has moved on; if not, count a lost
         record.
@@ -99,3 +104,7 @@ class Slots:
         self.free.hand_out(self._last + 1, last, memory, offset)
         self.take: Callable[[], tuple[int, Any, int]] = self.free.take
         self._last = last
+
+
+def _nothing() -> None:
+    """The file and the report of a ring that is closed."""

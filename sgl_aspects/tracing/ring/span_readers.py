@@ -70,5 +70,5 @@ def _maker(codes: str, has_error: bool, links: int) -> Callable[..., SpanReader]
         "new": tuple.__new__,
         "unpack_from": layout.span_struct(codes, has_error, links).unpack_from,
     }
-    maker: Callable[..., SpanReader] = execute(source, f"span reader {codes}", known)["make"]
+    maker: Callable[..., SpanReader] = execute(source, f"span reader {codes}", known).pop("make")
     return maker

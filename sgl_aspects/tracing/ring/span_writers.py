@@ -36,10 +36,10 @@ def make(slots, texts, layouts, learn, write_as_text):
             number, memory, offset = slots.take()
         except StopIteration:
             if slots.make_room():
-                write(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+                learn(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
             return
         except (LookupError, TypeError, ValueError):
-            learn(write, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
+            learn(span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
             return
         try:
             if more is None:
@@ -109,9 +109,9 @@ def make_writer(
 ) -> SpanWriter:
     """The writer of spans with attributes of these codes.
 
-    ``slots``: a :class:`~sgl_aspects.tracing.ring.slots.Slots`. ``learn`` is called with the writer and its
-    arguments if ``layouts`` or ``texts`` lack what the span needs, or the number of values is wrong: it
-    defines them and calls again, or gives up. ``write_as_text`` gets what does not fit a slot.
+    ``slots``: a :class:`~sgl_aspects.tracing.ring.slots.Slots`. ``learn`` is called with the arguments of a
+    span if ``layouts`` or ``texts`` lack what it needs, or the number of values is wrong: it defines them and
+    calls the writer, or gives up. ``write_as_text`` gets what does not fit a slot.
     """
     names = [f"value_{number}" for number in range(len(codes))]
     lines = [f"{', '.join(names)}, = values" if names else ""]
@@ -123,4 +123,4 @@ def make_writer(
         take_apart=("\n" + " " * 12).join(filter(None, lines)), words="".join(f"{word}, " for word in words)
     )
     known = execute(source, f"span writer {codes}", {"MISFITS": MISFITS, "NONE": layout.NONE})
-    return cast(SpanWriter, known["make"](slots, texts, layouts, learn, write_as_text))
+    return cast(SpanWriter, known.pop("make")(slots, texts, layouts, learn, write_as_text))
