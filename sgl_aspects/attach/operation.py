@@ -29,6 +29,7 @@ from sgl_aspects.files import write_private
 from sgl_aspects.tracing.control import runs
 from sgl_aspects.tracing.run_folder import (
     collector_state,
+    hold_run,
     make_run_folder,
     remove_run_folder,
 )
@@ -120,7 +121,13 @@ class Run:
     def detach(self) -> list[Answer]:
         """Remove every hook from every process; afterwards the run's collector ends."""
         self._withdraw()
-        answers = [self._ask(process, "detach", {}) for process in self.attached()]
+        # The last answer comes after the last ring is closed, when the collector would remove the folder.
+        held = hold_run(str(self.folder))
+        try:
+            answers = [self._ask(process, "detach", {}) for process in self.attached()]
+        finally:
+            if held is not None:
+                os.close(held)
         self._end_guard(is_done=not any(answer.error for answer in answers))
         return answers
 
@@ -173,7 +180,8 @@ class Run:
         except AttachError as error:
             return Answer(process, {"error": str(error)})
         except (ProcessLookupError, FileNotFoundError):
-            return Answer(process, {"error": f"process {process.id} has ended"})
+            what = f"the run {self.folder}" if read_process(process.id) else f"process {process.id}"
+            return Answer(process, {"error": f"{what} has ended"})
         except PermissionError as error:
             return Answer(process, {"error": str(explained(process.id, error))})
 

@@ -46,6 +46,7 @@ _RESTARTED = "collector.restarted"
 
 _LEAST_BYTES = 4 << 20
 _LEAST_FILES = 64
+_REMOVALS = 3
 
 
 def make_run_folder() -> str:
@@ -75,7 +76,11 @@ def _has_room(folder: str) -> bool:
 
 
 def remove_run_folder(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder, also while another process makes a last file in it."""
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
 
 
 def hold_run(folder: str) -> int | None:

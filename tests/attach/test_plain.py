@@ -20,6 +20,7 @@ import pytest
 from sgl_aspects.attach.injection import run_file
 from sgl_aspects.attach.ptrace import Wait, call_in_main_thread, stopped
 from tests.support.attachable import (
+    PROGRAM,
     Program,
     attaching,
     command,
@@ -61,6 +62,21 @@ def test_nothing_of_ours_is_left_open_in_the_process(tmp_path: Path) -> None:
             maps = (own / "maps").read_text().splitlines()
             assert [line for line in maps if "sgl-aspects" in line] == []
         wait_until(lambda: program.states == ["original", "woven"] * 2 + ["original"])
+
+
+def test_a_late_answer_to_detach_is_waited_for(tmp_path: Path) -> None:
+    """As of a process on busy processors: the last ring is closed by then, which would end the run."""
+    late = """
+import gc, time
+gc.callbacks.append(lambda phase, info: time.sleep(0 if gc.isenabled() or phase == "start" else 2))
+gc.freeze()
+"""
+    with running(tmp_path, source=late + PROGRAM) as program:
+        output = finish(attaching(program, "--for", "4s"))
+        assert "2 originals are back" in output, output
+        assert "NOT" not in output, output
+        folder = re.findall(r"run folder (\S+)", output)
+        wait_until(lambda: not Path(*folder).exists())
 
 
 def test_ctrl_c_lets_go(tmp_path: Path) -> None:
