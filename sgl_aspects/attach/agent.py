@@ -52,7 +52,7 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
         )
     with _lock, in_pieces() as pieces, _beside_the_engine(pieces):
         begin = time.perf_counter()
-        answer = _attach(request) if request["operation"] == "attach" else _detach()
+        answer = _attach(request) if request["operation"] == "attach" else _detach_run(request)
         seconds = time.perf_counter() - begin
     return {**answer, "seconds": seconds, "longest_piece_seconds": pieces.longest}
 
@@ -111,6 +111,14 @@ def _weave_declared(attachment: _Attachment) -> None:
         advice = aspects.Advice(declared.target, declared.hook_type, declared.load(), declared.order, source)
         attachment.hooks.append(advice)
     weaver.add(attachment.hooks, strict=False)
+
+
+def _detach_run(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Detach, unless another run has taken over since: the guard of a killed command may be late."""
+    run_folder = request["environment"]["SGL_ASPECTS_TRACE_RUN"]
+    if _attachment is not None and _attachment.session.run_folder != run_folder:
+        return {"restored": 0, "not_restored": []}
+    return _detach()
 
 
 def _detach() -> dict[str, Any]:

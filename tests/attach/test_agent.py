@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +67,35 @@ assert _platform_of("cpu") is not None
 assert not [name for name in set(sys.modules) - before if name.startswith("sgl_aspects")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_a_late_detach_of_an_earlier_run_leaves_the_one_that_has_taken_over(tmp_path: Path) -> None:
+    """As from the guard of a command that was killed, when another command has attached meanwhile."""
+    code = """
+import json, sys
+import sgl_aspects as aspects
+from sgl_aspects.attach import agent
+
+first, second, configuration = sys.argv[1:]
+
+def perform(operation, folder):
+    environment = {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": folder, "SGL_ASPECTS_CONFIG": configuration}
+    request = {"operation": operation, "version": aspects.__version__, "environment": environment}
+    return agent.perform(request)
+
+perform("attach", first)
+assert perform("attach", second)["woven"] == ["json:dumps"]
+assert perform("detach", first)["restored"] == 0
+assert hasattr(json.dumps, "__wrapped__")
+assert perform("detach", second)["restored"] == 1
+assert not hasattr(json.dumps, "__wrapped__")
+"""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    configuration = tmp_path / "aspects.toml"
+    configuration.write_text('[[trace]]\ntarget = "json:dumps"\n')
+    subprocess.run([sys.executable, "-c", code, *folders, configuration], check=True, timeout=200)
 
 
 def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engine) -> None:
