@@ -79,7 +79,8 @@ from sgl_aspects.attach import agent
 first, second, configuration = sys.argv[1:]
 
 def perform(operation, folder):
-    environment = {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": folder, "SGL_ASPECTS_CONFIG": configuration}
+    environment = {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": folder}
+    environment["SGL_ASPECTS_CONFIG"] = configuration
     request = {"operation": operation, "version": aspects.__version__, "environment": environment}
     return agent.perform(request)
 
