@@ -36,7 +36,15 @@ _START_SECONDS = 10.0
 _LINE = """
 __import__('_thread').start_new_thread(exec, ({code!r}, {{'__name__': 'sgl_aspects_attach'}}))
 """
-_THREAD = "exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
+# Without the file the run has ended meanwhile: nothing is printed then.
+_THREAD = """
+try:
+    with open({path!r}) as file:
+        source = file.read()
+except OSError:
+    source = ''
+exec(compile(source, {path!r}, 'exec'))
+"""
 
 
 @dataclass(frozen=True)

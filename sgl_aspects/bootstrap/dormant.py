@@ -57,8 +57,12 @@ def _asked(number: int, frame: object) -> None:
 
 
 def _run(path: str) -> None:
-    with open(path, encoding="utf-8") as file:
-        exec(compile(file.read(), path, "exec"), {"__name__": "sgl_aspects_attach"})
+    try:
+        with open(path, encoding="utf-8") as file:
+            source = file.read()
+    except OSError:
+        return  # the run has ended meanwhile
+    exec(compile(source, path, "exec"), {"__name__": "sgl_aspects_attach"})
 
 
 def _in_child() -> None:

@@ -186,6 +186,14 @@ def _run_marks(program: Program, count: int, remote_exec: str | None = None) -> 
         run_file(program.id, file, mark.exists, remote_exec=remote_exec)
 
 
+def test_a_run_that_ends_before_the_process_looks_leaves_no_trace_in_its_log(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        deadline = time.monotonic() + 1
+        run_file(program.id, tmp_path / "gone.py", lambda: time.monotonic() > deadline, remote_exec=None)
+        _run_marks(program, 1)
+        assert program.said == ["original 1 4"]
+
+
 _BUSY = """
 import hashlib, os, threading, sys
 def allocate():
