@@ -47,7 +47,7 @@ class State:
 
 
 class Backend:
-    """A receiver that is started again for each state, where it was; ``down`` is none."""
+    """A receiver, started again for each state on the same port; ``down``: not started."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None

@@ -44,7 +44,7 @@ def test_garbage_of_the_engine_does_not_stay_where_it_froze_its_objects(is_froze
         gc.unfreeze()
 
 
-def test_a_search_of_the_heap_rests_as_often_as_it_works() -> None:
+def test_a_search_of_the_heap_rests_in_between() -> None:
     held = [json.dumps]
     with in_pieces(rest=3):
         begin, used = time.perf_counter(), time.thread_time()

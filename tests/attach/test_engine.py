@@ -12,7 +12,7 @@ from tests.support.tiny_models import make_llama
 
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
-# In both processes nothing is freed late: an engine may have its objects frozen.
+# The garbage collector is off: it would not see the objects of an engine that has frozen its heap either.
 _ENGINE = """
 import gc
 from sgl_aspects.runtime import Engine, SamplingParams

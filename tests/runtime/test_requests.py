@@ -63,7 +63,7 @@ def is_quiet(engine: Engine) -> bool:
 def test_the_chunks_of_a_stream_are_the_whole_text(
     engine: Engine, tokenizer: Tokenizer, prompt: list[int]
 ) -> None:
-    # Random weights talk in broken UTF-8: characters over several tokens, and bytes that are none.
+    # Random weights talk in broken UTF-8: characters over several tokens, and bytes that are not UTF-8.
     params = SamplingParams(max_new_tokens=80, ignore_eos=True, temperature=1.5, seed=len(prompt))
     chunks = list(engine.stream(prompt, params))
     whole = engine.generate(prompt, params)

@@ -359,14 +359,14 @@ def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path
     ended()
     wait_until(lambda: file.exists() and '"ended"' in file.read_text())
     kill_collector_for_good(session)
-    begin(session, "while nobody looked")()
+    begin(session, "without a collector")()
     command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
     settings = Path(session.run_folder, "collector.json")
     assert settings.stat().st_mode & 0o777 == 0o600
     # The run folder has the traces' destination.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
-        wait_until(lambda: "while nobody looked" in file.read_text())
+        wait_until(lambda: "without a collector" in file.read_text())
         second = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert second.returncode == 1
         assert "has a collector" in second.stderr
@@ -380,7 +380,7 @@ def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path
     assert sorted(span.attributes["gen_ai.request.id"] for span in spans) == [
         "ended",
         "open",
-        "while nobody looked",
+        "without a collector",
     ]
     assert not any(span.is_error for span in spans)
 

@@ -56,7 +56,7 @@ class Binder:  # no __call__, binds a callable
 class Raising:
     def __get__(self, instance, owner=None): raise RuntimeError("not now")
 class Meta(type):
-    def __getattribute__(cls, name): raise RuntimeError("ask nobody")
+    def __getattribute__(cls, name): raise RuntimeError("not readable")
 class Guarded(metaclass=Meta):
     def m(self): return "guarded"
 class Forbidding(type):

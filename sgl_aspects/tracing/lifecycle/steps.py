@@ -60,7 +60,7 @@ class Step(native.Step):
 
 
 def figure(number: int | None) -> int:
-    """Encode a number for storage: 0 is none."""
+    """Encode a number for storage: 0 means that there is no number."""
     return 0 if number is None else number + 1
 
 

@@ -45,7 +45,7 @@ SAMPLE_ALL = 1 << 32
 OPEN_STEPS_WORD = 64
 OPEN_STEPS = (HEADER_BYTES // 8 - OPEN_STEPS_WORD) // (SLOT_BYTES // 8)
 
-# Kinds of records: the first byte of a slot. 0 is none.
+# Kinds of records: the first byte of a slot. 0: the slot is empty.
 KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG = range(1, 8)
 KIND_STEP, KIND_GROUP = 8, 9
 
@@ -110,7 +110,7 @@ def span_struct(codes: str, has_error: bool, links: int) -> struct.Struct:
     STEP_FAILED,
 ) = range(25)
 STEP_WORDS = SLOT_BYTES // 8
-#: Figures are stored plus one, so that 0 is none: numbers, nanoseconds, and the usage in millionths.
+#: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000
 #: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
 STEP_BEGIN = struct.Struct("<6Q56x3Q128x")

@@ -97,7 +97,7 @@ ALONE: dict[str, dict[str, Any]] = {
         "headers": parent(31),
         "body": {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
     },
-    "a path that is none": {"path": "/nowhere", "headers": parent(33), "body": {}},
+    "a path that does not exist": {"path": "/nowhere", "headers": parent(33), "body": {}},
 }
 # At once: the second request of this name comes while the first one is being answered.
 TWINS = [generate(parent(40 + number), tokens=200, rid="twin", stream=True) for number in range(2)]
