@@ -1,12 +1,15 @@
-"""Our encoder of OTLP gives the messages that OpenTelemetry's gives."""
+"""Our encoders of OTLP give the messages that OpenTelemetry's gives."""
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -15,6 +18,7 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.export.otlp_file import to_json
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from tests.support.otlp_receiver import grpc_receiver, http_receiver
 
@@ -73,6 +77,31 @@ def test_the_same_messages(seed: int) -> None:
         spans = [any_span(luck) for _ in range(size)]
         theirs = encode_spans([span.readable() for span in spans])
         assert ExportTraceServiceRequest.FromString(encoder.encode(spans)) == theirs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_json(seed: int) -> None:
+    luck = random.Random(seed)
+    for size in (0, 1, 2, 40):
+        spans = [any_span(luck).readable() for _ in range(size)]
+        theirs = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+        for name in ("traceId", "spanId", "parentSpanId"):
+            theirs = in_hexadecimal(theirs, name)
+        assert json.dumps(to_json(spans), indent=1, sort_keys=True) == json.dumps(
+            theirs, indent=1, sort_keys=True
+        )
+
+
+def in_hexadecimal(message: Any, name: str) -> Any:
+    """The same message with this field as OTLP writes it."""
+    if isinstance(message, list):
+        return [in_hexadecimal(each, name) for each in message]
+    if not isinstance(message, dict):
+        return message
+    return {
+        key: base64.b64decode(value).hex() if key == name else in_hexadecimal(value, name)
+        for key, value in message.items()
+    }
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

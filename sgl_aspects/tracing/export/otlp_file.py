@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
 from sgl_aspects.tracing.export.shared_file import SharedFile
 
-_IDS = ("traceId", "spanId", "parentSpanId")
+_KINDS = {kind: kind.value + 1 for kind in SpanKind}
+_CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
+_FLAGS = (0x100, 0x300)  # whether a parent or a linked span is remote: no, yes
 
 
 class OtlpJsonFileExporter(SpanExporter):
@@ -42,18 +43,86 @@ class OtlpJsonFileExporter(SpanExporter):
 
 
 def to_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
-    """Encode the spans as OTLP/JSON: protobuf's JSON, but enums as numbers and ids in hexadecimal."""
-    data: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
-    for resource_spans in data.get("resourceSpans", ()):
-        for scope_spans in resource_spans.get("scopeSpans", ()):
-            for span in scope_spans.get("spans", ()):
-                _ids_to_hex(span)
-                for link in span.get("links", ()):
-                    _ids_to_hex(link)
-    return data
+    """Encode the spans as OTLP/JSON: protobuf's JSON, but enums as numbers and ids in hexadecimal.
+
+    Written directly: protobuf's own conversion takes ten times as long. A test compares the two.
+    """
+    found: dict[Any, dict[Any, list[dict[str, Any]]]] = {}
+    for span in spans:
+        by_scope = found.setdefault(span.resource, {})
+        by_scope.setdefault(span.instrumentation_scope, []).append(_span(span))
+    return {"resourceSpans": [_resource_spans(*item) for item in found.items()]} if found else {}
 
 
-def _ids_to_hex(message: dict[str, Any]) -> None:
-    for name in _IDS:
-        if name in message:
-            message[name] = base64.b64decode(message[name]).hex()
+def _resource_spans(resource: Any, by_scope: dict[Any, list[dict[str, Any]]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"resource": _attributes(resource.attributes), "scopeSpans": []}
+    for scope, spans in by_scope.items():
+        named = {} if scope is None else {"name": scope.name, "version": scope.version}
+        named = {key: text for key, text in named.items() if text}
+        message["scopeSpans"].append({"scope": named, "spans": spans})
+    if resource.schema_url:
+        message["schemaUrl"] = resource.schema_url
+    return message
+
+
+def _span(span: ReadableSpan) -> dict[str, Any]:
+    parent, status = span.parent, span.status
+    context = span.get_span_context()
+    assert context is not None
+    message = _ids(context)
+    if context.trace_state:
+        message["traceState"] = context.trace_state.to_header()
+    if parent is not None:
+        message["parentSpanId"] = f"{parent.span_id:016x}"
+    if span.name:
+        message["name"] = span.name
+    message["kind"] = _KINDS[span.kind]
+    message["startTimeUnixNano"] = str(span.start_time or 0)
+    message["endTimeUnixNano"] = str(span.end_time or 0)
+    message |= _attributes(span.attributes)
+    if span.dropped_attributes:
+        message["droppedAttributesCount"] = span.dropped_attributes
+    if span.links:
+        message["links"] = [
+            _ids(link.context) | _attributes(link.attributes) | {"flags": _FLAGS[link.context.is_remote]}
+            for link in span.links
+        ]
+    if span.dropped_links:
+        message["droppedLinksCount"] = span.dropped_links
+    message["status"] = {}
+    if status.description:
+        message["status"]["message"] = status.description
+    if status.status_code in _CODES:
+        message["status"]["code"] = _CODES[status.status_code]
+    message["flags"] = _FLAGS[parent is not None and parent.is_remote]
+    return message
+
+
+def _ids(context: SpanContext) -> dict[str, Any]:
+    return {"traceId": f"{context.trace_id:032x}", "spanId": f"{context.span_id:016x}"}
+
+
+def _attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not attributes:
+        return {}
+    return {"attributes": [{"key": key, "value": _value(value)} for key, value in attributes.items()]}
+
+
+def _value(value: Any) -> dict[str, Any]:
+    kind = type(value)
+    if kind is str:
+        return {"stringValue": value}
+    if kind is int:
+        return {"intValue": str(value)}
+    if kind is bool:
+        return {"boolValue": value}
+    if kind is float:
+        return {"doubleValue": value if math.isfinite(value) else _NOT_FINITE[str(value)]}
+    if kind is list or kind is tuple:
+        return {"arrayValue": {"values": [_value(each) for each in value]} if value else {}}
+    if value is None:
+        return {}
+    raise TypeError(f"OTLP has no form for {value!r}: write a text, a number, a boolean or a list of these")
+
+
+_NOT_FINITE = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
