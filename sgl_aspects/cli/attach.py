@@ -127,12 +127,12 @@ def _finish(collector: CollectorProcess | None, settings: TraceSettings) -> int:
     collector.ask_to_end()
     report = collector.wait(settings.flush_seconds + _COLLECTOR_SECONDS)
     collector.abandon()
-    summary = (
-        TraceSummary(problem="the collector has not ended yet")
-        if report is None
-        else TraceSummary.from_json(report)
-    )
-    print(summary)
+    if report is None:
+        print("the collector has not ended yet")
+        return 1
+    summary = TraceSummary.from_json(report)
+    if not (summary.has_losses or settings.tells_summary):  # otherwise the collector has printed it
+        print(summary)
     return int(bool(summary.problem))
 
 

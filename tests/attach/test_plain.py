@@ -90,6 +90,13 @@ def test_ctrl_c_lets_go(tmp_path: Path) -> None:
         wait_until(lambda: program.states[-1] == "original")
 
 
+def test_spans_that_are_lost_are_counted_once(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        output = finish(attaching(program, "--for", "0.5s", spans="/dev/full"))
+    assert "NOT delivered" in output
+    assert output.count("spans recorded") == 1
+
+
 def test_another_command_detaches(tmp_path: Path) -> None:
     with running(tmp_path) as program:
         process = attaching(program)
