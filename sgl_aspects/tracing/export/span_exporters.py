@@ -16,11 +16,13 @@ from sgl_aspects import compat
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.failures import report_line
 from sgl_aspects.tracing.export.span import CollectedSpan, ReadableExporter
+from sgl_aspects.tracing.export.thread_clock import ThreadClock
 from sgl_aspects.tracing.export.variables import BatchSettings
 from sgl_aspects.tracing.settings import TraceSettings
 
 logger = logging.getLogger(__name__)
 
+# Seconds in which an exporter's thread ran or slept without delivering: then it is taken for one that hangs.
 _PATIENCE_SECONDS = 2.0
 # Seconds after which the processes that wait for the end of a run log the reason.
 _SILENT_SECONDS = 1.0
@@ -159,11 +161,14 @@ class Pipeline:
         return max(0, self._settings.queue - self._submitted + self._done())
 
     def _wait_for_room(self) -> None:
-        done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
+        if self._room():
+            return
+        done, idle, clock = self._done(), 0.0, ThreadClock(self._worker)
         while not self._room() and not self._last_failed and self._stuck_at != self._done():
-            if self._done() != done:
-                done, deadline = self._done(), time.monotonic() + _PATIENCE_SECONDS
-            elif time.monotonic() > deadline:
+            past = clock.take()
+            idle = idle + past if self._done() == done else 0.0
+            done = self._done()
+            if idle > _PATIENCE_SECONDS:
                 self._stuck_at = done  # until it delivers again
                 return
             time.sleep(0.002)
@@ -179,21 +184,23 @@ class Pipeline:
 
 
 def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
-    """Send the queues of all pipelines at once; one that delivers nothing for ``seconds`` is given up."""
+    """Send the queues of all pipelines at once; one whose thread runs or sleeps for ``seconds`` without
+    delivering is given up.
+    """
     closing = [(pipeline, pipeline.close()) for pipeline in pipelines]
     begun = time.monotonic()
     delivered = [pipeline.exported for pipeline in pipelines]
-    deadlines = [begun + seconds] * len(delivered)
+    clocks, idle = [ThreadClock(thread) for _, thread in closing], [0.0] * len(closing)
     is_said = seconds <= _SILENT_SECONDS
     while True:
-        now = time.monotonic()
         for index, pipeline in enumerate(pipelines):
-            if pipeline.exported > delivered[index]:
-                delivered[index], deadlines[index] = pipeline.exported, now + seconds
-        busy = [thread for (_, thread), end in zip(closing, deadlines) if thread.is_alive() and now < end]
+            past = clocks[index].take()
+            idle[index] = idle[index] + past if pipeline.exported == delivered[index] else 0.0
+            delivered[index] = pipeline.exported
+        busy = [thread for (_, thread), past in zip(closing, idle) if thread.is_alive() and past < seconds]
         if not busy:
             break
-        if not is_said and now > begun + _SILENT_SECONDS:
+        if not is_said and time.monotonic() > begun + _SILENT_SECONDS:
             is_said, names = True, ", ".join(thread.name for thread in busy)
             until = f"given up when none is delivered for {seconds:g} s"
             report_line(f"{names}: sending the last spans takes long; {until}")

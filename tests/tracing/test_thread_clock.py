@@ -1,0 +1,110 @@
+"""A thread that gets no processor is told from one that sleeps."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from sgl_aspects.tracing.export import span_exporters
+from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
+from sgl_aspects.tracing.export.thread_clock import ThreadClock
+from tests.tracing.test_backend import collected
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads threads' states in /proc")
+
+
+@pytest.fixture
+def busy_processor() -> Iterator[int]:
+    """A processor on which another process runs all the time."""
+    processor = min(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{processor}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield processor
+        process.kill()
+
+
+def compute_starved(processor: int, seconds: float) -> None:
+    """Use ``seconds`` of this processor, of which the calling thread gets a tenth or less."""
+    os.sched_setaffinity(0, {processor})
+    os.setpriority(os.PRIO_PROCESS, 0, 10)  # of this thread alone
+    data = bytes(1 << 20)
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        hashlib.sha256(data)  # without the interpreter's lock
+
+
+def test_waiting_for_a_processor_does_not_count(busy_processor: int) -> None:
+    thread = threading.Thread(target=compute_starved, args=(busy_processor, 0.1))
+    begun = time.monotonic()
+    thread.start()
+    clock, counted = ThreadClock(thread), 0.0
+    while thread.is_alive():
+        counted += clock.take()
+        time.sleep(0.005)
+    assert counted < (time.monotonic() - begun) / 2
+
+
+def test_sleeping_counts() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    clock, counted = ThreadClock(thread), 0.0
+    while counted < 0.2:
+        time.sleep(0.005)
+        counted += clock.take()
+    end.set()
+    thread.join()
+
+
+class Starved(SpanExporter):
+    """An exporter that needs a processor for longer than the patience with one that hangs."""
+
+    def __init__(self, processor: int) -> None:
+        self._processor = processor
+
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
+        compute_starved(self._processor, 0.08)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+def test_an_exporter_without_a_processor_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, busy_processor: int
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")
+    monkeypatch.setattr(span_exporters, "_PATIENCE_SECONDS", 0.4)
+    pipeline = Pipeline("starved", Starved(busy_processor))
+    for number in range(2):
+        pipeline.offer([collected(number + 2)])
+    close_all([pipeline], 0.4)
+    assert (pipeline.exported, pipeline.not_delivered) == (2, 0)
+
+
+def test_one_that_hangs_loses_its_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+
+    class Hanging(Starved):
+        def export(self, spans: Sequence[Any]) -> SpanExportResult:
+            end.wait()
+            return SpanExportResult.SUCCESS
+
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")
+    monkeypatch.setattr(span_exporters, "_PATIENCE_SECONDS", 0.2)
+    pipeline = Pipeline("hanging", Hanging(0))
+    pipeline.offer([collected(number + 2) for number in range(5)])  # returns
+    close_all([pipeline], 0.2)
+    assert (pipeline.exported, pipeline.not_delivered) == (0, 5)
+    end.set()
