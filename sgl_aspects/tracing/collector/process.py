@@ -48,6 +48,9 @@ from sgl_aspects.tracing.settings import TraceSettings
 
 _Made = TypeVar("_Made")
 
+# The session's priority, as a nice value, while the collector keeps up.
+_LOW = 10
+
 POLL_SECONDS = 0.2
 # Seconds that the engine, which often gets the same SIGTERM, has to end its spans.
 _TERM_SECONDS = 5.0
@@ -55,6 +58,25 @@ _TERM_SECONDS = 5.0
 _CLOSING_SECONDS = 0.5
 # Seconds for the last metrics, even if the spans took all of their time.
 _METRICS_SECONDS = 0.5
+
+
+class SessionRank:
+    """The priority of this session: Linux with autogroups ranks a process only within its session.
+
+    Does nothing unless this process is alone in its session.
+    """
+
+    def __init__(self) -> None:
+        self._rank = 0
+        self._may = sys.platform == "linux" and not os.path.exists(f"/proc/{os.getsid(0)}")
+
+    def set(self, rank: int) -> None:
+        """Set it, as a nice value; 0 is the default. One that the kernel takes too early is set next time."""
+        if self._may and rank != self._rank:
+            with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as session:
+                session.write(str(rank))
+                session.flush()
+                self._rank = rank
 
 
 class Collector:
@@ -100,12 +122,19 @@ class Collector:
         """Note a termination signal: the run may go on for a few seconds at most."""
         self._end_by = time.monotonic() + _TERM_SECONDS
 
-    def follow(self) -> None:
-        """Run until the run has ended."""
+    def follow(self, rank: Callable[[int], None]) -> None:
+        """Run until the run has ended: behind the engine's processes while the rings have room, which on
+        full processors may be hardly at all, and beside them from when one fills until all are read.
+        """
+        rank(_LOW)
         while not self._has_ended():
             self._read()
             if not self._reader.has_more:
+                rank(_LOW)
                 time.sleep(POLL_SECONDS)
+            elif self._reader.is_behind():
+                rank(0)
+        rank(0)  # the process that ended the run waits
 
     def finish(self) -> TraceSummary:
         """Export the rest; returns when everything is exported or given up."""
@@ -246,16 +275,6 @@ def _let_the_engine_go_first() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _lower_session(by: int) -> None:
-    """Set the autogroup's priority: Linux with autogroups ranks a process only within its session.
-
-    Does nothing unless the collector is alone in its session; 0 restores the default.
-    """
-    if sys.platform == "linux" and not os.path.exists(f"/proc/{os.getsid(0)}"):
-        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as session:
-            session.write(str(by))
-
-
 def _allow_many_open_files() -> None:
     """Raise the limit on open files: a run may have thousands of processes, each with a ring."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -303,9 +322,8 @@ def main(arguments: Sequence[str]) -> int:
         collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        _lower_session(10)  # not sooner: on busy processors a short run would end before the collector starts
-        collector.follow()
-        _lower_session(0)  # normal priority again: the process that ended the run waits
+        # Not ranked low sooner: on busy processors a short run would end before the collector starts.
+        collector.follow(SessionRank().set)
         summary = collector.finish()
     except ConfigError as error:
         summary = TraceSummary(problem=f"the collector could not start: {error}")

@@ -64,6 +64,10 @@ class RunReader:
             for record in records:
                 yield writer, record
 
+    def is_behind(self) -> bool:
+        """Return whether a ring fills faster than it is read."""
+        return any(writer.is_behind() for writer in self.writers.values())
+
     def living(self) -> list[RingReader]:
         """The writers whose processes are alive."""
         self.find()

@@ -133,6 +133,12 @@ class RingReader:
         # A dead process may have complete records after an unfinished one.
         return records, whole == count or not alive
 
+    def is_behind(self) -> bool:
+        """Return whether more than an eighth of the ring waits to be read."""
+        number = self.taken + self.slots // 8
+        end = layout.SLOTS_OFFSET + ((number & (self.slots - 1)) + 1) * layout.SLOT_BYTES
+        return self._read(end - 8, 8) == number.to_bytes(8, "little")
+
     def history(self) -> Iterator[Record]:
         """Read the records up to ``taken`` that are still in the ring, oldest first; ``taken`` stays."""
         number = max(1, self.taken - self.slots + 1)
