@@ -17,13 +17,11 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach, context
-from sgl_aspects.tracing.collector.process import Collector
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
-from sgl_aspects.tracing.settings import TraceSettings
 from tests.support import workers
 from tests.support.collectors import kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
@@ -175,24 +173,6 @@ def test_a_collector_outlives_the_first_process_for_the_others(tmp_path: Path) -
     wait_until(lambda: not is_running(collector) and not os.path.exists(folder))
     owner.close()
     other.close()
-
-
-def test_a_collector_that_is_behind_goes_beside_the_engine_until_all_is_read(tmp_path: Path) -> None:
-    rids = [f"r{number}" for number in range(3000)]  # three records each, more than an eighth of a ring
-    owner = spawn.Process(target=workers.record_like_a_scheduler, args=(str(tmp_path), rids, "hang"))
-    owner.start()
-    wait_until(lambda: [ring for ring in RunReader(str(tmp_path)).find() if ring.is_behind()] != [])
-    ranks: list[int] = []
-
-    def rank(value: int) -> None:
-        ranks.append(value)
-        if value and 0 in ranks:
-            owner.kill()
-
-    Collector(str(tmp_path), TraceSettings(exporters=())).follow(rank)
-    owner.join()
-    kept = [value for value, before in zip(ranks, [None, *ranks]) if value != before]
-    assert kept == [10, 0, 10, 0]
 
 
 def test_an_endpoint_that_is_down_is_counted_and_costs_the_others_nothing(

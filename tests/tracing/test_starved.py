@@ -1,24 +1,32 @@
-"""A thread that gets no processor is told from one that sleeps."""
+"""A collector that gets little of the processors loses no spans."""
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from sgl_aspects.tracing.collector.process import Collector
+from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.export import span_exporters
 from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from sgl_aspects.tracing.export.thread_clock import ThreadClock
+from sgl_aspects.tracing.settings import TraceSettings
+from tests.support import workers
+from tests.support.processes import wait_until
 from tests.tracing.test_backend import collected
 
+spawn = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads threads' states in /proc")
 
 
@@ -108,3 +116,21 @@ def test_one_that_hangs_loses_its_spans_alone(monkeypatch: pytest.MonkeyPatch) -
     close_all([pipeline], 0.2)
     assert (pipeline.exported, pipeline.not_delivered) == (0, 5)
     end.set()
+
+
+def test_a_collector_that_is_behind_goes_beside_the_engine_until_all_is_read(tmp_path: Path) -> None:
+    rids = [f"r{number}" for number in range(3000)]  # three records each, more than an eighth of a ring
+    owner = spawn.Process(target=workers.record_like_a_scheduler, args=(str(tmp_path), rids, "hang"))
+    owner.start()
+    wait_until(lambda: [ring for ring in RunReader(str(tmp_path)).find() if ring.is_behind()] != [])
+    ranks: list[int] = []
+
+    def rank(value: int) -> None:
+        ranks.append(value)
+        if value and 0 in ranks:
+            owner.kill()
+
+    Collector(str(tmp_path), TraceSettings(exporters=())).follow(rank)
+    owner.join()
+    kept = [value for value, before in zip(ranks, [None, *ranks]) if value != before]
+    assert kept == [10, 0, 10, 0]
