@@ -222,7 +222,7 @@ class RingRecorder:
     def detaching(self) -> None:
         """Mark the process as detaching: requests that end later may lack some spans."""
         with self._lock:
-            if self._file is not None:
+            if self._file is not None and not self._file.words[layout.WORD_DETACHING_NS]:
                 self._file.words[layout.WORD_DETACHING_NS] = time.time_ns()
 
     def close(self, *, detaches: bool = False) -> None:
