@@ -170,8 +170,11 @@ class Writer:
         return ()
 
 
-def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the caller's records wait to be read: the scheduler's wait for them."""
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_reader_far_behind_or_slow_gives_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, is_behind: bool
+) -> None:
+    """However long the caller's records wait to be read, or the pass takes: the scheduler's wait for them."""
     found: list[str] = []
     joiner: Any = Joiner(Resource({}), lambda span: found.append(span.name))
     caller, scheduler = Writer("1"), Writer("2")
@@ -180,7 +183,7 @@ def test_a_reader_far_behind_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(join, "_SEEN_LATE_SECONDS", 0.0)
     joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 6, 7))
     time.sleep(0.001)
-    joiner.match_waiting(is_behind=True)
+    joiner.match_waiting(is_behind=is_behind)
     joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
     joiner.add(caller, RequestSent(7))
     joiner.match_waiting()

@@ -93,6 +93,9 @@ class Joiner:
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._is_replaying = False
         self._detaching_ns = math.inf
+        # When the last pass over all files ended. What was written before is read in the next one, however
+        # long that takes: a record waits from the end of its own pass.
+        self._passed = time.monotonic()
         self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
 
     def add(self, writer: Writer, record: Record) -> None:
@@ -128,7 +131,7 @@ class Joiner:
         ``is_behind``: some file has more to read, so nothing is given up yet.
         """
         if not is_behind and (self._unmatched.count or self._rootless.count):
-            self._end_waiting(time.monotonic())
+            self._end_waiting(self._passed)
         # A request's end waits for one more pass, so that the times of its children are known.
         if not is_behind or len(self._held) > _HELD_ENDS:
             ends, self._held_before, self._held = self._held_before, self._held, []
@@ -137,6 +140,7 @@ class Joiner:
         while len(self._open) > _OPEN:
             self._lose(next(iter(self._open)))
         self._roots.trim()
+        self._passed = time.monotonic()
 
     def writer_gone(self, writer: Writer) -> None:
         """End the writer's open spans as unfinished: all of its records are read and no more will come."""
