@@ -12,9 +12,12 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import SpanKind
 
 from sgl_aspects.tracing import TraceSession, context
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
 from tests.support import workers
 
@@ -36,6 +39,11 @@ def begin(session: TraceSession, rid: str, origin: TraceContext | None = None) -
         return span_id
 
     return end
+
+
+def collected(span_id: int) -> CollectedSpan:
+    ids = RootContext(1, 2), span_id, 0, False
+    return CollectedSpan(Resource({}), *ids, SpanKind.INTERNAL, "s", 1, 2, {}, [], None, [], UNSET)
 
 
 def run_scheduler(session: TraceSession, rids: list[str], ending: str = "end") -> None:

@@ -10,22 +10,15 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanKind
 
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, ReadableExporter, RootContext
+from sgl_aspects.tracing.export.span import ReadableExporter
 from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import peak_megabytes
-from tests.support.sessions import begin
-
-
-def collected(span_id: int) -> CollectedSpan:
-    ids = RootContext(1, 2), span_id, 0, False
-    return CollectedSpan(Resource({}), *ids, SpanKind.INTERNAL, "s", 1, 2, {}, [], None, [], UNSET)
+from tests.support.sessions import begin, collected
 
 
 def test_a_process_that_waits_for_the_end_logs_why(capfd: pytest.CaptureFixture[str]) -> None:

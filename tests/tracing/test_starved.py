@@ -24,7 +24,7 @@ from sgl_aspects.tracing.export.thread_clock import ThreadClock
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support import workers
 from tests.support.processes import wait_until
-from tests.tracing.test_backend import collected
+from tests.support.sessions import collected
 
 spawn = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads threads' states in /proc")
