@@ -1,4 +1,4 @@
-"""The time that a thread has had: what tells an exporter that hangs from one that gets no processor."""
+"""The time that a thread has had, to distinguish an exporter that hangs from one that gets no processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST = 0.05
 class ThreadClock:
     """Counts the seconds in which a thread ran or slept, not those in which it waited for a processor.
 
-    Where the kernel does not tell (not Linux) all seconds count.
+    Without Linux's ``/proc`` all seconds count.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
