@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects.tracing import native
+
 _SIGNAL = signal.SIGRTMIN + 3
 #: The functions that only level 3 weaves, and the one whose call for a step comes a step later.
 _LEVEL_3 = ("ModelRunner.forward", "Backend.replay")
@@ -57,6 +59,15 @@ class Watched:
         nothing = {"enter": operator.is_, "exit": slice}
         empty = [nothing.get(getattr(one, "__name__", "").rpartition("_")[2], one) for one in constants]
         self.on, self.empty = (self._calling(inner, original, those) for those in (constants, empty))
+        self.in_python = self.on
+        if native.WatchedCall is not None and type(constants[-1]) is native.WatchedCall:
+            enter, leave = (
+                next((one for one in constants if getattr(one, "__name__", "").endswith(part)), None)
+                for part in ("_enter", "_exit")
+            )
+            failed = next(one for one in constants if type(one).__name__ == "_Failed")
+            self.on = self._called_in_c(inner, enter, leave, failed)
+            self.empty = self._called_in_c(inner, None, None, failed)
         setattr(owner, name, functools.wraps(original)(outer))
 
     def _calling(self, inner: Any, original: Any, constants: Any) -> Any:
@@ -65,6 +76,15 @@ class Watched:
         changed = type(woven.__code__.co_consts)(inner if one is original else one for one in constants)
         code = woven.__code__.replace(co_consts=changed)
         return types.FunctionType(code, woven.__globals__, woven.__name__, None, woven.__closure__)
+
+    def _called_in_c(self, inner: Any, *parts: Any) -> Any:
+        run = types.FunctionType(
+            self._woven.__code__, self._woven.__globals__, closure=self._woven.__closure__
+        )
+        constants = run.__code__.co_consts
+        changed = (*constants[:-1], native.WatchedCall(run, inner, *parts))
+        run.__code__ = run.__code__.replace(co_consts=type(constants)(changed))
+        return run
 
 
 def watched_methods() -> list[Watched]:
@@ -147,8 +167,10 @@ class Exchange:
             run = method.off
             if name == "level 3, empty":
                 run = method.empty
-            elif name.startswith("level") and not (name == "level 2" and method.name.endswith(_LEVEL_3)):
-                run = method.on
+            elif name.startswith("level 3") or (
+                name.startswith("level") and not method.name.endswith(_LEVEL_3)
+            ):
+                run = method.in_python if name.endswith("in Python") else method.on
             if method.name == _LATE:
                 self._pending.append((method, run))
             else:

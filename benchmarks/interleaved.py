@@ -11,7 +11,7 @@ its cold caches: woven functions, observers, the device's events. "step" is how 
 least squares after the steps' own correlation is taken out: it has what the caches lose besides, and a wide
 interval. Not in either: weaving itself, and the collector, a process of its own that reads all the time.
 "burn 10" spends 10 µs in the scheduler's thread: what of it is seen in a step. "empty": observers that do
-nothing.
+nothing. "in Python": woven functions that are not called in C (observers are all the same).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from benchmarks.turns import interval
 from tests.support import sglang_server
 from tests.support.sglang_server import serve
 
-VARIANTS = ("nothing", "burn 10", "level 2", "level 3", "level 3, no event", "level 3, empty")
+VARIANTS = (
+    *("nothing", "burn 10", "level 2", "level 3", "level 3, no event", "level 3, empty"),
+    *("level 2, in Python", "level 3, in Python"),
+)
 _ROOT = Path(__file__).parent.parent
 _LAGS = 6
 #: The intervals of the figures are over this many parts of a measurement.

@@ -108,10 +108,15 @@ def in_sample(root_id: int, sample: int) -> bool:
     return (root_id * 0x9E37_79B9 & 0xFFFF_FFFF) < sample
 
 
+def first_id() -> int:
+    """Return a random number for the ids from there on."""
+    return 1 + (int.from_bytes(os.urandom(8), "big") >> 5)
+
+
 def id_source() -> Callable[[], int]:
     """Generate ids for one process, never 0: consecutive, from a random number on.
 
     They stay below 2**60: the bits above distinguish the spans of a step (:mod:`.ring.format`). The
     probability that two of a hundred processes with a billion ids each collide is below one in 50,000.
     """
-    return itertools.count(1 + (int.from_bytes(os.urandom(8), "big") >> 5)).__next__
+    return itertools.count(first_id()).__next__

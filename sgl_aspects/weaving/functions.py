@@ -93,7 +93,7 @@ class WovenFunction:
     """
 
     __slots__ = (
-        *("_body", "_calls", "_compiled", "_iterable", "_model", "_run", "_signature"),
+        *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature"),
         *("applied", "function", "kind"),
     )
 
@@ -101,6 +101,7 @@ class WovenFunction:
         self.kind = FunctionKind.of(original)
         self.applied = False
         self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
+        self._in_c: Any = None
         self._signature: _Signature | None = None
         self._compiled: _CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
@@ -121,12 +122,15 @@ class WovenFunction:
 
     @property
     def calls(self) -> int:
-        return int(self._calls[0])
+        return int(self._calls[0]) + (0 if self._in_c is None else self._in_c.calls)
 
-    def set_hooks(self, head: Any, observers: Observers, compiling: Any = None) -> None:
+    def set_hooks(self, head: Any, observers: Observers, compiling: Any = None, caller: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
 
         :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
+        :param caller: of the only observer: called with the function, ``head`` and the observer's parts it
+            makes the function's vectorcall run them without Python code, while what it returns is the last
+            of the code's constants.
         """
         if compiling is not None:
             self._compiled = self._compiled or _CompiledChain(self._run.__globals__)
@@ -136,7 +140,12 @@ class WovenFunction:
         for index, triple in enumerate(observers):
             hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
         parts = tuple((enter is not None, leave is not None) for enter, leave, _ in observers)
-        self._run.__code__ = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
+        code = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
+        self._calls[0], self._in_c = float(self.calls), None
+        if caller is not None and self.kind is FunctionKind.PLAIN and not packed:
+            self._in_c = caller(self._run, head, *observers[0])
+            code = code.replace(co_consts=_Constants((*code.co_consts, self._in_c)))
+        self._run.__code__ = code
         self.applied = True
 
     def release(self, head: Any) -> None:

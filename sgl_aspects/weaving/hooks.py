@@ -110,13 +110,14 @@ class Advice:
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
     :param required: if the target turns out to be missing, the process stops and prints the reason.
     :param on_lost: called with the reason instead of a warning, where nothing that loads later can help.
+    :ivar caller: calls an observer in C where it is the only hook (:meth:`.WovenFunction.set_hooks`).
     :ivar errors: how many exceptions of an observer were contained.
     :ivar sequence: a number that grows with each advice.
     """
 
     __slots__ = (
         *("target", "hook_type", "hook", "order", "source", "required", "on_lost"),
-        *("enabled", "errors", "state", "detail", "sequence"),
+        *("caller", "enabled", "errors", "state", "detail", "sequence"),
     )
 
     def __init__(
@@ -135,6 +136,7 @@ class Advice:
         self.target, self.hook_type, self.hook, self.order = target, hook_type, hook, order
         self.source = source or current_source.get()
         self.required, self.on_lost = required, on_lost
+        self.caller: Callable[..., Any] | None = None
         self.enabled, self.errors, self.state, self.detail = True, 0, State.REMOVED, ""
         self.sequence = next(_sequence)
 

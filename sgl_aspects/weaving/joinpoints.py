@@ -183,7 +183,8 @@ class FunctionJoinPoint(JoinPoint):
         # The last REPLACE wins; the earlier ones stay registered and come back when it goes.
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
         head = build_chain(self._called, chain, awaits=self._is_async)
-        self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), compiling)
+        caller = observers[0].caller if len(observers) == 1 else None
+        self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), compiling, caller)
 
     def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
         observer = self._observers.get(advice, advice.hook)

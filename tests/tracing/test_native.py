@@ -18,8 +18,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 # A fake engine: twenty steps with what interrupts them. Prints its spans without ids and times.
 _ENGINE = """
-import ctypes, json, sys
+import ctypes, json, logging, sys, types
 from types import SimpleNamespace
+from sgl_aspects.weaving import Advice, HookType, Target, weave as weave_advice
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
 from sgl_aspects.tracing import native
@@ -78,16 +79,31 @@ platform = SimpleNamespace(device_name="chip", create_event=Event, current_strea
                            stream_handle=lambda stream: 9)
 runner = SimpleNamespace(platform=platform)
 
-def call(role, args, result=None, error=None, inside=lambda: None):
-    observer = found[role]
-    try:
-        token = observer.enter(args, {}) if observer.enter else None
-    except RuntimeError:  # of its own: the call goes on, and its exit is not called
+running = []
+woven = types.ModuleType("woven")
+
+def weave(role):
+    def function(*args):
+        inside, result, error = running.pop()
         inside()
-        return
-    inside()
-    if observer.exit:
-        observer.exit(token, result, error)
+        if error is not None:
+            raise error
+        return result
+    setattr(woven, role, function)
+    advice = Advice(Target.parse(f"woven:{role}"), HookType.OBSERVE, found[role])
+    advice.caller = found[role].caller
+    weave_advice(advice)
+
+def call(role, args, result=None, error=None, inside=lambda: None):
+    running.append((inside, result, error))
+    try:
+        getattr(woven, role)(*args)
+    except (ValueError, KeyError) as raised:
+        assert raised is error
+
+sys.modules["woven"] = woven
+for role in found:
+    weave(role)
 
 def step(number, error=None, processing=None, size=4, level=3):
     recorder.steps.words[layout.WORD_LEVEL] = level

@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_aspects.tracing import native, schema
 from sgl_aspects.tracing.context import Fields
-from sgl_aspects.tracing.recorder import Recorder, SpanWriter, in_sample
+from sgl_aspects.tracing.recorder import Recorder, SpanWriter, first_id, in_sample
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.format import (
     CHILD_RUN_BATCH,
@@ -100,7 +100,7 @@ class StepTracker(native.Tracker):
         self.on_level: Callable[[int], None] | None = None
         self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder
-        self.new_id = recorder.new_id
+        self.last_id = first_id()  # of steps: counting on is faster than a call
         self._measures = measures
         self._thread = 0
         self._mode, self._keys = "", array("Q")
@@ -124,7 +124,8 @@ class StepTracker(native.Tracker):
                 self.on_level(level)
         step_id = 0
         if level >= 2:
-            step_id = shared_id or self.new_id()
+            self.last_id += 1
+            step_id = shared_id or self.last_id
             sample = words[WORD_SAMPLE]
             if sample < SAMPLE_ALL and not in_sample(step_id, sample):
                 step_id = 0
@@ -173,7 +174,7 @@ class StepTracker(native.Tracker):
         known = array("Q", keys)
         if known == self._keys:
             return
-        group = self.new_id() if keys else 0
+        group = self._recorder.new_id() if keys else 0
         if group and not self._recorder.write_group(group, keys):
             group, known = 0, array("Q")
         self.group, self._keys = group, known
@@ -346,7 +347,7 @@ class StepTracker(native.Tracker):
         schedule_id = layout.child_id(step.id, layout.CHILD_SCHEDULE)
         for write, start_ns, end_ns, problem in details:
             parent_id = schedule_id if schedule_start and start_ns >= schedule_start else step.id
-            write(self.new_id(), step.id, parent_id, start_ns, end_ns, (), problem)
+            write(self._recorder.new_id(), step.id, parent_id, start_ns, end_ns, (), problem)
 
     def _meet(self, steps: OpenSteps) -> OpenSteps:
         """Switch to the recorder's current file: at the start, after a fork, at the end."""
@@ -355,7 +356,7 @@ class StepTracker(native.Tracker):
             steps = self._recorder.steps
         self.steps = steps
         self._thread = threading.get_ident()
-        self.new_id = self._recorder.new_id
+        self.last_id = first_id()
         self._mode = ""
         self.spare.clear()
         keys, self.group, self._keys = self._keys, 0, array("Q")

@@ -1,6 +1,7 @@
 """The hot path of a decode step in C where there is a compiler, else in Python: the same records either way.
 
     decode_path.c   the plain case of observers/steps.py and observers/forward.py
+    watched_call.c  the call of a woven function that only one of these observes
     build.py        compiles it, once for a version of it and of Python, into the user's cache
     fields.py       its replacement where it cannot be compiled
 
@@ -23,4 +24,7 @@ else:
     Blocks, Slots, Step, Tracker = compiled.Blocks, compiled.Slots, compiled.Step, compiled.Tracker
     StepPath, ForwardPath, Mark = compiled.StepPath, compiled.ForwardPath, compiled.Mark
 
-__all__ = ["Blocks", "ForwardPath", "Mark", "Slots", "Step", "StepPath", "Tracker", "compiled"]
+#: Calls the hooks of a woven function in C; None: Python calls them.
+WatchedCall: Any = getattr(compiled, "WatchedCall", None)
+
+__all__ = ["Blocks", "ForwardPath", "Mark", "Slots", "Step", "StepPath", "Tracker", "WatchedCall", "compiled"]

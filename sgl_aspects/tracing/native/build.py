@@ -1,4 +1,4 @@
-"""Compiles ``decode_path.c``, once for each version of it and of Python, and loads it.
+"""Compiles the files in C, once for each version of them and of Python, and loads the module.
 
 Like Triton's launchers, it needs a C compiler and Python's headers. The result lies in the user's cache and
 is loaded only from a folder that no other user can write to.
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SGL_ASPECTS_NATIVE"
 AUTO, CACHED, OFF = "auto", "cached", "off"
 _NAME = "_decode_path"
-_SOURCE = Path(__file__).with_name("decode_path.c")
+_FOLDER = Path(__file__).parent
+_SOURCES = sorted(_FOLDER.glob("*.c"))
 _FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _DIGEST_BYTES = 32
 _SECONDS = 120  # time limit of the compiler, on a machine that starts an engine
@@ -65,7 +66,8 @@ def header() -> str:
 
 def _path() -> Path:
     """Return the path of the module for this Python."""
-    sources = [_SOURCE.read_text(), header(), sys.version, sysconfig.get_platform(), *_FLAGS]
+    texts = [path.read_text() for path in (*_SOURCES, _FOLDER / "native.h")]
+    sources = [*texts, header(), sys.version, sysconfig.get_platform(), *_FLAGS]
     digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -97,7 +99,8 @@ def _compile(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         Path(folder, "layout.h").write_text(header())
         made = Path(folder, path.name)
-        command = [*compiler.split(), *_FLAGS, f"-I{folder}", f"-I{headers}", str(_SOURCE), "-o", str(made)]
+        included = [f"-I{path}" for path in (folder, headers)]
+        command = [*compiler.split(), *_FLAGS, *included, *map(str, _SOURCES), "-o", str(made)]
         # Do not pass the engine's preloaded libraries on to the compiler.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(

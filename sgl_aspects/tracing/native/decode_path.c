@@ -8,12 +8,10 @@
 
    layout.h is written from ring/format.py when this is compiled. Compiled for one version of CPython. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stddef.h>
+#include "native.h"
+
 #include <stdint.h>
 #include <string.h>
-#include <structmember.h>
 #include <time.h>
 
 #include "layout.h"
@@ -111,8 +109,8 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events, *new_id;
-    unsigned long long schedule_start, schedule_end, level, group, mode_text;
+    PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events;
+    unsigned long long last_id, schedule_start, schedule_end, level, group, mode_text;
     char finishing;
 } Tracker;
 
@@ -297,11 +295,11 @@ COLLECTED(Step, steps, 9)
 
 static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
-    OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events), OBJECT(Tracker, new_id),
-    NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
+    OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events),
+    NUMBER(Tracker, last_id), NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
     NUMBER(Tracker, group), NUMBER(Tracker, mode_text), FLAG(Tracker, finishing), END};
 static PyMethodDef Tracker_methods[] = {{NULL, NULL, 0, NULL}};
-COLLECTED(Tracker, steps, 8)
+COLLECTED(Tracker, steps, 7)
 
 static inline int
 has_any(PyObject *list)
@@ -316,7 +314,7 @@ tracker_in(PyObject *object)
     Tracker *tracker = (Tracker *)object;
     if (is_none(object) || !PyObject_TypeCheck(object, tracker_type) || is_none(tracker->steps)
         || !PyObject_TypeCheck(tracker->steps, blocks_type) || ((Blocks *)tracker->steps)->words == NULL
-        || is_none(tracker->new_id) || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_Check(tracker->in_flight)
+        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_Check(tracker->in_flight)
         || !PyList_Check(tracker->spare))
         return NULL;
     return tracker;
@@ -346,6 +344,18 @@ elapsed(PyObject *events)
         return -1;
     return milliseconds < 0 ? 0 : milliseconds;
 }
+
+/* -- arguments --------------------------------------------------------------------------------------------- */
+
+/* Defines the method that takes (args, kwargs), from the function that takes what was passed by position. */
+#define PACKED(type, name)                                                                                 \
+    static PyObject *type##_##name(PyObject *object, PyObject *const *args, Py_ssize_t count)              \
+    {                                                                                                      \
+        PyObject *token = OTHER_CASE;                                                                      \
+        if (count == 2 && PyTuple_Check(args[0]))                                                          \
+            token = name(object, &PyTuple_GET_ITEM(args[0], 0), PyTuple_GET_SIZE(args[0]));                \
+        return token == OTHER_CASE ? call_method(object, s_##name, args, count) : token;                   \
+    }
 
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
@@ -380,17 +390,15 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
 }
 
 static PyObject *
-StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     StepPath *self = (StepPath *)object;
     uint64_t now = now_ns();
     Tracker *tracker = tracker_in(self->tracker);
-    if (count != 2 || tracker == NULL || !self->is_plain || !self->decodes || !PyTuple_Check(args[0])
-        || PyTuple_GET_SIZE(args[0]) <= self->ran_at || is_none(self->preempted) || !PyAnySet_Check(self->preempted)
-        || PySet_GET_SIZE(self->preempted)
-        || has_any(tracker->details))
+    if (tracker == NULL || !self->is_plain || !self->decodes || count <= self->ran_at || is_none(self->preempted)
+        || !PyAnySet_Check(self->preempted) || PySet_GET_SIZE(self->preempted) || has_any(tracker->details))
         goto slow;
-    PyObject *batch = PyTuple_GET_ITEM(args[0], self->ran_at);
+    PyObject *batch = args[self->ran_at];
     uint64_t *words = ((Blocks *)tracker->steps)->words;
     uint64_t level = words[WORD_LEVEL];
     if (batch == Py_None || level != tracker->level)
@@ -422,13 +430,7 @@ StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         goto slow;
     uint64_t id = 0;
     if (level >= 2) {
-        PyObject *number = PyObject_CallNoArgs(tracker->new_id);
-        if (number == NULL)
-            return NULL;
-        id = PyLong_AsUnsignedLongLong(number);
-        Py_DECREF(number);
-        if (PyErr_Occurred())
-            return NULL;
+        id = ++tracker->last_id;
         uint64_t sample = words[WORD_SAMPLE];
         if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
             id = 0;
@@ -461,8 +463,10 @@ StepPath_run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 unreadable:
     PyErr_Clear();
 slow:
-    return call_method(object, s_run_enter, args, count);
+    return OTHER_CASE;
 }
+
+PACKED(StepPath, run_enter)
 
 static PyObject *
 StepPath_run_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
@@ -497,39 +501,44 @@ slow:
 }
 
 static PyObject *
-StepPath_process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     StepPath *self = (StepPath *)object;
     uint64_t now = now_ns();
     Tracker *tracker = tracker_in(self->tracker);
-    if (count != 2 || tracker == NULL || !PyTuple_Check(args[0]))
-        goto slow;
-    if (!PyList_GET_SIZE(tracker->in_flight))
+    if (tracker == NULL)
+        return OTHER_CASE;
+    Py_ssize_t at = 0, in_flight = PyList_GET_SIZE(tracker->in_flight);
+    if (!in_flight)
         Py_RETURN_NONE;
-    Py_ssize_t given = PyTuple_GET_SIZE(args[0]);
-    if (given <= self->result_at || given <= self->processed_at || given <= self->processing_at)
-        goto slow;
-    Step *step = (Step *)PyList_GET_ITEM(tracker->in_flight, 0);
-    if (!is_step((PyObject *)step) || step->result != PyTuple_GET_ITEM(args[0], self->result_at)
-        || !is_none(step->prefill))
-        goto slow;
-    uint64_t *words = words_of(step);
+    if (count <= self->result_at || count <= self->processed_at || count <= self->processing_at)
+        return OTHER_CASE;
+    /* The first, unless the result of one before it was never processed. */
+    Step *step = NULL;
+    for (; at < in_flight; at++) {
+        step = (Step *)PyList_GET_ITEM(tracker->in_flight, at);
+        if (!is_step((PyObject *)step))
+            return OTHER_CASE;
+        if (step->result == args[self->result_at])
+            break;
+    }
+    uint64_t *words = at == in_flight || !is_none(step->prefill) ? NULL : words_of(step);
     if (words == NULL)
-        goto slow;
+        return OTHER_CASE;
     Py_INCREF(step);
-    if (PyList_SetSlice(tracker->in_flight, 0, 1, NULL) < 0) {
+    if (PyList_SetSlice(tracker->in_flight, at, at + 1, NULL) < 0) {
         Py_DECREF(step);
         return NULL;
     }
     words[PROCESS_START] = now;
     step->child = CHILD_PROCESS_RESULT;
     replace(&tracker->running, (PyObject *)step);
-    replace(&step->batch, PyTuple_GET_ITEM(args[0], self->processed_at));
-    replace(&step->result, PyTuple_GET_ITEM(args[0], self->processing_at));
+    replace(&step->batch, args[self->processed_at]);
+    replace(&step->result, args[self->processing_at]);
     return (PyObject *)step;
-slow:
-    return call_method(object, s_process_enter, args, count);
 }
+
+PACKED(StepPath, process_enter)
 
 /* Writes the step's record and frees its object; 0 with an exception set. A slot is free for it. */
 static int
@@ -665,23 +674,21 @@ begin_on_device(ForwardPath *self)
 }
 
 static PyObject *
-ForwardPath_forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     ForwardPath *self = (ForwardPath *)object;
     Tracker *tracker = tracker_in(self->tracker);
-    if (count != 2 || tracker == NULL)
-        goto slow;
+    if (tracker == NULL)
+        return OTHER_CASE;
     Step *step = (Step *)tracker->running;
     if (is_none((PyObject *)step) || !step->id || !is_none(self->step))
         Py_RETURN_NONE;
-    if (!is_step((PyObject *)step) || !PyTuple_Check(args[0])
-        || PyTuple_GET_SIZE(args[0]) <= self->runner_at
-        || PyTuple_GET_ITEM(args[0], self->runner_at) != self->met_runner || step->steps != self->met_steps
-        || !((self->passes + 1) & PASSES_PER_STREAM))
-        goto slow;
+    if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
+        || step->steps != self->met_steps || !((self->passes + 1) & PASSES_PER_STREAM))
+        return OTHER_CASE;
     uint64_t *words = words_of(step);
     if (words == NULL || (self->has_events && !has_any(tracker->spare_events)))
-        goto slow;
+        return OTHER_CASE;
     Py_INCREF(step);
     step->child = CHILD_FORWARD;
     words[FORWARD_START] = now_ns();
@@ -699,19 +706,19 @@ ForwardPath_forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t co
     }
     replace(&self->step, (PyObject *)step); /* last: its exit, which releases it, comes only after this */
     return (PyObject *)step;
-slow:
-    return call_method(object, s_forward_enter, args, count);
 }
 
+PACKED(ForwardPath, forward_enter)
+
 static PyObject *
-ForwardPath_launch_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
 {
     ForwardPath *self = (ForwardPath *)object;
     if (is_none(self->step))
         Py_RETURN_NONE;
     uint64_t *words = is_step(self->step) ? words_of((Step *)self->step) : NULL;
     if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
-        return call_method(object, s_launch_enter, args, count);
+        return OTHER_CASE;
     if (words[STEP_GRAPH] == self->replayed_text)
         Py_RETURN_NONE; /* a later part of the same pass */
     words[STEP_GRAPH] = self->replayed_text;
@@ -722,6 +729,8 @@ ForwardPath_launch_enter(PyObject *object, PyObject *const *args, Py_ssize_t cou
     }
     Py_RETURN_NONE;
 }
+
+PACKED(ForwardPath, launch_enter)
 
 static PyObject *
 ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
@@ -757,6 +766,25 @@ static PyMethodDef ForwardPath_methods[] = {
     FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
     {NULL, NULL, 0, NULL}};
 COLLECTED(ForwardPath, tracker, 6)
+
+/* -- for watched_call.c ------------------------------------------------------------------------------------ */
+
+PyObject other_case;
+
+entry
+entry_of(PyObject *enter)
+{
+    static const entry entries[][2] = {{StepPath_schedule_enter, StepPath_schedule_enter},
+                                       {StepPath_run_enter, run_enter},
+                                       {StepPath_process_enter, process_enter},
+                                       {ForwardPath_forward_enter, forward_enter},
+                                       {ForwardPath_launch_enter, launch_enter}};
+    if (PyCFunction_Check(enter))
+        for (size_t i = 0; i < sizeof(entries) / sizeof(*entries); i++)
+            if ((PyCFunction)(void (*)(void))entries[i][0] == PyCFunction_GET_FUNCTION(enter))
+                return entries[i][1];
+    return NULL;
+}
 
 /* -- the module -------------------------------------------------------------------------------------------- */
 
@@ -802,7 +830,7 @@ PyInit__decode_path(void)
     mark_type = add_type(module, "Mark", &Mark_spec);
     if (blocks_type == NULL || slots_type == NULL || step_type == NULL || tracker_type == NULL || mark_type == NULL
         || add_type(module, "StepPath", &StepPath_spec) == NULL
-        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL) {
+        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL || add_watched_call(module) < 0) {
         Py_DECREF(module);
         return NULL;
     }

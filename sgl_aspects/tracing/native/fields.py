@@ -82,7 +82,7 @@ class Tracker:
     details: list[Any]
     spare: list[Any]
     spare_events: list[Any]
-    new_id: Any
+    last_id: int
     schedule_start: int
     schedule_end: int
     level: int

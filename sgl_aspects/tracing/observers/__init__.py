@@ -151,6 +151,7 @@ def _advices(
         if role is not None:
             target = aspects.Target.parse(role.targets)
             advice = aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
+            advice.caller = observation.caller
             if role.required and on_missing is not None:
                 advice.on_lost = partial(on_missing, observation.role)
             yield advice

@@ -70,10 +70,10 @@ class ForwardObserver(native.ForwardPath):
         if native.compiled is not None:
             enter, leave, launch = self.forward_enter, self.forward_exit, self.launch_enter
         found = [
-            Observation("forward", enter, leave, 3),
+            Observation("forward", enter, leave, 3, native.WatchedCall),
             Observation("graph_decision", None, self._decision_exit, 3),
             Observation("graph_mode", None, self._graph_mode_exit, 3),
-            Observation("graph_launch", launch, None, 3),
+            Observation("graph_launch", launch, None, 3, native.WatchedCall),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
         if not self._launches:

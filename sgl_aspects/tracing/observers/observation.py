@@ -12,12 +12,14 @@ class Observation:
 
     ``enter(args, kwargs) -> token``, ``exit(token, result, error)``; None: not called. ``level``: the lowest
     trace level at which it is woven. Levels 1 and 2 are always woven: one of them detects level changes.
+    ``caller``: what calls them in C where they are the only hooks of a function.
     """
 
     role: str
     enter: Any
     exit: Any = None
     level: int = 1
+    caller: Any = None
 
     def __post_init__(self) -> None:
         method = self.enter or self.exit

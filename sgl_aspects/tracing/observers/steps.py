@@ -97,11 +97,15 @@ class StepObserver(native.StepPath):
     def observations(self) -> list[Observation]:
         release = Observation("release_request", self._release_enter)
         if native.compiled is not None:
+            call = native.WatchedCall
             return [
                 Observation("receive_messages", self._receive_enter),
-                *(Observation(role, self.schedule_enter, self.schedule_exit) for role in _SCHEDULES),
-                Observation("run_batch", self.run_enter, self.run_exit),
-                Observation("process_batch_result", self.process_enter, self.process_exit),
+                *(
+                    Observation(role, self.schedule_enter, self.schedule_exit, caller=call)
+                    for role in _SCHEDULES
+                ),
+                Observation("run_batch", self.run_enter, self.run_exit, caller=call),
+                Observation("process_batch_result", self.process_enter, self.process_exit, caller=call),
                 release,
             ]
         return [

@@ -125,7 +125,7 @@ CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESU
 CHILD_SHIFT = 60
 
 #: Queues and KV usage are read at most this often while no request begins or ends: it takes 20 µs.
-READING_NS = 50_000_000
+READING_NS = 200_000_000
 #: The mask of a count of passes: how often the stream of the engine's passes is looked up.
 PASSES_PER_STREAM = 63
 #: Cap on batches in flight: the result of the oldest will never be processed.

@@ -1,0 +1,21 @@
+/* What the files in C share. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#include "layout.h"
+
+/* A function in C that sees a call begin, by what was passed by position: a token, NULL with an exception set,
+   or OTHER_CASE, with nothing changed, where its Python method has to be called. */
+typedef PyObject *(*entry)(PyObject *self, PyObject *const *args, Py_ssize_t count);
+
+extern PyObject other_case;
+#define OTHER_CASE (&other_case)
+
+/* decode_path.c: the function in C of a bound method, or NULL. */
+entry entry_of(PyObject *enter);
+
+/* watched_call.c: -1 with an exception set. */
+int add_watched_call(PyObject *module);
