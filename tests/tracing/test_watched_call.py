@@ -98,7 +98,7 @@ def observe(name: str, observer: Any = None, *, caller: Any = None) -> tuple[Any
 
 
 def told(handle: Handle) -> Any:
-    """What the report says of the hook."""
+    """What the report has of the hook."""
     (advice,) = handle.advices
     return next(hook for hook in report().hooks if hook.target == str(advice.target) and hook.calls)
 
