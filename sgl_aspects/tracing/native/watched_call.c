@@ -20,7 +20,8 @@ add_watched_call(PyObject *Py_UNUSED(module))
 typedef struct {
     PyObject_HEAD
     PyObject *chain, *enter, *exit, *failed;
-    entry entry;
+    entry entry, leave; /* in C; NULL: by a call of the object */
+    PyObject *entering, *leaving; /* what they are methods of */
     unsigned long long calls;
 } WatchedCall;
 
@@ -69,7 +70,7 @@ begin(WatchedCall *self, PyObject *const *args, Py_ssize_t count, PyObject *name
         return Py_NewRef(Py_None);
     PyObject *token = OTHER_CASE;
     if (self->entry != NULL && names == NULL)
-        token = self->entry(PyCFunction_GET_SELF(self->enter), args, count);
+        token = self->entry(self->entering, args, count);
     if (token == OTHER_CASE)
         token = call_packed(self->enter, args, count, names);
     return token == NULL ? contain(self->failed) : token;
@@ -81,7 +82,8 @@ end(WatchedCall *self, PyObject *token, PyObject *result, PyObject *error)
 {
     if (self->exit == Py_None || token == self->failed) /* the token of an enter() that raised */
         return 1;
-    PyObject *args[] = {token, result, error}, *done = PyObject_Vectorcall(self->exit, args, 3, NULL);
+    PyObject *args[] = {token, result, error}, *done;
+    done = self->leave ? self->leave(self->leaving, args, 3) : PyObject_Vectorcall(self->exit, args, 3, NULL);
     if (done == NULL)
         done = contain(self->failed);
     Py_XDECREF(done);
@@ -142,6 +144,12 @@ WatchedCall_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
     self->exit = Py_NewRef(exit);
     self->failed = Py_NewRef(failed);
     self->entry = entry_of(enter);
+    if (self->entry != NULL)
+        self->entering = PyCFunction_GET_SELF(enter);
+    if (PyCFunction_Check(exit) && PyCFunction_GET_FLAGS(exit) == METH_FASTCALL) {
+        self->leave = (entry)(void (*)(void))PyCFunction_GET_FUNCTION(exit);
+        self->leaving = PyCFunction_GET_SELF(exit);
+    }
     if (function->vectorcall != call_watched) {
         plain_call = function->vectorcall; /* CPython's, the same for every function */
         PyFunction_SetVectorcall(function, call_watched);
