@@ -13,7 +13,7 @@ import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
@@ -27,27 +27,14 @@ from sgl_aspects.weaving.attributes import (
     is_class,
     namespace,
 )
-from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import calls_original
-from sgl_aspects.weaving.proxies import WovenProxy, bound_late
+from sgl_aspects.weaving.proxies import bound_late
 
 # -- opening an attribute ------------------------------------------------------------------------------------
 
 
-class Opened(NamedTuple):
-    """The callable in an attribute.
-
-    :param called: what calling it comes down to: ``content``, or a function that binds it first.
-    """
-
-    content: Any
-    called: Callable[..., Any]
-
-    def weave(self, place: str) -> WovenFunction:
-        """What stands for ``content`` and runs its hooks."""
-        if type(self.content) is types.FunctionType:
-            return WovenFunction(self.content)
-        return WovenProxy(self.content, self.called, place)
+Opened = tuple[Any, Callable[..., Any]]
+"""The callable in an attribute, and what calling it comes down to: itself, or what binds it first."""
 
 
 def open_attribute(place: AttributeReference) -> Opened:
@@ -55,9 +42,9 @@ def open_attribute(place: AttributeReference) -> Opened:
 
     :raises HookError: there is nothing in it that can be called, or nothing that can be put in its stead.
     """
-    opened = _open(place)
+    content, called = _open(place)
     is_shadow = place.inherited and is_class(place.owner) and not place.binds_to_owner
-    return opened._replace(called=_next_in_line(opened, place)) if is_shadow else opened
+    return content, _next_in_line(content, called, place) if is_shadow else called
 
 
 def _open(place: AttributeReference) -> Opened:
@@ -70,36 +57,38 @@ def _open(place: AttributeReference) -> Opened:
     if place.binds_to_owner:
         return _open_for_owner(place)
     if is_a(raw, (classmethod, staticmethod)):
-        opened = _opened(place, raw.__func__)
+        opened = _itself(place, raw.__func__)
         binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
-        return _late(opened, place) if binds else opened
+        return _late(place, raw.__func__) if binds else opened
     if is_a(raw, property):
         return _open_property(place)
     if is_a(raw, functools.cached_property):
-        return _opened(place, raw.func)
+        return _itself(place, raw.func)
     is_method = isinstance(raw, (functools.partialmethod, functools.singledispatchmethod))
     if is_method or (is_class(place.owner) and not callable(raw) and _only_binds(raw)):
-        return Opened(raw, bound_late(raw, place.owner))
+        return raw, bound_late(raw, place.owner)
     _check_new(place)
-    opened = _opened(place, raw)
-    return _late(opened, place) if is_class(place.owner) else opened
+    opened = _itself(place, raw)
+    return _late(place, raw) if is_class(place.owner) else opened
 
 
-def _opened(place: AttributeReference, content: Any) -> Opened:
+def _itself(place: AttributeReference, content: Any) -> Opened:
     if not callable(content):
         raise HookError(
             f"{place} is {type(content).__name__} {reprlib.repr(content)}, "
             "which cannot be called, so not hooked"
         )
-    return Opened(content, content)
+    return content, content
 
 
-def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., Any]:
+def _next_in_line(
+    content: Any, inherited: Callable[..., Any], place: AttributeReference
+) -> Callable[..., Any]:
     """What comes after a class that only inherits: for a subclass with several bases, not always the same.
 
     With `class D(Sub, Other)`, a hook on ``Sub.m`` stands before ``Other.m``, as ``Sub`` does.
     """
-    owner, name, inherited = place.owner, place.name, opened.called
+    owner, name = place.owner, place.name
     if name != "__new__" and is_a(place.raw, staticmethod):
         return inherited  # it does not get the class that it is called for
 
@@ -116,14 +105,14 @@ def _next_in_line(opened: Opened, place: AttributeReference) -> Callable[..., An
             *([subject] if name == "__new__" else []), *args, **kwargs
         )
 
-    return calls_original(functools.update_wrapper(called, opened.content))
+    return calls_original(functools.update_wrapper(called, content))
 
 
-def _late(opened: Opened, place: AttributeReference) -> Opened:
+def _late(place: AttributeReference, content: Any) -> Opened:
     """The result of a foreign descriptor may be bound in its own way: then the result is what binds."""
-    if type(opened.content) is types.FunctionType:
-        return opened
-    return opened._replace(called=bound_late(opened.content, place.owner))
+    if type(content) is types.FunctionType:
+        return content, content
+    return content, bound_late(content, place.owner)
 
 
 def _check_new(place: AttributeReference) -> None:
@@ -143,16 +132,14 @@ def _open_for_owner(place: AttributeReference) -> Opened:
             f"{place}: a call of an instance asks its class alone; hook the instance itself, or all of them "
             f"with '{type(owner).__module__}:{type(owner).__qualname__}.__call__'"
         )
-    if is_a(raw, staticmethod):
-        return _opened(place, raw.__func__)
-    if is_a(raw, classmethod):
-        return _opened(place, raw.__func__)
+    if is_a(raw, (staticmethod, classmethod)):
+        return _itself(place, raw.__func__)
     if not callable(raw) or hasattr(type(raw), "__set__"):
         raise HookError(
             f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which rules over whatever the "
             f"instance has; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
-    return _opened(place, raw)
+    return _itself(place, raw)
 
 
 def _only_binds(raw: Any) -> bool:
@@ -166,7 +153,7 @@ def _open_property(place: AttributeReference) -> Opened:
     if function is None:
         have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
         raise HookError(f"{place}: the property has no {part}; it has {have}")
-    return Opened(function, function)
+    return function, function
 
 
 # -- the same descriptor around other functions ------------------------------------------------------------

@@ -20,6 +20,7 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.descriptors import open_attribute, rebuild
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first
+from sgl_aspects.weaving.proxies import WovenProxy
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
 
 logger = logging.getLogger("sgl_aspects")
@@ -123,10 +124,10 @@ class FunctionJoinPoint(JoinPoint):
 
     def __init__(self, place: AttributeReference, slot: Slot | None = None) -> None:
         place = place if slot is None else place._replace(raw=slot.original)
-        opened = open_attribute(place)
-        super().__init__(place, opened.content)
-        self._called = opened.called
-        self.woven = opened.weave(str(place))
+        content, self._called = open_attribute(place)
+        super().__init__(place, content)
+        is_function = type(content) is types.FunctionType
+        self.woven = WovenFunction(content) if is_function else WovenProxy(content, self._called, str(place))
         self.function = self.woven.function
         self.slot = slot or Slot(place)
         self._observers: dict[Advice, Any] = {}  # those that are made for this function
@@ -172,8 +173,7 @@ class FunctionJoinPoint(JoinPoint):
         self._observers.pop(advice, None)
 
     def follow(self, below: Any) -> None:
-        opened = open_attribute(self.place._replace(raw=below))
-        self.inner, self._called = opened.content, opened.called
+        self.inner, self._called = open_attribute(self.place._replace(raw=below))
         self.slot.follow(below)
 
     def refresh(self, compiling: Any = None) -> None:

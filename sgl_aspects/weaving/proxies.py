@@ -6,7 +6,6 @@ keep their type, attributes and equality. A call goes on to a generated function
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import importlib
@@ -108,9 +107,13 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return self._self_run(*args, **kwargs)
 
     def __copy__(self) -> Any:
+        import copy  # imported here: it is rarely needed
+
         return self._copied(copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy  # as above
+
         return self._copied(copy.deepcopy(self.__wrapped__, memo))
 
     def _copied(self, copied: Any) -> Any:

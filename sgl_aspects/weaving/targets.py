@@ -133,14 +133,10 @@ def _parse(text: str) -> Target:
     return Target(tuple([_parse_alternate(part.strip(), text) for part in text.split("|")]))
 
 
-_NAMES = r"((?:[a-z_]\w*\.)*[a-z_]\w*)"
-_PLAIN = re.compile(f"{_NAMES}:{_NAMES}", re.ASCII | re.IGNORECASE)
-
-
 def _parse_alternate(text: str, whole: str) -> Alternate:
-    if plain := _PLAIN.fullmatch(text):  # as most are
-        return Alternate(plain[1], tuple(plain[2].split(".")), text)
     module, colon, attributes = text.partition(":")
+    if colon and all(map(str.isidentifier, text.replace(":", ".", 1).split("."))):  # as most are
+        return Alternate(module, tuple(attributes.split(".")), text)
     if not colon:
         segments = tuple(text.split("."))
         if len(segments) < 2:
