@@ -6,13 +6,12 @@ keep their type, attributes and equality. A call goes on to a generated function
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import wrapt
 
@@ -28,38 +27,35 @@ _PICKLED_BY_NAME = (
 )
 
 
-class Binding(enum.Enum):
-    """What is put before the arguments when an attribute of a class is called."""
+Binding = Literal["nothing", "instance", "class", "either"]
+"""What is put before the arguments when an attribute of a class is called.
 
-    NONE = enum.auto()
-    INSTANCE = enum.auto()
-    CLASS = enum.auto()
-    EITHER = enum.auto()
-    """Whichever it is got from: a descriptor that cannot be called by itself."""
+``either``: whichever it is got from, for a descriptor that cannot be called by itself.
+"""
 
-    @classmethod
-    def of(cls, raw: Any) -> Binding:
-        if isinstance(raw, (functools.singledispatchmethod, functools.partialmethod)):
-            return cls.of(raw.func)
-        if isinstance(raw, functools.partial):  # Python 3.14 made it bind
-            return cls.NONE if sys.version_info < (3, 14) else cls.INSTANCE
-        if isinstance(raw, (staticmethod, types.MethodType)):
-            return cls.NONE
-        if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
-            return cls.CLASS
-        if not hasattr(type(raw), "__get__"):
-            return cls.NONE
-        return cls.INSTANCE if callable(raw) else cls.EITHER
+
+def _binding_of(raw: Any) -> Binding:
+    if isinstance(raw, (functools.singledispatchmethod, functools.partialmethod)):
+        return _binding_of(raw.func)
+    if isinstance(raw, functools.partial):  # Python 3.14 made it bind
+        return "nothing" if sys.version_info < (3, 14) else "instance"
+    if isinstance(raw, (staticmethod, types.MethodType)):
+        return "nothing"
+    if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
+        return "class"
+    if not hasattr(type(raw), "__get__"):
+        return "nothing"
+    return "instance" if callable(raw) else "either"
 
 
 def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
     """A descriptor as a function that takes explicitly what the descriptor would bind."""
-    binding = Binding.of(raw)
-    if binding is Binding.NONE:
+    binding = _binding_of(raw)
+    if binding == "nothing":
         return raw if callable(raw) else _bound(raw, None, owner)
     if isinstance(raw, _CALLED_AS_BOUND):
         return _without_surplus(raw)
-    from_class = {Binding.CLASS: True, Binding.INSTANCE: False}.get(binding)
+    from_class = {"class": True, "instance": False}.get(binding)
 
     def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         if is_class(subject) if from_class is None else from_class:
@@ -135,13 +131,13 @@ class CallableProxy(BoundProxy):
     def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
         super().__init__(wrapped, run)
         self._self_place = place
-        self._self_binding = Binding.of(wrapped)
+        self._self_binding = _binding_of(wrapped)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if self._self_binding is Binding.NONE:
+        if self._self_binding == "nothing":
             return self
-        subject = owner if self._self_binding is Binding.CLASS else instance
-        if self._self_binding is Binding.EITHER and instance is None:
+        subject = owner if self._self_binding == "class" else instance
+        if self._self_binding == "either" and instance is None:
             subject = owner
         elif isinstance(self.__wrapped__, _CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
