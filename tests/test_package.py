@@ -84,6 +84,13 @@ def test_the_wheel_holds_the_report_page(wheel: Path) -> None:
     assert "sgl_aspects/view/page/vendor/uPlot-LICENSE" in zipfile.ZipFile(wheel).namelist()
 
 
+def test_the_wheel_holds_what_is_compiled(wheel: Path) -> None:
+    folder = PACKAGE / "tracing" / "native"
+    sources = {str(path.relative_to(PACKAGE.parent)) for path in folder.glob("*.[ch]")}
+    assert sources
+    assert sources <= set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_installed_from_the_wheel_the_rooms_are_found_without_the_checkout(
     wheel: Path, tmp_path: Path
 ) -> None:
