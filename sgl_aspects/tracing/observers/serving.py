@@ -12,6 +12,7 @@ request. Outputs report the total of an answer so far, or what is new of it.
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import time_ns
@@ -59,6 +60,8 @@ class ServingObserver:
         self._sent = call("send_request", "tokenized")
         self._all_sent = call("send_requests", "tokenized")
         self._got = call("receive_outputs", "outputs")
+        #: To the function that receives them; otherwise it returns them.
+        self._outputs_are_passed = engine.position("receive_outputs", "outputs") < sys.maxsize
         self._outputs_manager = call("receive_outputs", "manager")
         self._aborted = call("receive_abort", "message")
         self._all_aborted = call("receive_abort", "aborted")
@@ -228,10 +231,18 @@ class ServingObserver:
     def _outputs_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._calls.came_late:
             self._calls.begin_attached(self._outputs_manager(args, kwargs))
-        return args, kwargs
+        if not self._outputs_are_passed:
+            return args, kwargs
+        # Not at the end: SGLang lets callers have their answers, and go, between two of a batch.
+        self._take(self._got(args, kwargs))
+        return None
 
     def _outputs_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        outputs, live, index = self._got(*token, result), self._calls.live, -1
+        if token is not None:
+            self._take(self._got(*token, result))
+
+    def _take(self, outputs: Any) -> None:
+        live, index = self._calls.live, -1
         if self._gets_new:
             self._take_new(outputs)
             return

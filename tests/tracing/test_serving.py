@@ -1,0 +1,69 @@
+"""Requests that are served by generators, several of them answered in one call."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_aspects.engines.sglang.roles import SGLANG
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.serving import ServingObserver
+from sgl_aspects.tracing.options import DEFAULTS
+from tests.support.memory_recorder import Memory
+
+
+def test_callers_that_go_between_two_answers_of_a_batch() -> None:
+    """SGLang wakes sixteen callers at a time: some have their answers while its call goes on."""
+    recorder = Memory()
+    trackers = Trackers.of(SGLANG, recorder, DEFAULTS)
+    found: dict[str, Any] = {each.role: each for each in ServingObserver(trackers).observations()}
+    woken = {rid: asyncio.Event() for rid in ("first", "second")}
+    left: list[str] = []
+    manager = object()
+
+    async def serve(rid: str) -> None:
+        sampling = {"max_new_tokens": 4}
+        request = SimpleNamespace(
+            rid=rid,
+            is_single=True,
+            stream=False,
+            sampling_params=sampling,
+            external_trace_header=None,
+            received_time=0,
+            parallel_sample_num=1,
+            text="a prompt",
+        )
+        token = found["serve_request"].enter((manager, request, None), {})
+        began = found["receive_request"].enter((manager, request, None), {})
+        found["receive_request"].exit(began, None, None)
+        await woken[rid].wait()
+        left.append(rid)
+        found["serve_request"].exit(token, None, GeneratorExit())
+
+    async def answer() -> None:
+        reason = {"type": "length"}
+        outputs = SimpleNamespace(
+            rids=[*woken],
+            finished_reasons=[reason] * 2,
+            prompt_tokens=[2, 2],
+            completion_tokens=[4, 4],
+            cached_tokens=[0, 0],
+            output_strs=["", ""],
+        )
+        token = found["receive_outputs"].enter((manager, outputs), {})
+        for rid, event in woken.items():
+            event.set()
+            while rid not in left:
+                await asyncio.sleep(0)
+        found["receive_outputs"].exit(token, None, None)
+
+    async def run() -> None:
+        served = [asyncio.create_task(serve(rid)) for rid in woken]
+        await asyncio.sleep(0)
+        await answer()
+        await asyncio.gather(*served)
+
+    asyncio.run(run())
+    roots = [span for span in recorder.ended if span.span_id == span.root_id]
+    assert [span.error for span in roots] == ["", ""]
