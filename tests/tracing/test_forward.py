@@ -184,18 +184,23 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
     process, launch = found["process_batch_result"], found["graph_launch"]
     req = SimpleNamespace(finished_reason=None)
-    for _ in range(3):
+    for launches in (1, 1, 2, 1):
         batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[req])
         step = found["run_batch"].enter((scheduler, batch), {})
         token = found["forward"].enter((runner, batch), {})
         device.now += 0.5
-        launch.enter((object(),), {})
-        device.now += 1.0
+        for _ in range(launches):
+            launched = launch.enter((object(),), {})
+            device.now += 1.0
+            launch.exit(launched, None, None)
+            device.now += 0.25
         found["forward"].exit(token, None, None)
         result = object()
         found["run_batch"].exit(step, result, None)
         process.exit(process.enter((scheduler, batch, result), {}), None, None)
-    assert [(span.values[4], span.values[5]) for span in recorder.named("forward")] == [(1.0, "replayed")] * 3
+    # The pass with two launches is all that is between and after them.
+    times = [(span.values[4], span.values[5]) for span in recorder.named("forward")]
+    assert times == [(each, "replayed") for each in (1.0, 1.0, 2.5, 1.0)]
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "cpu"), ("nobodys:1", None)])

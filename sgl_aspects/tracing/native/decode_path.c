@@ -128,7 +128,7 @@ typedef struct {
     PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
     Py_ssize_t runner_at;
     unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects;
-    char has_begun, has_events;
+    char has_begun, has_ended, has_parts, has_events;
 } ForwardPath;
 
 /* An event of the device, recorded by a function in C. */
@@ -723,7 +723,7 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         PyObject *before = self->events;
         self->events = take(tracker->spare_events, PyList_GET_SIZE(tracker->spare_events) - 1);
         Py_XDECREF(before);
-        self->has_begun = 0;
+        self->has_begun = self->has_ended = self->has_parts = 0;
         if (!(self->expects >> (words[STEP_MODE] & 63) & 1) && !begin_on_device(self)) {
             Py_DECREF(step);
             return NULL;
@@ -744,8 +744,10 @@ launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_U
     uint64_t *words = is_step(self->step) ? words_of((Step *)self->step) : NULL;
     if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
         return OTHER_CASE;
-    if (words[STEP_GRAPH] == self->replayed_text)
-        Py_RETURN_NONE; /* a later part of the same pass */
+    if (words[STEP_GRAPH] == self->replayed_text) {
+        self->has_parts = 1;
+        Py_RETURN_NONE;
+    }
     words[STEP_GRAPH] = self->replayed_text;
     if (!is_none(self->events)) {
         self->expects |= 1ull << (words[STEP_MODE] & 63);
@@ -756,6 +758,18 @@ launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_U
 }
 
 PACKED(ForwardPath, launch_enter)
+
+static PyObject *
+ForwardPath_launch_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (!is_none(self->events) && self->has_begun && !self->has_parts && count == 3 && args[2] == Py_None) {
+        if (!record_event(self, 1))
+            return NULL;
+        self->has_ended = 1;
+    }
+    Py_RETURN_NONE;
+}
 
 static PyObject *
 ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
@@ -770,7 +784,7 @@ ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t cou
     step->child = CHILD_RUN_BATCH;
     Py_CLEAR(self->step);
     if (!is_none(self->events)) {
-        if (!record_event(self, 1)) {
+        if ((!self->has_ended || self->has_parts) && !record_event(self, 1)) {
             Py_CLEAR(self->events);
             return NULL;
         }
@@ -786,9 +800,11 @@ static PyMemberDef ForwardPath_members[] = {
     OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
     SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
     NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects),
-    FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_events), END};
+    FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
+    FLAG(ForwardPath, has_events), END};
 static PyMethodDef ForwardPath_methods[] = {
     FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
+    FAST(ForwardPath, launch_exit),
     {NULL, NULL, 0, NULL}};
 COLLECTED(ForwardPath, tracker, 6)
 

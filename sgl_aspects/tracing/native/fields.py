@@ -152,8 +152,11 @@ class ForwardPath:
     passes: int
     expects: int
     has_begun: bool
+    has_ended: bool
+    has_parts: bool
     has_events: bool
     #: Implemented by the compiled module only.
     forward_enter: Any
     forward_exit: Any
     launch_enter: Any
+    launch_exit: Any

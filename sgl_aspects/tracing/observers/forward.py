@@ -1,7 +1,7 @@
 """Level 3: the model's forward pass, with the device's time for it; level 4: sampling.
 
-The device's events enclose its work: the launch of a graph if one is replayed, otherwise the whole pass. They
-are read when the batch's result has been processed, without waiting.
+The device's events enclose its work: the launch of a graph if one is replayed (its launches, where a pass has
+several), otherwise the whole pass. They are read when the batch's result has been processed, without waiting.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ForwardObserver(native.ForwardPath):
         self.has_events = False
         #: The step of the running pass, and its events; whether the first of them has been recorded.
         self.step = self.events = None
-        self.has_begun = False
+        self.has_begun = self.has_ended = self.has_parts = False
         #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
         #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self.expects = 0
@@ -66,14 +66,16 @@ class ForwardObserver(native.ForwardPath):
         self.passes = 0
 
     def observations(self) -> list[Observation]:
-        enter, leave, launch = self._enter, self._exit, self._launch_enter
+        enter, leave = self._enter, self._exit
+        launch, launched = self._launch_enter, self._launch_exit
         if native.compiled is not None:
-            enter, leave, launch = self.forward_enter, self.forward_exit, self.launch_enter
+            enter, leave = self.forward_enter, self.forward_exit
+            launch, launched = self.launch_enter, self.launch_exit
         found = [
             Observation("forward", enter, leave, 3, native.WatchedCall),
             Observation("graph_decision", None, self._decision_exit, 3),
             Observation("graph_mode", None, self._graph_mode_exit, 3),
-            Observation("graph_launch", launch, None, 3, native.WatchedCall),
+            Observation("graph_launch", launch, launched, 3, native.WatchedCall),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
         if not self._launches:
@@ -94,7 +96,7 @@ class ForwardObserver(native.ForwardPath):
         pack_label(step.steps.memory, step.offset + LABEL, self.eager_text, self.device_text)
         if self.has_events:
             self.events = self.tracker.take_events(self._platform)
-            self.has_begun = False
+            self.has_begun = self.has_ended = self.has_parts = False
             if not self.expects & _mode_bit(step):
                 self._begin_on_device()
         self.step = step  # last: its exit, which releases it, comes only after this
@@ -109,7 +111,8 @@ class ForwardObserver(native.ForwardPath):
         if events is not None:
             self.events = None
             if self.has_begun:
-                events[1](self.stream)
+                if not self.has_ended or self.has_parts:
+                    events[1](self.stream)
                 step.events = events
             else:  # no graph replay, unlike the last time
                 self.tracker.give_back_events(events)
@@ -140,12 +143,19 @@ class ForwardObserver(native.ForwardPath):
             return
         words, at = step.words, step.block + STEP_GRAPH
         if words[at] == self.replayed_text:
-            return  # a later part of the same pass
+            self.has_parts = True
+            return
         words[at] = self.replayed_text
         # The device was idle while the host prepared the replay.
         if self.events is not None:
             self.expects |= _mode_bit(step)
             self._begin_on_device()
+
+    def _launch_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        # What the engine launches after its graph is not the graph's.
+        if self.events is not None and self.has_begun and not self.has_parts and error is None:
+            self.events[1](self.stream)
+            self.has_ended = True
 
     def _begin_on_device(self) -> None:
         self.passes += 1
