@@ -271,7 +271,7 @@ def test_a_class_that_cannot_be_loaded(site: Site, value: str, part: str) -> Non
     assert f"SGLANG_PLATFORM={value}" in error
 
 
-def test_a_class_that_is_no_platform_is_a_type_error(site: Site) -> None:
+def test_a_class_that_is_not_a_platform_is_a_type_error(site: Site) -> None:
     site.install("acme", 'return "decimal:Decimal"')
     error = error_of(site.choose(), "PlatformError", "TypeError")
     for part in ("decimal:Decimal", "'acme' of acme-dist 1.2", "SRTPlatform"):
@@ -279,7 +279,7 @@ def test_a_class_that_is_no_platform_is_a_type_error(site: Site) -> None:
     assert "SRTPlatform" in error_of(site.choose("x=decimal:Decimal"), "TypeError")
 
 
-def test_something_that_is_no_class_is_a_type_error(site: Site) -> None:
+def test_something_other_than_a_class_is_a_type_error(site: Site) -> None:
     site.install("acme", 'return "json:dumps"')
     assert "function" in error_of(site.choose(), "PlatformError", "TypeError")
 
@@ -421,7 +421,7 @@ def test_an_abstract_class_cannot_be_created(site: Site) -> None:
 @pytest.mark.parametrize(
     "answer", ['""', '"acme_pkg.platform"', '"acme_pkg.platform.Platform"', '":Platform"']
 )
-def test_an_answer_that_is_no_qualified_name(site: Site, answer: str) -> None:
+def test_an_answer_that_is_not_a_qualified_name(site: Site, answer: str) -> None:
     site.install("acme", f"return {answer}")
     error = error_of(site.choose(), "PlatformError")
     assert "pkg.mod:Cls" in error

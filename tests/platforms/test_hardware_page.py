@@ -49,7 +49,7 @@ def test_what_has_no_report_was_never_run(
     assert "| cpu |" not in never
 
 
-def test_a_page_that_is_no_report_is_named(tmp_path: Path) -> None:
+def test_a_page_that_is_not_a_report_is_named(tmp_path: Path) -> None:
     page = tmp_path / "old.md"
     page.write_text("# Conformance\n")
     with pytest.raises(ValueError, match=r"old\.md lacks platform"):

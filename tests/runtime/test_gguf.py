@@ -215,7 +215,7 @@ def test_arrays_in_arrays_without_end_are_a_load_error(tmp_path: Path) -> None:
         assert open_checkpoint(str(file)).config
 
 
-def test_a_tensor_that_is_no_whole_number_of_blocks_is_a_load_error(tmp_path: Path) -> None:
+def test_a_tensor_with_part_of_a_block_is_a_load_error(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     kind = gguf.GGMLQuantizationType.Q4_1  # in blocks of 32 numbers
     tensor = struct.pack("<Q1sIQQIQ", 1, b"t", 2, 5, 3, kind, 0)

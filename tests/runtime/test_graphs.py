@@ -248,7 +248,7 @@ def test_requests_that_need_their_tokens_first_are_not_run_ahead(
     assert driven.ahead == 0
 
 
-def test_a_small_cache_is_no_obstacle(platform: SRTPlatform, tmp_path: Path) -> None:
+def test_a_small_cache_is_enough(platform: SRTPlatform, tmp_path: Path) -> None:
     model = make_llama(tmp_path)
     prompts = prompts_of(model.config.vocab_size)
     driven = Driven(tmp_path, max_total_tokens=160, page_size=4, decode_reserve=4)

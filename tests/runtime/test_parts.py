@@ -220,7 +220,7 @@ def test_a_character_comes_with_the_last_of_its_tokens() -> None:
     ]
 
 
-def test_bytes_that_are_no_character_do_not_hold_up_the_text_after_them() -> None:
+def test_invalid_bytes_do_not_hold_up_the_text_after_them() -> None:
     half = TOKENIZER.encode("🚀")[:1]
     assert streamed([*half, *TOKENIZER.encode("b")]) == ["", "\ufffdb", ""]
     assert streamed([*half, *half]) == ["", "\ufffd", "\ufffd"]

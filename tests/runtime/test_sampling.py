@@ -131,7 +131,7 @@ def test_rows_without_settings_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_logits_that_are_no_numbers_give_a_token_that_exists(fields: dict[str, Any]) -> None:
+def test_nan_logits_give_a_token_that_exists(fields: dict[str, Any]) -> None:
     logits = torch.full((1, 30), float("nan"))
     params = SamplingParams(**{"temperature": 1.0, **fields})
     assert 0 <= Sampler()(logits, [params], [0.99]).item() < 30

@@ -716,7 +716,7 @@ def async_generators() -> Any:
 
 
 @case
-def callables_that_are_no_functions() -> Any:
+def callables_other_than_functions() -> Any:
     class Instance:
         def __call__(self, x: int) -> int:
             return x

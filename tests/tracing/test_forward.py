@@ -81,7 +81,7 @@ def observers(engine: Engine, recorder: Memory) -> dict[str, Observation]:
     return {each.role: each for each in found}
 
 
-def test_what_the_host_prepares_for_a_replay_is_no_device_time() -> None:
+def test_what_the_host_prepares_for_a_replay_is_not_device_time() -> None:
     recorder, clock = Memory(), Clock()
     found = observers(EMBEDDED, recorder)
     launch = aspects.Advice(

@@ -376,7 +376,7 @@ def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch
 
 
 @pytest.mark.parametrize(("status", "is_error"), [(400, False), (404, False), (503, True), (None, True)])
-def test_a_callers_mistake_is_no_error_of_the_server(
+def test_a_callers_mistake_is_not_an_error_of_the_server(
     receiver: Receiver, status: int | None, is_error: bool
 ) -> None:
     """As in the HTTP conventions; the error is recorded all the same."""

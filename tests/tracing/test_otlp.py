@@ -143,7 +143,7 @@ def run_of_three(endpoint: str | None = None) -> TraceSummary:
     return session.summary
 
 
-def test_a_redirect_is_no_delivery(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_redirect_is_not_a_delivery(capfd: pytest.CaptureFixture[str]) -> None:
     with http_backend(reply(308, Location="http://elsewhere:4318/v1/traces?api-key=hush")) as backend:
         summary = run_of_three(backend.endpoint)
     assert (summary.exported["otlp"], summary.not_delivered["otlp"]) == (0, 3)

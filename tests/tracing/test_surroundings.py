@@ -156,7 +156,7 @@ recorder.close()
     assert "Permission denied" in done.stderr
 
 
-def test_a_run_folder_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     recorder = RingRecorder(str(tmp_path / "file"))
     recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])

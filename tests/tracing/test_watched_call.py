@@ -188,7 +188,7 @@ def test_an_observer_that_raises_harms_no_call(target: Any, part: str, caplog: A
     assert told(other).errors == 1
 
 
-def test_what_is_no_exception_ends_the_call(target: Any) -> None:
+def test_a_base_exception_ends_the_call(target: Any) -> None:
     observer, _ = observe("plain")
     observer.broken["enter"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):

@@ -711,7 +711,7 @@ def test_instances_that_were_made_before_are_reported(both: Any) -> None:
     assert aspects.report().stale == ()
 
 
-def test_a_replacement_that_is_no_subclass(both: Any) -> None:
+def test_a_replacement_that_is_not_a_subclass(both: Any) -> None:
     module, _ = both
     old = module.Scheduler
 

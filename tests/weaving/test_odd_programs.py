@@ -97,7 +97,7 @@ def test_a_hook_whose_own_methods_raise(engine: Any) -> None:
     assert engine.f(1) == ("f", 1)
 
 
-def test_modules_under_names_that_are_no_texts(engine: Any) -> None:
+def test_modules_under_names_that_are_not_strings(engine: Any) -> None:
     class Key:
         def __eq__(self, other: object) -> bool:
             raise RuntimeError

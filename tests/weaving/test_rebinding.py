@@ -565,7 +565,7 @@ instance = Callable()
 
 
 @pytest.mark.parametrize("name", ["cached", "partial", "builtin", "instance"])
-def test_copies_of_callables_that_are_no_functions(name: str) -> None:
+def test_copies_of_callables_other_than_functions(name: str) -> None:
     with module_of(PROXIED) as engine, module_of("", "importer") as importer:
         original = getattr(engine, name)
         importer.copy = original

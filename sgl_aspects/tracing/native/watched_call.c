@@ -28,8 +28,8 @@ typedef struct {
 static PyTypeObject *watched_type;
 static vectorcallfunc plain_call;
 
-/* What `failed` makes of the exception that is set, as in an except block: NULL where it is none of Exception, or
-   where `failed` raises. */
+/* What `failed` makes of the exception that is set, as in an except block: NULL if it is not an Exception, or
+   `failed` raises. */
 static PyObject *
 contain(PyObject *failed)
 {
@@ -76,7 +76,7 @@ begin(WatchedCall *self, PyObject *const *args, Py_ssize_t count, PyObject *name
     return token == NULL ? contain(self->failed) : token;
 }
 
-/* 0 with an exception set where the exit raises what is none of Exception. */
+/* 0 with an exception set if the exit raises something other than an Exception. */
 static int
 end(WatchedCall *self, PyObject *token, PyObject *result, PyObject *error)
 {

@@ -60,7 +60,7 @@ class ServingObserver:
         self._sent = call("send_request", "tokenized")
         self._all_sent = call("send_requests", "tokenized")
         self._got = call("receive_outputs", "outputs")
-        #: To the function that receives them; otherwise it returns them.
+        #: Whether the role's function takes the outputs as an argument; otherwise it returns them.
         self._outputs_are_passed = engine.position("receive_outputs", "outputs") < sys.maxsize
         self._outputs_manager = call("receive_outputs", "manager")
         self._aborted = call("receive_abort", "message")
@@ -233,7 +233,7 @@ class ServingObserver:
             self._calls.begin_attached(self._outputs_manager(args, kwargs))
         if not self._outputs_are_passed:
             return args, kwargs
-        # Not at the end: SGLang lets callers have their answers, and go, between two of a batch.
+        # At the end of the call it would be too late: SGLang wakes callers, sixteen at a time, within it.
         self._take(self._got(args, kwargs))
         return None
 

@@ -243,7 +243,7 @@ def test_a_client_that_hangs_up_ends_its_request_everywhere(run: Run) -> None:
     assert decode.attributes["gen_ai.usage.output_tokens"] < 900
 
 
-def test_a_stop_string_is_no_abort(run: Run) -> None:
+def test_a_stop_string_is_not_an_abort(run: Run) -> None:
     assert run.stopped["choices"][0]["finish_reason"] == "stop"
     spans = run.traces[trace_id(107)]
     root = one(spans, "text_completion mini")
