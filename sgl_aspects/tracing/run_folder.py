@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +24,11 @@ from sgl_aspects.tracing.export.variables import normalise
 from sgl_aspects.tracing.settings import TraceSettings
 
 CLOSING = "closing"
-#: Locked by the run's collector, which writes its process id there.
-LOCK = "collector.lock"
+# Byte 0 is locked by the run's collector, and says that the process id in it is the collector's; byte 1 by the
+# process that writes the id.
+_LOCK = "collector.lock"
+_IS_ALIVE, _WRITES = 0, 1
+_ID_BYTES = 20
 
 # Locked, shared, by every process of the run that may still record.
 _HELD = "held"
@@ -129,19 +133,49 @@ class CollectorState(NamedTuple):
 def collector_state(folder: str | Path) -> CollectorState | None:
     """Read the state; None if the run has not had a collector."""
     try:
-        descriptor = os.open(Path(folder, LOCK), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(Path(folder, _LOCK), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        process_id = int(os.read(descriptor, 32) or b"0")
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _IS_ALIVE)
             is_alive = False
         except OSError:
             is_alive = True
+        # After the lock, so that the id of one that is alive is its own.
+        process_id = int(os.pread(descriptor, _ID_BYTES, 0) or b"0")
     finally:
         os.close(descriptor)
     return CollectorState(process_id, is_alive, Path(folder, _RESTARTED).exists())
+
+
+def take_run(folder: str) -> bool:
+    """Make this process the run's collector until it ends; True if the run had one before.
+
+    :raises ConfigError: the run has a live collector, or there is no such run.
+    """
+    path = Path(folder, _LOCK)
+    is_restarted = path.exists()
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _lock(descriptor, _WRITES)
+        os.pwrite(descriptor, b"%-*d" % (_ID_BYTES, os.getpid()), 0)
+        _lock(descriptor, _IS_ALIVE)
+    except OSError as error:
+        raise ConfigError(f"{folder}: there is no such run, or it has a collector ({error})") from error
+    return is_restarted
+
+
+def _lock(descriptor: int, byte: int) -> None:
+    """Lock the byte, in three tries: a process that reads the collector's state holds the lock briefly."""
+    for is_last in (False, False, True):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            return
+        except OSError:
+            if is_last:
+                raise
+            time.sleep(0.02)
 
 
 def how_to_start(folder: str | Path) -> str:

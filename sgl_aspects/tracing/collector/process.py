@@ -12,7 +12,6 @@ the run folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
 import resource
@@ -38,10 +37,10 @@ from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets,
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import (
-    LOCK,
     forget_collector_settings,
     remove_run_folder,
     seal_run,
+    take_run,
     use_collector_settings,
 )
 from sgl_aspects.tracing.settings import TraceSettings
@@ -233,35 +232,6 @@ def _tail_choice(settings: TraceSettings) -> TailChoice | None:
     if settings.sampler.ratio == 0:
         return None
     return TailChoice(settings.keep_failed, settings.keep_slower_than, settings.sampler.parent_based)
-
-
-def take_run(folder: str) -> bool:
-    """Make this process the run's collector until it ends; True if the run had one before.
-
-    :raises ConfigError: the run has a live collector, or there is no such run.
-    """
-    path = os.path.join(folder, LOCK)
-    is_restarted = os.path.exists(path)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _lock(descriptor)
-    except OSError as error:
-        raise ConfigError(f"{folder}: there is no such run, or it has a collector ({error})") from error
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, b"%d" % os.getpid())
-    return is_restarted
-
-
-def _lock(descriptor: int) -> None:
-    """Lock the file, in three tries: a process that reads the collector's state holds the lock briefly."""
-    for is_last in (False, False, True):
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError:
-            if is_last:
-                raise
-            time.sleep(0.02)
 
 
 def _let_the_engine_go_first() -> None:
