@@ -24,8 +24,7 @@ from sgl_aspects.tracing.export.variables import normalise
 from sgl_aspects.tracing.settings import TraceSettings
 
 CLOSING = "closing"
-# Byte 0 is locked by the run's collector, and says that the process id in it is the collector's; byte 1 by the
-# process that writes the id.
+# Holds the id of the run's collector, which locks byte 0 while it lives, and byte 1 before it writes the id.
 _LOCK = "collector.lock"
 _IS_ALIVE, _WRITES = 0, 1
 _ID_BYTES = 20

@@ -22,7 +22,6 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
-from sgl_aspects.tracing.run_folder import collector_state, take_run
 from tests.support import workers
 from tests.support.collectors import kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
@@ -34,17 +33,6 @@ spawn = multiprocessing.get_context("spawn")
 
 def by_name(spans: list[Span], name: str) -> list[Span]:
     return [span for span in spans if span.name == name]
-
-
-def fork_to_take(run_folder: Path) -> int:
-    """Fork a process that makes itself the run's collector; gives its id."""
-    if process_id := os.fork():
-        return process_id
-    try:
-        take_run(str(run_folder))
-        time.sleep(60)
-    finally:
-        os._exit(1)
 
 
 def ignores(process_id: int | None, number: signal.Signals) -> bool:
@@ -362,17 +350,6 @@ def test_a_killed_collector_is_started_again_once(
     said = capfd.readouterr()
     assert f"collector: pid {second}, restarted\n" in said.out
     assert f"process {first} was killed (signal 9): process {second} goes on" in said.err
-
-
-def test_a_run_whose_collector_is_alive_names_its_process(tmp_path: Path) -> None:
-    """Also in the moment in which one takes the run over: nobody reads 0, or the id of the one before."""
-    for _ in range(40):
-        taker = fork_to_take(tmp_path)
-        while (state := collector_state(tmp_path)) is None or not state.is_alive:
-            assert is_running(taker)
-        os.kill(taker, signal.SIGKILL)
-        os.waitpid(taker, 0)
-        assert state.process_id == taker
 
 
 def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path) -> None:
