@@ -38,7 +38,7 @@ def test_ctrl_c_ends_a_traced_program_as_any_other(tmp_path: Path, is_traced: bo
 
 
 def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_path: Path) -> None:
-    """The collector is stopped: without the second one the wait would not end."""
+    """The collector is stopped: without the second one the wait would last for ten minutes."""
     program = (
         "import os, sgl_aspects.tracing.session as s; print(s.current().collector_process_id, flush=True)"
     )
@@ -49,6 +49,7 @@ def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_pa
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "SGL_ASPECTS_TRACE_FLUSH_SECONDS": "600"},
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -58,7 +59,7 @@ def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_pa
             process.stdin.close()
             wait_until(lambda: b"poll" in Path(f"/proc/{process.pid}/wchan").read_bytes())
             process.send_signal(signal.SIGINT)
-            process.wait(5)
+            process.wait(60)
         finally:
             os.kill(collector, signal.SIGCONT)
         assert process.stderr is not None

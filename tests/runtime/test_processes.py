@@ -44,8 +44,17 @@ def scheduler_children() -> list[Any]:
 # -- death -------------------------------------------------------------------------------------------
 
 
+def shared_memory(process_id: int) -> set[str]:
+    """The files in shared memory that a process has open or mapped; none where there is no ``/proc``."""
+    process = Path(f"/proc/{process_id}")
+    if not process.exists():
+        return set()
+    names = [os.path.realpath(descriptor) for descriptor in (process / "fd").iterdir()]
+    names += [line.split(None, 5)[-1] for line in (process / "maps").read_text().splitlines()]
+    return {name for name in names if name.startswith("/dev/shm/")}
+
+
 def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     engine = Engine(model_path=folder, max_total_tokens=80000)
     streaming = engine.stream([5, 6], LONG)
     errors: list[tuple[float, BaseException]] = []
@@ -70,6 +79,7 @@ def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
     deadline = time.monotonic() + 60
     while engine.stats()["running_requests"] < 5:
         assert time.monotonic() < deadline
+    shared = shared_memory(engine.scheduler_pid)
     killed = time.monotonic()
     os.kill(engine.scheduler_pid, signal.SIGKILL)
     for thread in threads:
@@ -88,10 +98,7 @@ def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
         assert time.monotonic() - before < 10
     assert not scheduler_children()
     assert not is_running(engine.scheduler_pid)
-    if os.path.isdir("/dev/shm"):
-        # Of Python's and torch's names only: other programs come and go there, too.
-        left = set(os.listdir("/dev/shm")) - shared_memory
-        assert not {name for name in left if name.startswith(("psm_", "torch_"))}
+    assert not [name for name in shared if os.path.exists(name)]
     engine.shutdown()
     engine.shutdown()
 

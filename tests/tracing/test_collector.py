@@ -258,12 +258,12 @@ def test_a_long_run_uses_bounded_space_and_loses_nothing(
     monkeypatch.setattr(ring_format, "SLOTS", 1024)
     ring: BinaryIO | None = None
     with attach(endpoint=receiver.endpoint) as session:
-        for batch in range(30):
-            for number in range(100):  # 3 slots each
+        for batch in range(10):
+            for number in range(300):  # 3 slots each
                 begin(session, f"r{number}")()
             # Opened once: closing it would give up the lock that this process holds as its writer.
             ring = ring or next(Path(session.run_folder).glob("*.ring")).open("rb")
-            wait_until(functools.partial(has_taken, ring, 300 * batch + 300))
+            wait_until(functools.partial(has_taken, ring, 900 * batch + 900))
     assert session.summary is not None
     assert session.summary.dropped == 0
     assert session.summary.spans_recorded == 3000 == len(receiver.spans)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from sgl_aspects.tracing.collector import keeper
 from sgl_aspects.tracing.collector.process import Collector
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.export import span_exporters
@@ -134,3 +135,32 @@ def test_a_collector_that_is_behind_goes_beside_the_engine_until_all_is_read(tmp
     owner.join()
     kept = [value for value, before in zip(ranks, [None, *ranks]) if value != before]
     assert kept == [10, 0, 10, 0]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="a kernel without autogroups")
+def test_a_collector_that_is_started_again_starts_beside_the_engine(tmp_path: Path) -> None:
+    """The one that was killed had given the session a low rank, at which the next one would hardly start."""
+    ranks = tmp_path / "ranks"
+    is_killed = (
+        "import os, pathlib, time\n"
+        "session = pathlib.Path('/proc/self/autogroup')\n"
+        f"open({str(ranks)!r}, 'a').write(session.read_text().split()[-1])\n"
+        "session.write_text('10')\n"
+        "time.sleep(0.2)\n"  # ordinary users may set it ten times a second
+        "os.kill(os.getpid(), 9)"
+    )
+    read, report = os.pipe()
+    words = [
+        sys.executable,
+        keeper.__file__,
+        str(report),
+        str(tmp_path / "mark"),
+        sys.executable,
+        "-c",
+        is_killed,
+    ]
+    subprocess.run(words, pass_fds=(report,), start_new_session=True, stderr=subprocess.DEVNULL, check=True)
+    os.close(report)
+    with open(read, "rb") as until_it_ends:
+        until_it_ends.read()
+    assert ranks.read_text() == "00"

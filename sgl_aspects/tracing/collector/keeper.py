@@ -33,6 +33,7 @@ def main(report: int, mark: str, command: list[str]) -> None:
             _tell(f"{killed} again; to start it by hand: {sys.executable} {' '.join(command[1:4])}")
             return
         os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o600))
+        _rank_as_at_first()
         process_id = _start(command)
         _tell(f"{killed}: process {process_id} goes on with what is still in the rings")
 
@@ -42,6 +43,15 @@ def _start(command: list[str]) -> int:
     if not process_id:
         os.execv(command[0], command)
     return process_id
+
+
+def _rank_as_at_first() -> None:
+    """Undo the low rank that a collector gave this session, at which the next one may take long to start."""
+    try:
+        with open("/proc/self/autogroup", "w", encoding="ascii") as session:
+            session.write("0")
+    except OSError:
+        return  # a system without ranks of sessions
 
 
 def _tell(text: str) -> None:
