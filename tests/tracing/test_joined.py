@@ -191,6 +191,23 @@ def test_a_reader_far_behind_or_slow_gives_nothing_up(
     assert joiner.unjoined == 0
 
 
+def test_an_id_used_again_that_was_read_first_from_the_scheduler() -> None:
+    """A collector that gets little of the processors finds two requests, both ended, and who served them."""
+    found: list[Any] = []
+    joiner: Any = Joiner(Resource({}), readable_into(found))
+    for writer, key, seen_ns in (("2", 20, 8), ("3", 30, 18)):
+        joiner.add(Writer(writer), RequestSeen(key, "same", seen_ns))
+        joiner.add(Writer(writer), SpanEnd(SpanType("queue"), key + 1, key, key, seen_ns, seen_ns + 1))
+    caller = Writer("1")
+    for span_id, begin_ns in ((6, 1), (7, 7), (8, 17)):  # the first one's scheduler was not traced
+        joiner.add(caller, RequestBegin(span_id, "same", begin_ns, *TraceContext(span_id), "chat m", {}))
+        joiner.add(caller, RequestSent(span_id))
+        joiner.add(caller, SpanEnd(REQUEST, span_id, span_id, 0, begin_ns, begin_ns + 4))
+    joiner.finish()
+    queues = [(span.parent.span_id, span.start_time) for span in found if span.name == "queue"]
+    assert queues == [(7, 8), (8, 18)]
+
+
 def test_what_ends_while_hooks_are_removed_is_marked_as_possibly_incomplete() -> None:
     found: list[Any] = []
     ended: list[int] = []

@@ -89,6 +89,7 @@ class Joiner:
         # By request id; by the id of the root that a span belongs or links to.
         self._unmatched: WaitingRecords[str, RequestSeen] = WaitingRecords()
         self._rootless: WaitingRecords[int, SpanEnd] = WaitingRecords()
+        self._sent: list[str] = []  # ids of the requests sent in this pass
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._is_replaying = False
@@ -130,6 +131,12 @@ class Joiner:
 
         ``is_behind``: some file has more to read, so nothing is given up yet.
         """
+        # Only now: of two requests with this id, the first one's end may come after it in this pass.
+        for request_id in self._sent:
+            for since, owner, seen in self._unmatched.take(request_id):
+                if not self._see_request(owner, seen):
+                    self._wait_for_request(since, owner, seen)
+        self._sent.clear()
         if not is_behind and (self._unmatched.count or self._rootless.count):
             self._end_waiting(self._passed)
         # A request's end waits for one more pass, so that the times of its children are known.
@@ -228,9 +235,7 @@ class Joiner:
             sent = self._roots.get(record.span_id)
             if sent is not None and sent.begin is not None:
                 sent.is_sent = True
-                for since, owner, seen in self._unmatched.take(sent.begin.request_id):
-                    if not self._see_request(owner, seen):
-                        self._wait_for_request(since, owner, seen)
+                self._sent.append(sent.begin.request_id)
         elif isinstance(record, RequestElsewhere):
             self._roots.add_elsewhere(*record)
             self._name(record.key)

@@ -137,7 +137,8 @@ class Decoder:
 
     def _part(self, data: bytes, position: int) -> None:
         _, index, _, key, piece, _ = layout.TEXT.unpack_from(data, position)
-        self._texts[key] = pieces = [*self._parts_before(key, index), piece]
+        pieces = self._texts[key] = self._parts_before(key, index)
+        pieces.append(piece)
         self._pieces += len(pieces)
         while self._pieces > _PENDING_PIECES:
             self._pieces -= len(self._texts.pop(next(iter(self._texts))))
