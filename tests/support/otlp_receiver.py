@@ -108,6 +108,11 @@ class Receiver:
             time.sleep(0.02)
 
 
+def below(spans: list[Span], span_id: int) -> list[str]:
+    """The names of a span's children, sorted."""
+    return sorted(span.name for span in spans if span.parent_id == f"{span_id:016x}")
+
+
 def spans_of(message: Any) -> Iterator[Span]:
     """Every span of an ``ExportTraceServiceRequest`` or ``TracesData``."""
     for resource_spans in message.resource_spans:

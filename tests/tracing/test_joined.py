@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,14 +31,9 @@ from sgl_aspects.tracing.records import (
 from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import STEP
-from tests.support.collectors import kill_collector_for_good
-from tests.support.otlp_receiver import Receiver, Span, spans_of
+from tests.support.otlp_receiver import Receiver, below
 from tests.support.processes import wait_until
-from tests.support.sessions import REQUEST, begin, read_file, run_scheduler, unsampled
-
-
-def below(spans: list[Span], span_id: int) -> list[str]:
-    return sorted(span.name for span in spans if span.parent_id == f"{span_id:016x}")
+from tests.support.sessions import REQUEST, begin, run_scheduler
 
 
 def test_a_second_engine_serves_the_same_ids(receiver: Receiver) -> None:
@@ -126,31 +117,6 @@ def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> Non
     assert len({span.trace_id for span in receiver.spans}) == 1
     (figures,) = receiver.points("gen_ai.server.request.duration")
     assert figures.count == 2
-
-
-def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
-    """A request that sampling left out fails after a restart: what it had done before is shown, too."""
-    file = tmp_path / "traces.jsonl"
-    session = attach(file=str(file))
-    failing, well = begin(session, "failing", unsampled()), begin(session, "well", unsampled())
-    run_scheduler(session, ["failing", "well"])
-    begin(session, "seen")()
-    wait_until(lambda: file.exists() and '"seen"' in file.read_text())
-    kill_collector_for_good(session)
-    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
-    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
-        request = failing("abort")
-        well()
-        Path(session.run_folder, "closing").touch()
-        assert again.wait(60) == 0
-        assert again.stdout is not None
-        summary = json.loads(again.stdout.read())
-    session.close()
-    spans = [span for message in read_file(file) for span in spans_of(message)]
-    assert below(spans, request) == ["decode", "queue"]
-    assert summary["spans_recorded"] == 3
-    assert summary["not_sampled"] == 3
 
 
 def readable_into(found: list[Any]) -> Callable[[CollectedSpan], None]:

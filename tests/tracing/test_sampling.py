@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +25,11 @@ from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
 from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment
 from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
+from tests.support.collectors import kill_collector_for_good
 from tests.support.memory_recorder import Memory
-from tests.support.otlp_receiver import Receiver
-from tests.support.sessions import run_scheduler, unsampled
+from tests.support.otlp_receiver import Receiver, below, spans_of
+from tests.support.processes import wait_until
+from tests.support.sessions import begin, read_file, run_scheduler, unsampled
 
 SECOND = 1_000_000_000
 CHILD = SpanType("tokenize")
@@ -250,3 +257,28 @@ def test_wrong_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN", value)
         with pytest.raises(ConfigError, match="SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"):
             TraceSettings.from_environment()
+
+
+def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
+    """A request that sampling left out fails after a restart: what it had done before is shown, too."""
+    file = tmp_path / "traces.jsonl"
+    session = attach(file=str(file))
+    failing, well = begin(session, "failing", unsampled()), begin(session, "well", unsampled())
+    run_scheduler(session, ["failing", "well"])
+    begin(session, "seen")()
+    wait_until(lambda: file.exists() and '"seen"' in file.read_text())
+    kill_collector_for_good(session)
+    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
+        request = failing("abort")
+        well()
+        Path(session.run_folder, "closing").touch()
+        assert again.wait(60) == 0
+        assert again.stdout is not None
+        summary = json.loads(again.stdout.read())
+    session.close()
+    spans = [span for message in read_file(file) for span in spans_of(message)]
+    assert below(spans, request) == ["decode", "queue"]
+    assert summary["spans_recorded"] == 3
+    assert summary["not_sampled"] == 3
