@@ -123,7 +123,7 @@ def test_a_process_that_writes_while_it_is_looked_at(tmp_path: Path) -> None:
 
 
 def _newest(path: Path) -> int:
-    """What the writer says is taken. Looking through the ring would leave it little of a busy processor."""
+    """The count in the header: searching the ring would leave its writer little of a busy processor."""
     with path.open("rb") as ring:
         return int.from_bytes(os.pread(ring.fileno(), 8, ring_format.WORD_TAKEN * 8), "little")
 
