@@ -78,7 +78,6 @@ TRANSFER_BACKEND = "sgl_aspects.disaggregation.transfer_backend"
 RANK = "sgl_aspects.rank"
 NODE_RANK = "sgl_aspects.node.rank"
 
-DISAGGREGATION_MODE = "sgl_aspects.disaggregation.mode"
 EXPORTER = "sgl_aspects.exporter"
 TOKEN_TYPE = "gen_ai.token.type"
 

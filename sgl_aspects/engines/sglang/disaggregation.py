@@ -109,8 +109,7 @@ class _DisaggregationObserver:
         self._finish_reason = trackers.engine.reader("req.finish_reason")
 
     def meets_decode_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._requests.after_prefill = "kv_transfer"
-        self._requests.begins_in(self._prefill_req(args, kwargs).rid, "bootstrap")
+        self._requests.begins_in(self._prefill_req(args, kwargs).rid, "bootstrap", "kv_transfer")
 
     def meets_prefill_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_retracted(args, kwargs):
@@ -150,7 +149,7 @@ class _DisaggregationObserver:
             problem = _refusal(status)
             if not problem and status is not None:
                 # Between phases it is the latest exchange with the other server that failed.
-                is_prefill_server = self._requests.after_prefill == "kv_transfer"
+                is_prefill_server = request.after_prefill == "kv_transfer"
                 latest = _BOOTSTRAP_FAILED if is_prefill_server else _TRANSFER_FAILED
                 problem = _FAILURES.get(request.phase, latest)
             self._requests.finished(rid, None, "abort", problem)

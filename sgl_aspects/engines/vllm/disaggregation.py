@@ -1,13 +1,36 @@
-"""Prefill and decode on two servers: the number that both have of a request, to derive its trace.
+"""Prefill and decode on two servers: the phases of a request, and the number that its trace is derived from.
 
-Connectors put it into ``kv_transfer_params``: mooncake and MoRIIO one ``transfer_id`` on both servers; NIXL
-gives the decode server the prefill server's request id (``remote_request_id``).
+    prefill server   queue → prefill … → kv_transfer
+    decode server    queue → kv_transfer → queue → prefill (the last token) → decode
+
+Connectors put the number into ``kv_transfer_params``: mooncake and MoRIIO one ``transfer_id`` on both
+servers; NIXL gives the decode server the prefill server's request id (``remote_request_id``).
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Iterable
+from time import time_ns
+from typing import TYPE_CHECKING, Any
+
+from sgl_aspects.engines.base import Role
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.lifecycle import Trackers
+    from sgl_aspects.tracing.observers.observation import Observation
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1+"
+_TRANSFER, _FAILED = "kv_transfer", "kv_transfer_failed"
+
+ROLES = {
+    "begin_transfer": Role((f"{_CONNECTOR}.update_state_after_alloc",), ("connector:self", "req:request")),
+    "end_transfers": Role(
+        (f"{_SCHEDULER}._update_from_kv_xfer_finished",), ("scheduler:self", "ended:kv_connector_output")
+    ),
+    "free_blocks": Role((f"{_SCHEDULER}._free_blocks",), ("scheduler:self", "req:request")),
+}
 
 
 def _parameters(request: Any) -> dict[str, Any]:
@@ -21,6 +44,12 @@ def is_first_server(request: Any) -> bool:
     return bool(_parameters(request).get("do_remote_decode"))
 
 
+def ended(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+    """Return the request that ends; "" for one that ends when the other server has its keys and values."""
+    request = args[1] if len(args) > 1 else kwargs["request"]
+    return "" if is_first_server(request) else request
+
+
 def shared_key(request: Any) -> int | None:
     """Return a number that both servers can derive; None if there is no other server or no such number."""
     parameters = _parameters(request)
@@ -30,3 +59,65 @@ def shared_key(request: Any) -> int | None:
     if not shared:
         return None
     return int.from_bytes(hashlib.blake2b(str(shared).encode(), digest_size=7).digest(), "big")
+
+
+def description(settings: Any) -> dict[str, Any]:
+    """Return the role among servers; a server alone has none, and one of both roles no name for it."""
+    config = getattr(settings, "kv_transfer_config", None)
+    role: Any = getattr(config, "kv_role", None)
+    mode = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role)
+    found = {} if config is None else {"transfer_backend": config.kv_connector}
+    if mode is not None:
+        found |= {"service": f"{settings.model_config.served_model_name}-{mode}", "disaggregation_mode": mode}
+    return found
+
+
+class Transfers:
+    """Reports to the tracker what is transferred in one scheduler, before and after its own work."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        self._requests = trackers.requests
+        call = trackers.engine.call_reader
+        self._begun = call("begin_transfer", "req")
+        self._scheduler, self._ended = call("end_transfers", "scheduler"), call("end_transfers", "ended")
+        self._freed = call("free_blocks", "req")
+        #: Requests that a connector has just seen, and when.
+        self.seen: dict[str, tuple[Any, int]] = {}
+
+    def observations(self) -> Iterable[Observation]:
+        from sgl_aspects.tracing.observers.observation import Observation
+
+        return [
+            Observation("begin_transfer", self._see),
+            Observation("end_transfers", self._end),
+            Observation("free_blocks", self._free),
+        ]
+
+    def begin(self) -> None:
+        """After scheduling: what waits for its keys and values does so since the connector saw it."""
+        for rid, (request, seen_ns) in self.seen.items():
+            if request.status.name == "WAITING_FOR_REMOTE_KVS":
+                self._requests.enter(rid, _TRANSFER, now=seen_ns)
+        self.seen.clear()
+
+    def prefills(self, request: Any) -> None:
+        """Note a request whose prompt is in a batch for the first time."""
+        tracked = self._requests.requests.get(request.request_id)
+        if tracked is not None and is_first_server(request):
+            tracked.after_prefill = _TRANSFER
+
+    def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        request = self._begun(args, kwargs)
+        self.seen.setdefault(request.request_id, (request, time_ns()))
+
+    def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        failed = getattr(self._scheduler(args, kwargs), "failed_recving_kv_req_ids", ())
+        for rid in self._ended(args, kwargs).finished_recving or ():
+            self._requests.enter(rid, "queue", _FAILED if rid in failed else "")
+
+    def _free(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End a request for another server, which has its keys and values now, or never fetched them."""
+        request = self._freed(args, kwargs)
+        if is_first_server(request):
+            reason = str(request.get_finished_reason())
+            self._requests.finished(request.request_id, request.num_output_tokens, reason)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from sgl_aspects.engines.base import Role
+from sgl_aspects.engines.vllm.disaggregation import description
 
 _Description: TypeAlias = "dict[str, Any] | None"
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
     settings = args[1] if len(args) > 1 else kwargs.get("vllm_config")
-    return None if settings is None else {"service": settings.model_config.served_model_name}
+    if settings is None:
+        return None
+    return {"service": settings.model_config.served_model_name, **description(settings)}
 
 
 def _describe_core(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:

@@ -8,6 +8,7 @@ workers (``SchedulerOutput``), and prompts and decodes are mixed in it.
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -49,6 +50,12 @@ def _answer_rids(request: Any) -> tuple[str, ...] | None:
     """Return the ids; for n > 1 each answer is a request of its own in the engine."""
     count = _answers(request)
     return tuple(f"{index}_{request.request_id}" for index in range(count)) if count > 1 else None
+
+
+def _response_id(request: Any) -> str | None:
+    """Return the client's id: before vLLM adds the prompt's number to a completion's, and random letters."""
+    given = getattr(request, "external_req_id", None)
+    return re.sub(r"(?<=^cmpl-)(.+)-\d+$", r"\1", given) if given else None
 
 
 def _streams(request: Any) -> bool:
@@ -183,6 +190,7 @@ VLLM = Engine(
     provider_name="vllm",
     roles={
         **processes.ROLES,
+        **disaggregation.ROLES,
         # In each API server's process.
         "serve_request": Role(
             (f"{_LLM}.generate",), ("manager:self", "prompt", "params:sampling_params"), required=True
@@ -213,8 +221,8 @@ VLLM = Engine(
         ),
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}._free_request",),
-            ("scheduler:self", "req:request"),
-            {"finish_reason": _finish_reason},
+            ("scheduler:self",),
+            {"req": disaggregation.ended, "finish_reason": _finish_reason},
         ),
         "retract": Role((f"{_SCHEDULER}._preempt_request",), ("scheduler:self", "req:request")),
         "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",), required=True),
@@ -249,6 +257,7 @@ VLLM = Engine(
         "request.is_single": lambda request: _answers(request) == 1,
         "request.shared_key": disaggregation.shared_key,
         "request.is_first_server": disaggregation.is_first_server,
+        "request.response_id": _response_id,
         "request.answer_count": _answers,
         "request.answer_rids": _answer_rids,
         "request.choice.count": _choice_count,

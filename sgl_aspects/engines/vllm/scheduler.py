@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from sgl_aspects.engines.vllm.disaggregation import Transfers
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.observation import Observation
 
@@ -21,6 +22,7 @@ class Scheduled:
         self._prompts: list[tuple[str, int, bool]] = []
         #: Requests that have begun, with more chunks of their prompt to come.
         self._begun: dict[str, None] = {}
+        self._transfers: Transfers | None = None
 
     def prompts(self, batch: Any) -> list[tuple[str, int, bool]]:
         """Return of each request: its id, the tokens of its prompt in the batch, and whether these complete
@@ -30,11 +32,17 @@ class Scheduled:
 
     def observations(self, trackers: Trackers) -> Iterable[Observation]:
         self._begun.clear()
-        return [Observation("schedule", _scheduler_of, self._schedule_exit)]
+        self._transfers = Transfers(trackers)
+        return [
+            Observation("schedule", _scheduler_of, self._schedule_exit),
+            *self._transfers.observations(),
+        ]
 
     def _schedule_exit(self, scheduler: Any, batch: Any, error: BaseException | None) -> None:
         if error is not None:
             return
+        if self._transfers is not None and self._transfers.seen:
+            self._transfers.begin()
         new, resumed = batch.scheduled_new_reqs, batch.scheduled_cached_reqs.resumed_req_ids
         if not (new or resumed or self._begun):
             return  # nearly every step: it decodes
@@ -42,6 +50,8 @@ class Scheduled:
         for rid in dict.fromkeys([*(one.req_id for one in new), *resumed, *self._begun]):
             request, tokens = scheduler.requests.get(rid), batch.num_scheduled_tokens.get(rid)
             if request is not None and tokens:
+                if self._transfers is not None:
+                    self._transfers.prefills(request)
                 is_last = not request.is_prefill_chunk
                 self._prompts.append((rid, tokens, is_last))
                 if not is_last:

@@ -41,7 +41,8 @@ class Call:
     """An open request, or one of several answers to one. Times are in nanoseconds.
 
     ``of``: the request that it is an answer to; ``rids``: the ids by which its answers are found.
-    ``exchange``: for the first request of an HTTP exchange. ``latest``: the message with its latest output,
+    ``exchange``: for the first request of an HTTP exchange. ``response_id``: the client's id of the answer,
+    where it is not ``rid``. ``latest``: the message with its latest output,
     and the index in it; ``tokens``: prompt, output and cached ones, if they are not read from there.
     ``reason``: why it ended, once it has.
 
@@ -57,6 +58,7 @@ class Call:
     name: str
     of: Call | None = None
     exchange: Exchange | None = None
+    response_id: str = ""
     streams: bool = True
     ends_with_output: bool = True
     ends_with_exchange: bool = False
@@ -101,6 +103,7 @@ class CallTracker:
         self._write_detokenize = recorder.spans(DETOKENIZE)
         reader = engine.reader
         self._rids = reader("request.rids")
+        self._response_id = reader("request.response_id")
         self._headers = reader("request.headers") if options.takes_context else no_headers
         self._operation = reader("request.operation")
         self._messages = reader("request.messages")
@@ -165,7 +168,9 @@ class CallTracker:
                 attributes[INPUT_MESSAGES] = prompt
         is_root_of_both = shared is not None and shared[1] and not origin.parent_id
         span_id = context.span_id_of_shared(key) if is_root_of_both else recorder.new_id()
-        return self._begun(Call(span_id, rid, start_ns, origin, f"{operation} {model}"), attributes)
+        call = Call(span_id, rid, start_ns, origin, f"{operation} {model}")
+        call.response_id = str(self._response_id(request) or "")
+        return self._begun(call, attributes)
 
     def begin_answers(self, call: Call, rids: tuple[str, ...]) -> None:
         """Open these answers of a request for several answers."""
@@ -319,7 +324,7 @@ class CallTracker:
         reasons = [one.reason for one in answers if one.reason]
         # For a non-streamed answer, only the scheduler sees the first token.
         first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
-        response_id, status = call.rid, None
+        response_id, status = call.response_id or call.rid, None
         if exchange is not None and call.of is None:
             first_ns = first_ns and (exchange.first_ns or first_ns)
             response_id = exchange.response_id or response_id

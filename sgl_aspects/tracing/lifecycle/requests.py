@@ -31,6 +31,8 @@ class ScheduledRequest:
     #: Attributes of the open phase that are known when it begins.
     values: tuple[AttributeValue, ...] = ()
     chunks: int = 0
+    #: The phase that follows the last chunk of the prompt.
+    after_prefill: str = DECODE.name
     #: The engine's error, if it rejected the request.
     problem: str = ""
 
@@ -55,16 +57,12 @@ class Chunk:
 
 
 class RequestTracker:
-    """The requests of one scheduler, by request id.
-
-    ``after_prefill``: the phase that follows the last chunk of a prompt.
-    """
+    """The requests of one scheduler, by request id."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
         #: Preempted requests, which are in the queue again.
         self.preempted_requests: set[ScheduledRequest] = set()
-        self.after_prefill = DECODE.name
         self._processed: list[Chunk] = []
         self._recorder = recorder
         self._announce: Callable[[SpanType, int, int, int, int], None] = recorder.announce
@@ -97,17 +95,19 @@ class RequestTracker:
         self._open(request, phase, now, values)
         return request
 
-    def enter(self, rid: str, phase: str, values: tuple[AttributeValue, ...] = (), now: int = 0) -> None:
-        """Change the open phase to another of ``schema.PHASES``, with its attributes."""
+    def enter(self, rid: str, phase: str, problem: str = "", now: int = 0) -> None:
+        """Change the open phase, which ended with ``problem`` if any, to another of ``schema.PHASES``."""
         request = self.requests.get(rid)
         if request is not None and request.phase != phase:
             now = now or time_ns()
-            self._close(request, now)
-            self._open(request, phase, now, values)
+            self._close(request, now, problem=problem)
+            self._open(request, phase, now)
 
-    def begins_in(self, rid: str, phase: str) -> None:
+    def begins_in(self, rid: str, phase: str, after_prefill: str = DECODE.name) -> None:
         """Relabel the queue phase: since it was queued the request has been in this phase."""
         request = self.requests.get(rid)
+        if request is not None:
+            request.after_prefill = after_prefill
         if request is not None and request.phase == QUEUE.name:
             request.phase = phase
             self._announce(PHASES[phase], request.phase_id, request.key, request.key, request.phase_ns)
@@ -142,7 +142,7 @@ class RequestTracker:
             request.chunks += 1
             self._write_prefill(self._recorder.new_id(), key, key, chunk.start_ns, end_ns, values, problem)
             if chunk.is_last and not problem and not request.phase and request.rid in self.requests:
-                self._open(request, self.after_prefill, end_ns)
+                self._open(request, request.after_prefill, end_ns)
 
     def preempted(self, rid: str, output_tokens: int | None) -> None:
         """Put a request back in the queue: memory ran short; prompt and output will be prefilled again."""

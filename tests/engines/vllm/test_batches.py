@@ -129,3 +129,12 @@ def test_a_process_describes_itself() -> None:
     assert (
         VLLM.call_reader("describe_core", "description")((None,), {"vllm_config": settings}, None) is not None
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("cmpl-mine-0", "cmpl-mine"), ("cmpl-7-12", "cmpl-7"), ("chatcmpl-7-12", "chatcmpl-7-12"), (None, None)],
+)
+def test_the_client_s_id_of_an_answer(given: str | None, expected: str | None) -> None:
+    request = SimpleNamespace(request_id=f"{given}-a2f4ccef", external_req_id=given)
+    assert VLLM.reader("request.response_id")(request) == expected

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from sgl_aspects.engines import VLLM
+from sgl_aspects.engines.vllm.disaggregation import ended
+from sgl_aspects.engines.vllm.scheduler import Scheduled
 from sgl_aspects.tracing.context import span_id_of_shared
+from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.calls import CallTracker
+from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.options import DEFAULTS
 from tests.support.memory_recorder import Memory
 
@@ -60,3 +64,84 @@ def test_a_request_for_one_server_is_its_own() -> None:
     # A decode server whose connector has no field for the other one's request.
     assert begun(request("r", do_remote_prefill=True, remote_engine_id="e")).origin.parent_id == 0
     assert span_id_of_shared(1) >> 63
+
+
+class FakeScheduler:
+    """vLLM's scheduler, as far as the observers of transfers see it."""
+
+    def __init__(self, **parameters: Any) -> None:
+        self.memory = Memory()
+        self.trackers = Trackers.of(VLLM, self.memory, DEFAULTS)
+        self._observed = {each.role: each for each in Scheduled().observations(self.trackers)}
+        self.request = request("r", **parameters)
+        self.request.is_prefill_chunk, self.request.num_output_tokens = False, 1
+        self.request.get_finished_reason = lambda: "length"
+        self.requests = {"r": self.request}
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.trackers.requests.queued("r")
+
+    def call(self, role: str, *args: Any) -> None:
+        enter = self._observed[role].enter
+        assert enter is not None
+        enter((self, *args), {})
+
+    def schedule(self, status: str, tokens: int = 0) -> None:
+        self.request.status = SimpleNamespace(name=status)
+        new = [SimpleNamespace(req_id="r")] if tokens else []
+        cached = SimpleNamespace(resumed_req_ids=set())
+        counts = {"r": tokens} if tokens else {}
+        leave = self._observed["schedule"].exit
+        assert leave is not None
+        message = SimpleNamespace(
+            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
+        )
+        leave(self, message, None)
+
+    def prefill(self) -> None:
+        tracked = self.trackers.requests.requests["r"]
+        self.trackers.requests.launched(tracked, 1)
+        self.trackers.requests.prefilled([Chunk(self.request, tracked, 4, 1, True)])
+
+    @property
+    def spans(self) -> list[tuple[str, str]]:
+        return [(span.type.name, span.error) for span in self.memory.ended]
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_decode_server_waits_for_keys_and_values(has_failed: bool) -> None:
+    server = FakeScheduler(do_remote_prefill=True, remote_request_id="x")
+    server.call("begin_transfer", server.request, None, 4)
+    server.schedule("WAITING_FOR_REMOTE_KVS")
+    assert [name for name, _ in server.spans] == ["queue"]
+    server.failed_recving_kv_req_ids |= {"r"} if has_failed else set()
+    server.call("end_transfers", SimpleNamespace(finished_recving={"r"}, finished_sending=None))
+    server.schedule("RUNNING", tokens=1)
+    server.prefill()
+    server.trackers.requests.finished("r", 9, "stop")
+    failure = "kv_transfer_failed" if has_failed else ""
+    assert server.spans == [
+        ("queue", ""),
+        ("kv_transfer", failure),
+        ("queue", ""),
+        ("prefill", ""),
+        ("decode", ""),
+    ]
+
+
+def test_keys_and_values_that_are_there_at_once_are_not_waited_for() -> None:
+    server = FakeScheduler()
+    server.call("begin_transfer", server.request, None, 4)
+    server.schedule("RUNNING", tokens=1)
+    server.prefill()
+    server.trackers.requests.finished("r", 9, "stop")
+    assert [name for name, _ in server.spans] == ["queue", "prefill", "decode"]
+
+
+def test_a_prefill_server_ends_a_request_when_it_was_fetched() -> None:
+    server = FakeScheduler(do_remote_decode=True)
+    server.schedule("RUNNING", tokens=4)
+    server.prefill()
+    assert ended((server, server.request), {}) == ""  # at the end of the prompt, not of the request
+    assert [name for name, _ in server.spans] == ["queue", "prefill"]
+    server.call("free_blocks", server.request)
+    assert server.spans == [("queue", ""), ("prefill", ""), ("kv_transfer", "")]
