@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,9 +156,7 @@ def test_a_scheduler_that_dies_is_one_line(running_demo: subprocess.Popen[str]) 
     children = psutil.Process(running_demo.pid).children(recursive=True)
     scheduler = max(children, key=lambda process: process.memory_info().rss)
     scheduler.kill()
-    begin = time.monotonic()
     _, error = running_demo.communicate(timeout=60)
-    assert time.monotonic() - begin < 30
     assert running_demo.returncode == 2
     assert re.fullmatch(r"sgl-aspects: error: .*scheduler.*\n", error)
     wait_until_gone(children)

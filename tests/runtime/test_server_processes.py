@@ -74,8 +74,8 @@ def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: P
     ):
         scheduler = server.scheduler_pid
         kept = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
-        whole = pool.submit(ask, server, 700)
-        streamed = pool.submit(ask, server, 700, stream=True)
+        whole = pool.submit(ask, server, 1500)
+        streamed = pool.submit(ask, server, 1500, stream=True)
         wait_until_running(server, 2)
         server.process.send_signal(number)
         wait_until(lambda: "stopping: 2 answers under way" in server.log.read_text())
@@ -83,7 +83,7 @@ def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: P
             assert ask(server, 1)[0] == 503
         kept.close()
         status, answer = whole.result(60)
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 700)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1500)
         status, events = streamed.result(60)
         assert status == 200
         assert events.endswith("data: [DONE]\n\n")
@@ -295,12 +295,12 @@ def test_hooks_are_there_before_the_server_is_imported(model: Path, tmp_path: Pa
 
 def test_connections_on_which_no_request_comes_are_closed(model: Path, tmp_path: Path) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
-    with serving(model, tmp_path / "log", "--body-timeout", "0.2") as server:
+    with serving(model, tmp_path / "log", "--body-timeout", "0.5") as server:
         for part in (b"", head):
             with socket.create_connection((LOCAL, server.port), timeout=30) as silent:
                 silent.sendall(part)
                 assert silent.recv(100) == b""
-        long = ask(server, 300)  # one that waits for its answer is not silent
+        long = ask(server, 700)  # one that waits for its answer is not silent
         assert long[0] == 200
 
 
