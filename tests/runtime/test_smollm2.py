@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from tokenizers import pre_tokenizers
 
@@ -63,6 +65,15 @@ CONVERSATIONS = [
         {"role": "user", "content": "  Bye  "},
     ],
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _file_parsed_once() -> Iterator[None]:
+    """transformers parses the file at each look at it, and makes the map of names for each module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,8 @@ def http_backend(
         context.load_verify_locations(theirs)
         context.verify_mode = ssl.CERT_REQUIRED
         server.socket = context.wrap_socket(server.socket, server_side=True)
-    backend.endpoint = f"{_base(certificates)}:{server.server_address[1]}"
+    base = "https://localhost" if certificates else "http://127.0.0.1"
+    backend.endpoint = f"{base}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -94,11 +95,6 @@ def http_backend(
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _base(certificates: tuple[str, str, str] | None) -> str:
-    """The URL without the port; certificates are for the name."""
-    return "https://localhost" if certificates else "http://127.0.0.1"
 
 
 @contextmanager
@@ -123,7 +119,7 @@ def grpc_backend(
         port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield f"{_base(certificates)}:{port}", spans
+        yield f"{'https://localhost' if certificates else 'http://127.0.0.1'}:{port}", spans
     finally:
         server.stop(None).wait()
 
