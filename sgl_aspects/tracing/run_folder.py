@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,11 +188,13 @@ def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None
     write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
 
 
-def use_collector_settings(folder: str, environment: MutableMapping[str, str]) -> None:
-    """Load the saved variables into ``environment``, without replacing its own."""
-    with contextlib.suppress(FileNotFoundError):
-        for name, value in json.loads(Path(folder, _SETTINGS).read_bytes()).items():
-            environment.setdefault(name, value)
+def collector_settings(folder: str) -> dict[str, str]:
+    """Return the saved variables; empty once the collector has ended in order."""
+    try:
+        found: dict[str, str] = json.loads(Path(folder, _SETTINGS).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
 
 
 def forget_collector_settings(folder: str) -> None:

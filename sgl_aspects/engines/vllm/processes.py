@@ -1,4 +1,4 @@
-"""The description of each server process: its model, and a worker's or an engine core's rank."""
+"""The description of each server process: its model, its role among servers, its node, its rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None)
     settings = args[1] if len(args) > 1 else kwargs.get("vllm_config")
     if settings is None:
         return None
-    return {"service": settings.model_config.served_model_name, **description(settings)}
+    found = {"service": settings.model_config.served_model_name, **description(settings)}
+    if (getattr(settings.parallel_config, "nnodes", None) or 1) > 1:
+        found["node_rank"] = settings.parallel_config.node_rank
+    return found
 
 
 def _describe_core(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:

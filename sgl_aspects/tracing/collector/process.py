@@ -23,12 +23,14 @@ from functools import partial
 from typing import TypeVar
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.collector.dead_runs import remove_dead_runs
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
 from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.collector.tail import TailChoice
+from sgl_aspects.tracing.control import runs
 from sgl_aspects.tracing.export.failures import quiet_exporters, report_line
 from sgl_aspects.tracing.export.metric_readers import make_reader
 from sgl_aspects.tracing.export.span import CollectedSpan
@@ -37,11 +39,11 @@ from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets,
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import (
+    collector_settings,
     forget_collector_settings,
     remove_run_folder,
     seal_run,
     take_run,
-    use_collector_settings,
 )
 from sgl_aspects.tracing.settings import TraceSettings
 
@@ -275,7 +277,8 @@ def main(arguments: Sequence[str]) -> int:
     folder = arguments[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
-    use_collector_settings(folder, os.environ)
+    for name, value in collector_settings(folder).items():
+        os.environ.setdefault(name, value)
     normalise(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # logged at every attempt; the errors report it too
     quiet_exporters()
@@ -289,6 +292,8 @@ def main(arguments: Sequence[str]) -> int:
         _let_the_engine_go_first()
         _allow_many_open_files()
         _collect_garbage_seldom()
+        # Not its own: closing any descriptor of its lock's file would unlock it.
+        remove_dead_runs([each for each in runs() if os.path.realpath(each) != os.path.realpath(folder)])
         collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

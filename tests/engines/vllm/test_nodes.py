@@ -1,0 +1,61 @@
+"""Real vLLM over two nodes, each a run of its own: passes of both belong to the steps that the first one
+scheduled (make test-vllm).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.support.engine_server import EngineServer, start_server
+from tests.support.otlp_receiver import http_receiver
+from tests.support.processes import free_port
+from tests.support.sglang_models import make_mini
+from tests.support.vllm_server import ENVIRONMENT, VLLM_SERVE, serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+
+def test_passes_of_both_nodes_belong_to_the_steps_of_the_first(tmp_path: Path) -> None:
+    """The executors are vLLM's own; with Ray vLLM 0.32 does not run on the CPU."""
+    model = make_mini(tmp_path / "mini")
+    options = ["--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--nnodes", "2"]
+    options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    options += ["--distributed-executor-backend", "mp", "--max-model-len", "1024"]
+    with http_receiver() as receiver:
+        environment = {
+            "SGL_ASPECTS_TRACE": "3",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        second = [*VLLM_SERVE, str(model), "--served-model-name", "mini", *options]
+        second += ["--node-rank", "1", "--headless"]
+        own = {**ENVIRONMENT, **environment, "VLLM_CACHE_ROOT": str(tmp_path / "second-cache")}
+        log = tmp_path / "second"
+        with start_server(EngineServer, second, 0, log, own, waits=False):
+            environment["VLLM_CACHE_ROOT"] = str(tmp_path / "first-cache")
+            more = [*options, "--node-rank", "0"]
+            with serve(model, tmp_path / "first", more=more, environment=environment) as server:
+                answers = server.chats([f"number {number}" for number in range(4)], [{}] * 4)
+                receiver.wait_for(lambda spans: sum(span.name == "chat mini" for span in spans) == 4)
+                receiver.wait_for(
+                    lambda spans: (
+                        sum(span.name == "forward" for span in spans)
+                        == 2 * sum(span.name == "scheduler.step" for span in spans)
+                    )
+                )
+    assert all(answer.usage["completion_tokens"] for answer in answers)
+    launches = {span.span_id: span for span in receiver.named("run_batch")}
+    places: dict[str, set[tuple[str, int]]] = {each: set() for each in launches}
+    for forward in receiver.named("forward"):
+        assert forward.trace_id == launches[forward.parent_id].trace_id
+        rank, node = (forward.attributes[f"sgl_aspects.{name}"] for name in ("rank", "node.rank"))
+        places[forward.parent_id].add((rank, node))
+    assert len(places) >= 8
+    for found in places.values():
+        assert found == {("tp0 pp0 dp0", 0), ("tp1 pp0 dp0", 1)}
+    assert {span.resource["sgl_aspects.node.rank"] for span in receiver.named("chat mini")} == {0}
