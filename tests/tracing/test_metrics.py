@@ -252,7 +252,7 @@ def test_a_collector_started_again_counts_nothing_twice(
             stdout=subprocess.DEVNULL,
         )
         # The gauges are known again from what is still in the ring; what was counted is not counted again.
-        wait_until(lambda: shown(port, "sgl_aspects_queue_running") == 2, 20)
+        wait_until(lambda: shown(port, "sgl_aspects_queue_running") == 2)
         wait_until(lambda: shown(port, "gen_ai_server_request_duration_seconds_count") == 1)
         assert shown(port, "sgl_aspects_tokens_total") == 12
         assert shown(port, "sgl_aspects_step_duration_seconds_count") in (None, 0)

@@ -54,7 +54,7 @@ def test_two_engines_on_one_machine_do_not_mix(tmp_path: Path) -> None:
         scheduler.join()
         owner.kill()
         owner.join()
-        wait_until(lambda: not is_running(collector) and not os.path.exists(folder), 20)  # noqa: B023
+        wait_until(lambda: not is_running(collector) and not os.path.exists(folder))  # noqa: B023
         assert sum(is_running(each[3]) for each in owners) <= 1
     for (owner, scheduler, _, _), name in zip(owners, ("one", "other")):
         spans = [span for message in read_file(tmp_path / name) for span in spans_of(message)]
