@@ -15,7 +15,7 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A free port, below those that the system gives to whoever wants any, clients among them."""
+    """Return a free port, outside the range from which the system takes ports for clients and for port 0."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
