@@ -78,10 +78,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             killed = ask(server, 6, max_tokens=12000, stream=True)
             answer = killed.getresponse()
             answer.readline()
+            waited = ask(server, 8, max_tokens=12000)
+            wait_until(lambda: server.metrics()["sgl_aspects_scheduler_waiting_requests"] == 1)
             os.kill(server.scheduler_pid, signal.SIGKILL)
             answer.read()
             answer.close()
             killed.close()
+            assert waited.getresponse().status == 503
+            waited.close()
+            assert answer_to(server, 9)[0] == 503  # the server says for a second why it ends
             server.stop()
         yield Run(receiver.spans, receiver)
 
@@ -127,10 +132,20 @@ def test_a_scheduler_that_is_killed(run: Run) -> None:
     spans = run.of(6)
     assert spans[""].attributes["error.type"] == "SchedulerDiedError"
     assert spans["decode"].attributes["error.type"] == "unfinished"
+    assert "http.response.status_code" not in spans[""].attributes  # 200, as its stream began
+
+
+@pytest.mark.parametrize("number", [8, 9])
+def test_requests_answered_after_the_schedulers_death_have_their_status(run: Run, number: int) -> None:
+    root = run.of(number)[""]
+    assert root.is_error
+    assert root.attributes["error.type"] == ("SchedulerDiedError" if number == 8 else "503")
+    assert root.attributes["http.response.status_code"] == 503
 
 
 def test_metrics_distinguish_them_and_no_prompt_is_anywhere(run: Run) -> None:
     durations = run.receiver.points("gen_ai.server.request.duration")
     counts = {point.attributes.get("error.type"): point.count for point in durations}
-    assert counts == {None: 2, "abort": 2, "InvalidRequestError": 1, "400": 1, "SchedulerDiedError": 1}
+    assert counts.pop(None) == 2
+    assert counts == {"abort": 2, "InvalidRequestError": 1, "400": 1, "503": 1, "SchedulerDiedError": 2}
     assert SECRET not in repr(run.receiver.requests) + repr(run.receiver.metric_requests)

@@ -292,10 +292,11 @@ class CallTracker:
     def fail(self, call: Call, problem: str) -> None:
         """Write its span; with a ``problem``, once the response has given its status."""
         exchange = call.exchange
-        if problem and exchange is not None and not (exchange.first_ns or exchange.is_over):
+        if problem and exchange is not None and not exchange.first_ns:
             exchange.at_end.append(partial(self.record, call, problem))
-        else:
-            self.record(call, problem)
+            if not exchange.is_over:  # read last: the server's thread may be ending it
+                return
+        self.record(call, problem)
 
     def refuse(self, exchange: Exchange, operation: str, headers: Any) -> None:
         """Record a request that the HTTP server rejected before it reached the engine."""

@@ -51,6 +51,7 @@ class CallingObserver:
         # Several requests of one call share one trace, even without a caller's context.
         first = calls.live.get(self._group(request) or "")
         call = calls.begin(request, args[0], now, origin=first.origin if first else None)
+        call.exchange = exchange  # for its status, should the request fail
         return call, calls.enter(call)
 
     def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -61,7 +62,6 @@ class CallingObserver:
         if error is None:
             self._calls.live[call.rid] = call
         else:
-            call.exchange = current_exchange.get()
             self._calls.fail(call, error_type(error))
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +105,6 @@ class CallingObserver:
         call.first_ns = self._first_token_ns(state) or 0
         call.text = self._text(state) or ""
         error = self._finish_error(args, kwargs)
-        if error is not None:
-            call.exchange = current_exchange.get()
+        if error is None:
+            call.exchange = None  # the engine's own times and id
         calls.end(call, self._finish_reason(args, kwargs), error_type(error))
