@@ -103,7 +103,8 @@ sglang-env: $(SGLANG_VENV)/.ready
 test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/test_server.py tests/engines/sglang/test_adoption.py \
 		tests/engines/sglang/test_faults.py tests/engines/sglang/test_example.py tests/engines/sglang/test_operators.py \
-		tests/engines/sglang/test_platforms.py
+		tests/engines/sglang/test_platforms.py tests/engines/sglang/test_conformance.py \
+		tests/engines/sglang/test_experts.py
 
 # Clusters, on loopback: KV caches travel by mooncake over TCP, whose wheel needs three libraries of Debian's.
 cluster-env: $(SGLANG_VENV)/.cluster

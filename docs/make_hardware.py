@@ -6,6 +6,7 @@ python docs/make_hardware.py
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sgl_aspects.conformance.report import ReportHead
@@ -30,10 +31,11 @@ those modules document, and no more. With such a device, run
 def page(reports: Path = DOCS / "conformance") -> str:
     """The page for the reports in a folder."""
     found = {path.name: ReportHead.read(path) for path in sorted(reports.glob("*.md"))}
-    lines = [HEAD, "| platform | engine | devices | date | versions | checks |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    lines = [HEAD, "| platform | engine | devices | date | versions | checks | skipped |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for name, head in found.items():
-        cells = (head.platform, head.engine, head.device, head.date, head.versions, head.result)
+        skipped = ", ".join(re.findall(r"^skip  (\S+)", (reports / name).read_text(), re.MULTILINE)) or "none"
+        cells = (head.platform, head.engine, head.device, head.date, head.versions, head.result, skipped)
         lines.append(f"| [{cells[0]}](conformance/{name}) | {' | '.join(cells[1:])} |")
     ran = {head.platform for head in found.values()}
     never = [row for row in BUILTIN_PLATFORMS if row.name not in ran]

@@ -44,6 +44,7 @@ def test_what_has_no_report_was_never_run(
     assert head.result.endswith("0 failed, 0 skipped")
     ran, never = make_hardware.page(tmp_path).split("## Never run")
     assert f"| [cpu](conformance/cpu.md) | embedded | {head.device} | {head.date} |" in ran
+    assert "0 failed, 0 skipped | none |" in ran
     assert "pass  identity.family" in report.read_text()
     assert "`sgl_aspects.platforms.cuda:CudaPlatform`" in never
     assert "| cpu |" not in never

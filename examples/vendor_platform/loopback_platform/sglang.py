@@ -8,9 +8,10 @@ from sgl_aspects.platforms.sglang_bridge import bridged
 
 
 class _ForSGLang(LoopbackPlatform):
-    """The attention backend and the pool above are written for sgl-aspects' runtime: SGLang has its own."""
+    """Attention backend, pool and graph runner of the class above are those of sgl-aspects' runtime."""
 
     get_mha_kv_pool_cls = SRTPlatform.get_mha_kv_pool_cls
+    get_graph_runner_cls = SRTPlatform.get_graph_runner_cls
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
