@@ -34,13 +34,15 @@ def ask_within_bound(who: str, ask: Callable[[], Any]) -> Any:
     if bound == 0:
         return ask()
     answers: list[Any] = []
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
             answers.append(ask())
-        except BaseException as error:  # noqa: BLE001  # raised again below, in the calling thread
+        except Exception as error:  # noqa: BLE001  # raised again below, in the calling thread
             errors.append(error)
+        except BaseException as error:  # noqa: BLE001  # its own: Ctrl-C reaches the main thread alone
+            errors.append(PlatformError(f"it raised {type(error).__name__}: {error}"))
 
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(work,), name=f"detect {who}", daemon=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,8 +80,10 @@ class PlatformPlugin:
             answer = ask_within_bound(f"Platform plugin {self}", lambda: self.entry_point.load()())
         except (DetectionTimeoutError, ConfigError):
             raise
+        except KeyboardInterrupt:  # Ctrl-C
+            raise
         # a plugin that exits must not end the engine without an error
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise PlatformError(
                 f"Platform plugin {self} failed while it was activated ({self.entry_point.value}): "
                 f"{type(error).__name__}: {error}. Repair or uninstall {self.distribution}, or set "
@@ -122,6 +125,8 @@ def resolve_qualified_name(name: str | type) -> type:
     """
     if isinstance(name, type):
         return name
+    if not isinstance(name, str):
+        raise PlatformTypeError(f'{name!r} is neither a class nor a qualified class name, "pkg.mod:Cls".')
     module_name, separator, attribute = name.partition(":")
     if not (separator and module_name and attribute):
         raise PlatformError(f'{name!r} is not a qualified class name: write "pkg.mod:Cls".')
@@ -140,6 +145,7 @@ def _choose_by_asking(plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
     answers = [(plugin, plugin.activate()) for plugin in plugins]
     active = [(plugin, class_name) for plugin, class_name in answers if class_name is not None]
     if len(active) > 1:
+        _check_one_provider([plugin for plugin, _ in active if plugin.name == active[0][0].name])
         listed = ", ".join(str(plugin) for plugin, _ in active)
         raise PlatformError(
             f"Several platform plugins found their hardware: {listed}. Set {PLATFORM_VARIABLE} to the "
@@ -190,11 +196,7 @@ def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformC
     named = [plugin for plugin in plugins if plugin.name == wanted]
     if not named and all(row.name != wanted for row in BUILTIN_PLATFORMS):
         named = [plugin for plugin in find_plugins(SGLANG_PLATFORMS_GROUP) if plugin.name == wanted]
-    if len(named) > 1:
-        raise PlatformError(
-            f"{PLATFORM_VARIABLE}={wanted}: several distributions provide a platform of this name: "
-            f"{', '.join(plugin.distribution for plugin in named)}. Uninstall all but one."
-        )
+    _check_one_provider(named)
     reason = f"{PLATFORM_VARIABLE}={wanted}"
     others = _not_asked(plugins, except_for=wanted, because=f"not queried: {reason}")
     if named:
@@ -220,6 +222,14 @@ def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformC
                 row.name, _create(row.class_name, f"built-in {row.name!r}"), (chosen, *others)
             )
     raise _unknown(wanted, reason)
+
+
+def _check_one_provider(named: Sequence[PlatformPlugin]) -> None:
+    if len(named) > 1:
+        raise PlatformError(
+            f"Several distributions provide a platform named {named[0].name!r}: "
+            f"{', '.join(plugin.distribution for plugin in named)}. Uninstall all but one."
+        )
 
 
 def require_known(name: str) -> None:
@@ -279,7 +289,9 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
         cls = resolve_qualified_name(class_name)
     except PlatformError as error:
         raise type(error)(f"{error} Named by {provider}.") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PlatformError(
             f"{class_name} of {provider} failed while its module was imported: "
             f"{type(error).__name__}: {error}"
@@ -295,7 +307,9 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
     try:
         platform = cls()
         identity = {name: getattr(platform, name) for name in _IDENTITY}
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PlatformError(
             f"{class_name} of {provider} failed while it was created: {type(error).__name__}: {error}"
         ) from error
@@ -304,7 +318,34 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
             raise PlatformTypeError(
                 f"{class_name} of {provider}: {name} = {identity[name]!r}, and a {kind.__name__} is needed."
             )
+    if not (platform.device_name.strip() and platform.device_name.isprintable()):
+        raise PlatformError(
+            f"{class_name} of {provider}: device_name = {platform.device_name!r}, and a name that can be "
+            f"printed is needed."
+        )
+    _check_methods(platform, f"{class_name} of {provider}")
     return platform
+
+
+def _check_methods(platform: SRTPlatform, who: str) -> None:
+    """Raise PlatformTypeError for a method that cannot be called with what engines pass."""
+    for name, ours in inspect.getmembers(SRTPlatform, inspect.isfunction):
+        theirs = inspect.getattr_static(type(platform), name)
+        if theirs is ours or name.startswith("_"):
+            continue
+        method = getattr(platform, name)
+        if not callable(method):
+            raise PlatformTypeError(f"{who}: {name} = {method!r}, and a method is needed.")
+        parameters = list(inspect.signature(ours).parameters.values())[1:]
+        required = [each for each in parameters if each.default is each.empty]
+        words = {each.name: None for each in required if each.kind is each.KEYWORD_ONLY}
+        try:
+            inspect.signature(method).bind(*[None] * (len(required) - len(words)), **words)
+        except TypeError as error:
+            raise PlatformTypeError(
+                f"{who}: {name}{inspect.signature(method)} cannot be called as engines do: {error}. Write it "
+                f"as {name}(self, {', '.join(map(str, parameters))})."
+            ) from error
 
 
 def _distribution_of(point: importlib.metadata.EntryPoint) -> str:

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sgl_aspects.errors import ConfigError
+from sgl_aspects.errors import ConfigError, PlatformTypeError
 from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.answers import answer_of, name_of
 from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -106,7 +107,12 @@ def with_platform_defaults(given: ServerArgs) -> ServerArgs:
     Made once, where an engine starts, and passed to each of its processes: all use the same values.
     """
     args = replace(given)
-    current_platform.apply_server_args_defaults(args)
+    answer = answer_of(object, current_platform.apply_server_args_defaults, args)
+    if answer is not None and answer is not args:
+        raise PlatformTypeError(
+            f"{name_of(current_platform.apply_server_args_defaults)} returned {answer!r}: it sets the "
+            f"attributes of its argument, and returns None"
+        )
     try:
         args.check()
     except ConfigError as error:

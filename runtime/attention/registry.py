@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.platforms import current_platform, resolve_qualified_name
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.answers import answer_of, class_named, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -16,12 +18,20 @@ ATTENTION_BACKENDS: dict[str, str | type] = {
 }
 
 
-def attention_backend_class(name: str) -> Any:
-    """Return the class; the platform's own backends are included. ConfigError names the choices."""
-    backends = {**ATTENTION_BACKENDS, **current_platform.get_attention_backends()}
+def attention_backend_class(name: str, whose: str = "attention_backend") -> Any:
+    """Return the class; the platform's own backends are included. ConfigError names the choices, and
+    ``whose`` name it is.
+    """
+    backends = _backends()
     if name not in backends:
-        raise ConfigError(f"attention_backend={name!r}: choose one of {', '.join(sorted(backends))}")
-    return resolve_qualified_name(backends[name])
+        raise ConfigError(f"{whose}={name!r}: choose one of {', '.join(sorted(backends))}")
+    return class_named(
+        backends[name], current_platform.get_attention_backends, has=("kinds", "prepare", "forward")
+    )
+
+
+def _backends() -> dict[str, str | type]:
+    return {**ATTENTION_BACKENDS, **answer_of(Mapping, current_platform.get_attention_backends)}
 
 
 def choose_attention_backend(wanted: str | None, kind: str) -> Any:
@@ -30,13 +40,13 @@ def choose_attention_backend(wanted: str | None, kind: str) -> Any:
     ConfigError if the user's choice cannot read such a pool. If the default cannot, the reference is used,
     and logged.
     """
-    name = wanted or current_platform.get_default_attention_backend()
-    chosen = attention_backend_class(name)
+    default = current_platform.get_default_attention_backend
+    name = wanted or answer_of(str, default)
+    chosen = attention_backend_class(name, "attention_backend" if wanted else name_of(default))
     if kind in chosen.kinds:
         return chosen
     if wanted is not None:
-        backends = {**ATTENTION_BACKENDS, **current_platform.get_attention_backends()}
-        able = [other for other in sorted(backends) if kind in attention_backend_class(other).kinds]
+        able = [other for other in sorted(_backends()) if kind in attention_backend_class(other).kinds]
         raise ConfigError(
             f"attention_backend={wanted!r} cannot read this model's key-value cache, which is of kind "
             f"{kind!r}: choose one of {', '.join(able)}"

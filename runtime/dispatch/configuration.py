@@ -21,6 +21,7 @@ from typing import Any
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.answers import answer_of
 from sgl_aspects.runtime.dispatch.policy import READERS, SelectionPolicy, Value, read_names, read_pairs
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.types import Token, check_choice
@@ -176,7 +177,7 @@ def find_platform_file() -> Path | None:
             PLATFORM_VARIABLE, "platform file", wanted, [*sorted(_FILE_OF_PLATFORM.values()), "none"]
         )
     else:
-        own = current_platform.get_operator_config()
+        own = answer_of((str, os.PathLike, type(None)), current_platform.get_operator_config)
         if own is not None:
             return Path(own)
         wanted = _FILE_OF_PLATFORM.get(current_platform.device_name, "none")

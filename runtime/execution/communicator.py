@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.platforms import current_platform, resolve_qualified_name
+from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.answers import class_of
+
+#: What the engine calls of a platform's class.
+_COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "gather_objects", "close")
 
 
 class Communicator:
@@ -212,6 +216,6 @@ def make_communicator(rank: int, world_size: int, init_method: str) -> Communica
     if world_size == 1:
         return Communicator()
     usual = TorchCommunicator if env.text("FLAGCX_PATH") is None else FlagCXCommunicator
-    chosen: Any = current_platform.get_communicator_class() or usual
-    communicator: Communicator = resolve_qualified_name(chosen)(rank, world_size, init_method)
+    chosen = class_of(current_platform.get_communicator_class, usual=usual, has=_COLLECTIVES)
+    communicator: Communicator = chosen(rank, world_size, init_method)
     return communicator

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from sgl_aspects.errors import ConfigError, ModelLoadError
-from sgl_aspects.platforms import current_platform, resolve_qualified_name
+from sgl_aspects.errors import ConfigError, ModelLoadError, PlatformError
+from sgl_aspects.platforms import DeviceEvent, current_platform
+from sgl_aspects.platforms.answers import answer_of, class_of, name_of
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.dispatch import get_manager
@@ -35,6 +36,10 @@ from sgl_aspects.runtime.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: What the engine calls of a platform's classes.
+_POOL = ("set_kv_buffer", "get_key_buffer", "get_value_buffer")
+_ALLOCATOR = ("available_size", "pages_for", "alloc", "free")
+_GRAPH_RUNNER = ("capture", "can_run", "replay")
 
 
 class ModelRunner:
@@ -44,11 +49,12 @@ class ModelRunner:
         ranks = ranks or RankLinks()
         self.server_args = server_args
         self.platform = current_platform
-        self.platform.init_backend()
-        self.device = self.platform.get_device(ranks.rank)
-        self.platform.set_device(self.device)
+        answer_of(object, self.platform.init_backend)
+        self.device: torch.device = answer_of(torch.device, self.platform.get_device, ranks.rank)
+        answer_of(object, self.platform.set_device, self.device)
         if server_args.random_seed is not None:
-            self.platform.seed_everything(server_args.random_seed)
+            answer_of(object, self.platform.seed_everything, server_args.random_seed)
+        self._check_platform()
         self.communicator = make_communicator(ranks.rank, ranks.world_size, ranks.init_method)
         self.checkpoint = open_checkpoint(str(server_args.model_path))
         self.config = self.checkpoint.config
@@ -62,6 +68,17 @@ class ModelRunner:
         self.init_kv_cache()
         self.compile_model()
         self.init_graphs()
+
+    def _check_platform(self) -> None:
+        """Raise PlatformError for answers that would fail in a later step."""
+        if self.platform.is_asynchronous():
+            answer_of(DeviceEvent, self.platform.create_event)
+        key = answer_of(str, self.platform.get_dispatch_key_name)
+        if not key.isidentifier():
+            raise PlatformError(
+                f"{name_of(self.platform.get_dispatch_key_name)} returned {key!r}, which follows forward_ in "
+                f"a method's name: letters, digits and _ alone"
+            )
 
     def load_model(self) -> None:
         """Load the model with the checkpoint's weights, ready to run."""
@@ -107,7 +124,7 @@ class ModelRunner:
             for module in model.modules():
                 if isinstance(module, Operator):
                     module.prepare_weights()
-            self.platform.post_load_model(model)
+            answer_of(object, self.platform.post_load_model, model)
         self.platform.empty_cache()
         logger.info("loaded %s as %s in %.1f s", checkpoint.path, self.dtype, time.perf_counter() - start)
         return model
@@ -116,10 +133,10 @@ class ModelRunner:
         """Make pool, allocator and page table, of the configured size or of what the free memory allows."""
         args, config = self.server_args, self.config
         kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
-        pool_class = resolve_qualified_name(self.platform.get_kv_pool_cls(kind=kind))
-        allocator_class = resolve_qualified_name(self.platform.get_paged_allocator_cls())
+        pool_class = class_of(self.platform.get_kv_pool_cls, kind=kind, has=_POOL)
+        allocator_class = class_of(self.platform.get_paged_allocator_cls, has=_ALLOCATOR)
         bytes_each = token_bytes(kind, self.dtype, config.num_kv_layers, **row)
-        free, _ = self.platform.get_available_memory()
+        free, _ = answer_of((tuple, list), self.platform.get_available_memory)
         if config.linear is not None:
             free -= StatePool.bytes_for(config.linear, args.max_running_requests, self.dtype)
         size = args.max_total_tokens
@@ -180,7 +197,7 @@ class ModelRunner:
             return
         pieces: Any = PiecewiseBackend
         if self.platform.support_piecewise_cuda_graph():
-            pieces = resolve_qualified_name(self.platform.get_piecewise_backend_cls())
+            pieces = class_of(self.platform.get_piecewise_backend_cls, has=("compile",))
         try:
             pieces(self).compile()
         except NotImplementedError as error:
@@ -198,7 +215,7 @@ class ModelRunner:
                 label = self.platform.get_graph_label()
                 logger.warning("no %s: %s cannot be captured", label, type(part).__name__)
                 return
-        self.graph_runner = resolve_qualified_name(self.platform.get_graph_runner_cls())(self)
+        self.graph_runner = class_of(self.platform.get_graph_runner_cls, has=_GRAPH_RUNNER)(self)
         self.graph_runner.capture()
 
     def weights_changed(self) -> None:

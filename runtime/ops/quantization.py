@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.platforms import SRTPlatform, resolve_qualified_name
+from sgl_aspects.platforms import SRTPlatform
+from sgl_aspects.platforms.answers import class_of
 from sgl_aspects.runtime.ops import Linear
 
 #: Method → the type that weights are kept in.
@@ -44,5 +45,4 @@ def quantization_config(method: str, platform: SRTPlatform) -> Any:
         platform.verify_quantization(method)
     except ValueError as error:
         raise ConfigError(f"quantization={method!r}: {error}") from error
-    config: Any = platform.get_quantization_config(method) or WeightOnly
-    return resolve_qualified_name(config)(method)
+    return class_of(platform.get_quantization_config, method, usual=WeightOnly, has=("quantize",))(method)

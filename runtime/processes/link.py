@@ -184,6 +184,8 @@ class SchedulerLink:
         if failure is not None:
             ours = getattr(errors, failure.error_type, None)
             if isinstance(ours, type) and issubclass(ours, errors.AspectsError):
+                if issubclass(ours, errors.PlatformError):  # a vendor looks for the line
+                    logger.error("%s", failure.traceback)
                 return ours(failure.message)
             logger.error("%s\n%s", what, failure.traceback)
             return EngineError(f"{what} (while starting)")

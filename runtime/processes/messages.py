@@ -79,6 +79,8 @@ class FailureMessage:
     error_type: str
     message: str
     traceback: str
+    #: Where it was raised, as file, line and function.
+    place: str
     #: The requests that the scheduler was at work on.
     rids: list[str] = field(default_factory=list)
     #: ``time.monotonic_ns`` of the error: the first one of several ranks caused the others.

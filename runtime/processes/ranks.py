@@ -93,7 +93,8 @@ class RankProcesses:
         if self.failures and not killed:
             rank = min(self.failures, key=lambda rank: self.failures[rank].time_ns)
             failure = self.failures[rank]
-            what = f"failed with {failure.error_type}: {failure.message}{_at_work_on(failure.rids)}"
+            what = f"failed with {failure.error_type}: {failure.message} ({failure.place})"
+            what += _at_work_on(failure.rids)
         else:
             ended = [rank for rank, code in exits.items() if code is not None]
             rank = (killed or ended or [0])[0]

@@ -13,6 +13,7 @@ import signal
 import traceback
 from multiprocessing.connection import Connection
 
+from sgl_aspects.errors import Stop
 from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.processes.messages import FailureMessage
 from sgl_aspects.runtime.processes.rank_links import RankLinks
@@ -40,12 +41,15 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
         gc.enable()
         scheduler = Scheduler(server_args, connection, ranks)
         scheduler.event_loop()
-    except Exception as error:
+    except Stop:  # of a plugin that is required
+        raise
+    except BaseException as error:  # a platform that exits, too: the owner needs the reason
         logger.debug("the scheduler ends", exc_info=True)
         failure = FailureMessage(
             type(error).__name__,
             str(error),
             traceback.format_exc(),
+            _place_of(error),
             [] if scheduler is None else scheduler.at_work_on,
         )
         try:
@@ -55,3 +59,8 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
         raise SystemExit(1) from None
     finally:
         connection.close()
+
+
+def _place_of(error: BaseException) -> str:
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(line.filename)}:{line.lineno}, in {line.name}"

@@ -100,11 +100,13 @@ def row(result: Result, width: int) -> list[str]:
 def as_json(name: str, platform: SRTPlatform, results: Sequence[Result]) -> dict[str, object]:
     import torch
 
+    from sgl_aspects.conformance.report import known
+
     counts = Counter(result.status for result in results)
     return {
         "platform": name,
         "class": _class_name(platform),
-        "device": platform.get_device_name(0),
+        "device": known(platform.get_device_name),
         "sgl_aspects": __version__,
         "torch": torch.__version__,
         "counts": {status: counts[status] for status in _MARKS},
@@ -141,9 +143,11 @@ def as_junit(name: str, results: Sequence[Result]) -> str:
 def _heading(name: str, platform: SRTPlatform) -> str:
     import torch
 
+    from sgl_aspects.conformance.report import known
+
     return (
         f"Conformance of platform {name!r}: {_class_name(platform)}\n"
-        f"{platform.get_device_name(0)}, sgl-aspects {__version__}, torch {torch.__version__}\n"
+        f"{known(platform.get_device_name)}, sgl-aspects {__version__}, torch {torch.__version__}\n"
     )
 
 

@@ -70,9 +70,13 @@ def _details(choice: PlatformChoice) -> dict[str, str]:
 
 def _answer(query: Callable[[], str]) -> str:
     try:
-        return query()
+        return str(query())
     except NotImplementedError as error:  # an incomplete class of a vendor is shown as far as it works
         return f"not implemented: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # likewise
+        return f"failed: {type(error).__name__}: {error}"
 
 
 def _capability(platform: SRTPlatform) -> str:

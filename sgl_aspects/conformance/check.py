@@ -108,7 +108,9 @@ def run_check(check: Check, bench: Bench | None) -> Result:
         return result("failed", fault.found, fault.write or check.write, fault.expected)
     except NotImplementedError as error:
         return result("failed", str(error) or "NotImplementedError", check.write, check.expects)
-    except Exception as error:  # noqa: BLE001  # reported as the check's result
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # SystemExit, too: reported as the check's result
         line = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(line.filename).name}:{line.lineno}"
         return result("failed", f"{type(error).__name__}: {error} ({where})", check.write, check.expects)

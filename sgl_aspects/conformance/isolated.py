@@ -57,7 +57,7 @@ def _work(link: Connection, function: Callable[..., Any], arguments: tuple[Any, 
     load_plugins()
     try:
         answer = (True, function(*arguments))
-    except Exception as error:  # noqa: BLE001  # reported to the calling process
+    except BaseException as error:  # noqa: BLE001  # SystemExit, too: reported to the calling process
         where = traceback.format_exc().splitlines()[-3].strip()
         answer = (False, f"{type(error).__name__}: {error} ({where})")
     link.send(answer)

@@ -6,7 +6,7 @@ import datetime
 import platform as host
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class ReportHead:
             platform=name,
             implementation=f"{kind.__module__}:{kind.__qualname__}",
             engine=engine,
-            device=f"{platform.device_count()} × {platform.get_device_name(0)}",
+            device=f"{known(platform.device_count)} × {known(platform.get_device_name)}",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             versions=f"sgl-aspects {__version__}, torch {torch.__version__}, Python {host.python_version()}",
             result=counted(results),
@@ -65,6 +65,16 @@ class ReportHead:
             *rows,
         ]
         return "\n".join([*head, "", "```text", *lines, "```", ""])
+
+
+def known(query: Callable[[], object]) -> str:
+    """Return what a platform answers; "unknown" where it has no answer."""
+    try:
+        return str(query())
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # the checks of identity name the method and the error
+        return "unknown"
 
 
 def counted(results: Sequence[Result]) -> str:

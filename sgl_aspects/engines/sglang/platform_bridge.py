@@ -17,7 +17,8 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.engines.sglang.multimodal import bridged_multimodal
-from sgl_aspects.errors import PlatformError
+from sgl_aspects.errors import PlatformError, PlatformTypeError
+from sgl_aspects.platforms.answers import class_named, name_of
 from sgl_aspects.platforms.discovery import resolve_qualified_name
 from sgl_aspects.platforms.mm_platform import MMPlatform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
@@ -112,6 +113,10 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
 
     :raises ModuleNotFoundError: SGLang is not installed, or is too old for platforms (before 0.5.12).
     """
+    if not (isinstance(platform_class, type) and issubclass(platform_class, (SRTPlatform, MMPlatform))):
+        raise PlatformTypeError(
+            f"bridged({platform_class!r}): give a subclass of sgl_aspects.platforms.SRTPlatform or MMPlatform"
+        )
     if issubclass(platform_class, MMPlatform):
         return bridged_multimodal(platform_class)
     from sglang.srt.platforms import interface
@@ -191,14 +196,14 @@ def _forward_class(name: str) -> Any:
         answer = method(*args, **_accepted(method, kwargs))
         if answer is None:
             return None
-        found = _resolved(answer, cls, name)
+        found: type = class_named(answer, method)
         runtime = next((base for base in found.__mro__ if base.__module__.startswith(_RUNTIME)), None)
         if runtime is None:
             return found
         own = _cuda_class(cls, name)
         if own is None and name in _NEEDS.values():
             raise PlatformError(
-                f"{_method_name(cls, name)} names {found.__module__}:{found.__qualname__}, made for the "
+                f"{name_of(method)} names {found.__module__}:{found.__qualname__}, made for the "
                 f"embedded runtime ({runtime.__module__}:{runtime.__qualname__}): for SGLang write a class "
                 f"of your own, or start it with --disable-cuda-graph"
             )
@@ -214,17 +219,6 @@ def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return keywords
     return {name: value for name, value in keywords.items() if name in parameters}
-
-
-def _resolved(answer: type | str, cls: type, name: str) -> type:
-    try:
-        return resolve_qualified_name(answer)
-    except PlatformError as error:
-        raise type(error)(f"{_method_name(cls, name)}: {error}") from error
-
-
-def _method_name(cls: type, name: str) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}.{name}()"
 
 
 def _cuda_class(platform_class: type, name: str) -> type | None:

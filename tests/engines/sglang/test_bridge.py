@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -218,6 +219,14 @@ def test_classes_of_the_embedded_runtime_are_never_handed_over(engine: Engine) -
     assert "--disable-cuda-graph" in str(error.value)
 
 
+def test_the_examples_platform_names_no_class_of_the_embedded_runtime(engine: Engine) -> None:
+    bridge(engine, NEW, CpuPlatform)
+    platform = engine.load("loopback_platform.sglang").LoopbackSGLangPlatform()
+    assert platform.get_graph_runner_cls() is platform.get_kv_pool_cls(kind="mha") is None
+    assert not platform.capabilities.given["graph_capture"]
+    del sys.modules["loopback_platform.sglang"]
+
+
 def test_a_capability_without_a_class_for_it_is_not_claimed(engine: Engine) -> None:
     class Bare(CpuPlatform):
         capabilities = PlatformCapabilities(graph_capture=True)
@@ -244,6 +253,12 @@ def test_without_a_chosen_device_sglang_gets_the_name_of_the_devices_type(
     engine: Engine, platform_class: type[SRTPlatform]
 ) -> None:
     assert bridge(engine, NEW, platform_class).get_device(None) == platform_class.device_type
+
+
+@pytest.mark.parametrize("given", [dict, CpuPlatform(), "acme:Platform"])
+def test_what_is_not_a_platform_class_is_refused(given: Any) -> None:
+    with pytest.raises(PlatformError, match=r"give a subclass of sgl_aspects.platforms.SRTPlatform"):
+        bridged(given)
 
 
 def test_a_newer_sglang_may_pass_more_than_a_vendor_takes(engine: Engine) -> None:
@@ -274,8 +289,6 @@ def test_the_cpu_platform_is_there_by_name(engine: Engine, monkeypatch: pytest.M
     module, _, cls = name.rpartition(".")
     platform = getattr(engine.load(module), cls)()
     assert platform.get_dispatch_key_name() == "native"
-    import sys
-
     del sys.modules[module]
 
 

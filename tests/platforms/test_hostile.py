@@ -1,0 +1,208 @@
+"""Wrong platform classes: each is one error that names the class, the method and what is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_aspects.cli.main import main
+from sgl_aspects.errors import ConfigError, EngineError, PlatformError, PlatformTypeError
+from sgl_aspects.platforms import PlatformCapabilities, current_platform, set_current_platform
+from sgl_aspects.runtime import Engine
+from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
+from sgl_aspects.runtime.dispatch.configuration import find_platform_file
+from sgl_aspects.runtime.execution.communicator import make_communicator
+from sgl_aspects.runtime.execution.model_runner import ModelRunner
+from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
+from tests.support.acme import AcmePlatform
+from tests.support.tiny_models import make_llama
+
+
+class PanicException(BaseException):
+    """As extensions written in Rust raise."""
+
+
+def panics(self: Any, *args: Any) -> Any:
+    raise PanicException("the driver is gone")
+
+
+def exits(self: Any, *args: Any) -> Any:
+    sys.exit(3)
+
+
+class Hostile(AcmePlatform):
+    """Replaced by each test with a class that has one fault."""
+
+
+class HalfPool:
+    def set_kv_buffer(self) -> None: ...
+
+
+class Backend(TorchNativeBackend):
+    capturable = True
+
+
+@pytest.fixture(autouse=True)
+def _choose_again() -> Iterator[None]:
+    yield
+    set_current_platform(None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder)
+    return folder
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
+    for name, member in members.items():
+        if callable(member) and not isinstance(member, type):
+            member.__name__ = name
+    monkeypatch.setitem(globals(), "Hostile", type("Hostile", (AcmePlatform,), members))
+    Hostile.__module__ = __name__
+    monkeypatch.setenv("SGLANG_PLATFORM", f"acme={__name__}:Hostile")
+    set_current_platform(None)
+
+
+@pytest.mark.parametrize(
+    ("members", "part"),
+    [
+        ({"get_device": 5}, "get_device = 5, and a method is needed"),
+        ({"get_device": lambda self: None}, r"get_device\(\) cannot be called as engines do: too many"),
+        ({"post_load_model": lambda self, a, b: None}, r"post_load_model\(a, b\) cannot .*argument: 'b'"),
+        (
+            {"get_kv_pool_cls": lambda self: dict},
+            r"argument 'kind'. Write it as get_kv_pool_cls\(self, kind:",
+        ),
+        ({"device_name": "acme\x1b[31m"}, r"device_name = 'acme\\x1b\[31m', and a name that can be printed"),
+        ({"device_name": " "}, "device_name = ' ', and a name that can be printed"),
+        ({"__init__": panics}, "failed while it was created: PanicException: the driver is gone"),
+    ],
+)
+def test_a_class_of_the_wrong_shape_is_refused_when_it_is_chosen(
+    members: dict[str, Any], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, **members)
+    with pytest.raises(PlatformError, match=f"test_hostile:Hostile of SGLANG_PLATFORM=acme=.*{part}"):
+        current_platform.is_cuda()
+
+
+def test_more_arguments_than_engines_give_are_allowed_with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, get_device=lambda self, local_rank, of=None: torch.device("cpu"), post=3)
+    assert current_platform.get_device(0).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "part"),
+    [
+        ("get_device", "cpu", "returned 'cpu', and torch.device is needed"),
+        ("get_available_memory", 10**9, "returned 1000000000, and tuple or list is needed"),
+        ("get_default_attention_backend", None, "returned None, and str is needed"),
+        ("get_default_attention_backend", "flashy", "='flashy': choose one of torch_native, triton"),
+        ("get_attention_backends", ["acme"], r"returned \['acme'\], and collections.abc.Mapping is needed"),
+        ("get_attention_backends", {"torch_native": 5}, ": 5 is neither a class nor a qualified class name"),
+        (
+            "get_attention_backends",
+            {"torch_native": dict},
+            "names builtins:dict, which has no kinds, prepare",
+        ),
+        ("get_kv_pool_cls", None, ": None is neither a class nor a qualified class name"),
+        ("get_kv_pool_cls", "acme:Pool", ": 'acme:Pool' cannot be loaded: ModuleNotFoundError"),
+        (
+            "get_kv_pool_cls",
+            HalfPool,
+            "HalfPool, which has no get_key_buffer, get_value_buffer: such a class",
+        ),
+        ("get_paged_allocator_cls", dict, "names builtins:dict, which has no available_size, pages_for"),
+        ("get_dispatch_key_name", None, "returned None, and str is needed"),
+        ("get_dispatch_key_name", "my key", "returned 'my key', which follows forward_ in a method's name"),
+        ("get_graph_runner_cls", dict, "names builtins:dict, which has no capture, can_run, replay"),
+    ],
+)
+def test_a_wrong_answer_names_the_method_before_the_first_request(
+    method: str, answer: Any, part: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = {
+        "capabilities": PlatformCapabilities(graph_capture=True),
+        "get_attention_backends": lambda self: {"torch_native": Backend},
+        method: lambda self, *args, **kwargs: answer,
+    }
+    choose(monkeypatch, **members)
+    with pytest.raises((PlatformError, ConfigError), match=rf"test_hostile\.Hostile\.{method}\(\).*{part}"):
+        ModelRunner(ServerArgs(model, max_total_tokens=512))
+
+
+@pytest.mark.parametrize("fails", [panics, exits])
+@pytest.mark.parametrize("method", ["init_backend", "get_device", "set_device", "post_load_model"])
+def test_a_method_that_ends_the_process_is_an_error_that_names_it(
+    method: str, fails: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, **{method: fails})
+    with pytest.raises(PlatformError, match=rf"Hostile\.{method}\(\) failed: (PanicException|SystemExit): "):
+        ModelRunner(ServerArgs(model, max_total_tokens=512))
+
+
+def test_events_and_communicators_are_checked_before_they_are_needed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, is_asynchronous=lambda self: True, create_event=lambda self: 5)
+    with pytest.raises(PlatformTypeError, match=r"Hostile\.create_event\(\) returned 5, and .*DeviceEvent"):
+        ModelRunner(ServerArgs(model, max_total_tokens=512))
+    choose(monkeypatch, get_communicator_class=lambda self: dict)
+    with pytest.raises(PlatformTypeError, match=r"Hostile\.get_communicator_class\(\).* has no all_reduce"):
+        make_communicator(0, 2, "")
+
+
+def test_a_configuration_that_is_not_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, get_operator_config=lambda self: 5)
+    with pytest.raises(
+        PlatformTypeError, match=r"get_operator_config\(\) returned 5, and str or os.PathLike"
+    ):
+        find_platform_file()
+
+
+def test_settings_that_a_platform_returns_instead_of_setting_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, apply_server_args_defaults=lambda self, args: ServerArgs("other"))
+    with pytest.raises(
+        PlatformTypeError, match=r"returned ServerArgs.*: it sets the attributes of its argument"
+    ):
+        with_platform_defaults(ServerArgs(model))
+    choose(monkeypatch, apply_server_args_defaults=exits)
+    with pytest.raises(PlatformError, match=r"apply_server_args_defaults.* failed: SystemExit: 3"):
+        Engine(model_path=model)
+
+
+def test_the_kit_and_the_list_of_platforms_name_what_ends_a_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choose(monkeypatch, get_device_name=exits, get_device_uuid=panics)
+    assert main(["conformance", "--only", "identity"]) == 1
+    shown = capsys.readouterr().out
+    assert "unknown, sgl-aspects" in shown
+    assert "SystemExit: 3 (test_hostile.py:" in shown
+    assert "PanicException: the driver is gone (test_hostile.py:" in shown
+    assert "4 passed, 2 failed" in shown
+    assert main(["platforms"]) == 0
+    assert "devices     failed: SystemExit: 3" in capsys.readouterr().out
+
+
+class Exits(AcmePlatform):
+    """Ends the scheduler where nothing is expected to."""
+
+    def inference_mode(self) -> Any:
+        sys.exit(3)
+
+
+def test_a_scheduler_that_a_platform_ends_says_where(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", f"acme={__name__}:Exits")
+    set_current_platform(None)
+    with pytest.raises(EngineError, match=r"SystemExit: 3 \(test_hostile.py:\d+, in inference_mode\)"):
+        Engine(model_path=model, max_total_tokens=512)
