@@ -13,6 +13,7 @@ An engine never branches on a device's name; it queries :data:`current_platform`
                      the built-in devices; builtins.py is their table
     sglang_bridge.py the name under which users import the bridge to SGLang
     discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection; bounded.py: with a time limit
+    answers.py       calls of a platform's methods, whose errors name class and method
     current.py       current_platform, chosen at its first use
 
 Importing this package detects nothing and does not load torch.

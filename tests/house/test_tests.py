@@ -18,7 +18,7 @@ LONGER = {
     "dispatch/test_watch.py": 600,
     "engines/sglang/test_server.py": 700,
     "platforms/test_devices.py": 440,
-    "platforms/test_discovery.py": 503,
+    "platforms/test_discovery.py": 500,
     "platforms/test_platforms.py": 536,
     "runtime/test_parts.py": 542,
     "runtime/test_scheduler.py": 432,

@@ -280,11 +280,6 @@ def test_a_class_that_is_not_a_platform_is_a_type_error(site: Site) -> None:
     assert "SRTPlatform" in error_of(site.choose("x=decimal:Decimal"), "TypeError")
 
 
-def test_something_other_than_a_class_is_a_type_error(site: Site) -> None:
-    site.install("acme", 'return "json:dumps"')
-    assert "function" in error_of(site.choose(), "PlatformError", "TypeError")
-
-
 def test_a_plugin_that_returns_no_name_is_a_type_error(site: Site) -> None:
     site.install("acme", "return 42")
     error = error_of(site.choose(), "PlatformError", "TypeError")

@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             killed.close()
             assert waited.getresponse().status == 503
             waited.close()
-            assert answer_to(server, 9)[0] == 503  # the server says for a second why it ends
+            assert answer_to(server, 9)[0] == 503  # the server ends a second later
             server.stop()
         yield Run(receiver.spans, receiver)
 
