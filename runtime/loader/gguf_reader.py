@@ -27,6 +27,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 #: Errors of reading nonsensical numbers; RecursionError of nested arrays, for example.
 _DAMAGE = (struct.error, ValueError, TypeError, ArithmeticError, IndexError, MemoryError, RecursionError)
+_NUMBERS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class TensorInfo:
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[self.quantization]
         nbytes: int = math.prod(self.shape) // block_size * block_bytes
         return nbytes
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of the last dimension that are dequantized as one; faster for short ones."""
+        length = self.shape[-1] if self.shape else 1
+        if length % gguf.GGML_QUANT_SIZES[self.quantization][0]:
+            return 1  # the gguf package refuses it
+        most = max(1, _NUMBERS_AT_ONCE // max(1, length))
+        return math.gcd(math.prod(self.shape[:-1]), 1 << (most.bit_length() - 1))
 
 
 class GGUFReader:
@@ -92,7 +102,8 @@ class GGUFReader:
         start = self._start + info.offset
         try:
             # dequantize works row by row: it needs the bytes of each row of the last dimension together.
-            rows = self._data[start : start + info.nbytes].reshape(*info.shape[:-1], -1)
+            rows = self._data[start : start + info.nbytes].reshape(math.prod(info.shape[:-1]), -1)
+            rows = rows.reshape(len(rows) // info.rows_at_once, -1)
             numbers: npt.NDArray[np.float32] = gguf.dequantize(rows, info.quantization)
             return numbers.reshape(info.shape)
         except (NotImplementedError, ValueError) as error:
