@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,23 +69,21 @@ def wait_until_running(server: Server, count: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: Path, number: int) -> None:
-    with (
-        serving(model, tmp_path / "log", "--max-total-tokens", "20000") as server,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    flags = ("--max-total-tokens", "20000", "--shutdown-timeout", "120")
+    with serving(model, tmp_path / "log", *flags) as server, ThreadPoolExecutor(4) as pool:
         scheduler = server.scheduler_pid
         kept = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
-        whole = pool.submit(ask, server, 1500)
-        streamed = pool.submit(ask, server, 1500, stream=True)
+        whole = pool.submit(ask, server, 400)
+        streamed = pool.submit(ask, server, 400, stream=True)
         wait_until_running(server, 2)
         server.process.send_signal(number)
         wait_until(lambda: "stopping: 2 answers under way" in server.log.read_text())
         with contextlib.suppress(OSError):  # once it listens no more
             assert ask(server, 1)[0] == 503
         kept.close()
-        status, answer = whole.result(60)
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 1500)
-        status, events = streamed.result(60)
+        status, answer = whole.result(120)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 400)
+        status, events = streamed.result(120)
         assert status == 200
         assert events.endswith("data: [DONE]\n\n")
         assert server.process.wait(60) == 0
@@ -178,27 +177,45 @@ def test_a_signal_while_the_model_is_loading_leaves_no_process(model: Path, tmp_
 # -- access -------------------------------------------------------------------------------------
 
 
-def test_with_a_key_nothing_is_answered_without_it(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path / "log", environment={"SGL_ASPECTS_API_KEY": "sécret"}) as server:
-        assert server.request("GET", "/health") == (200, {"status": "ok"})
-        for headers in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": "Basic c8OpY3JldA=="},
-            {"authorization": "Bearer"},
-        ):
-            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")):
-                status, answer = server.request(method, path, "{" if method == "POST" else None, headers)
-                assert (status, answer["error"]["type"]) == (401, "authentication_error")
-                assert "sécret" not in str(answer)
-        right = {"authorization": "Bearer sécret".encode().decode("latin-1")}
-        assert server.request("POST", "/v1/completions", body(3), right)[0] == 200
-        with (
-            openai.OpenAI(base_url=server.base_url, api_key="wrong", max_retries=0) as client,
-            pytest.raises(openai.AuthenticationError),
-        ):
-            client.models.list()
+RIGHT = {"authorization": "Bearer sécret".encode().decode("latin-1")}
+
+
+@pytest.fixture(scope="module")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a key, that waits half a second for a request."""
+    log, key = tmp_path_factory.mktemp("guarded") / "log", {"SGL_ASPECTS_API_KEY": "sécret"}
+    with serving(model, log, "--body-timeout", "0.5", environment=key) as server:
+        yield server
         assert server.stop() == 0
+
+
+def test_with_a_key_nothing_is_answered_without_it(guarded: Server) -> None:
+    assert guarded.request("GET", "/health") == (200, {"status": "ok"})
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic c8OpY3JldA=="},
+        {"authorization": "Bearer"},
+    ):
+        for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")):
+            status, answer = guarded.request(method, path, "{" if method == "POST" else None, headers)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+            assert "sécret" not in str(answer)
+    assert guarded.request("POST", "/v1/completions", body(3), RIGHT)[0] == 200
+    with (
+        openai.OpenAI(base_url=guarded.base_url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+
+def test_connections_on_which_no_request_comes_are_closed(guarded: Server) -> None:
+    for part in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"):
+        with socket.create_connection((LOCAL, guarded.port), timeout=30) as silent:
+            silent.sendall(part)
+            assert silent.recv(100) == b""
+    # one that waits for its answer is not silent
+    assert guarded.request("POST", "/v1/completions", body(500), RIGHT)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -291,17 +308,6 @@ def test_hooks_are_there_before_the_server_is_imported(model: Path, tmp_path: Pa
         asked = ask(server, 8, prompt="fünf Füchse")[1]["choices"][0]["text"]
         assert asked == ask(server, 8, prompt="the lazy dog")[1]["choices"][0]["text"]
         assert server.stop() == 0
-
-
-def test_connections_on_which_no_request_comes_are_closed(model: Path, tmp_path: Path) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
-    with serving(model, tmp_path / "log", "--body-timeout", "0.5") as server:
-        for part in (b"", head):
-            with socket.create_connection((LOCAL, server.port), timeout=30) as silent:
-                silent.sendall(part)
-                assert silent.recv(100) == b""
-        long = ask(server, 700)  # one that waits for its answer is not silent
-        assert long[0] == 200
 
 
 @pytest.mark.slow
