@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-from sgl_aspects.runtime.dispatch.reference.experts import fused_moe
+from sgl_aspects.runtime.dispatch.operators.experts import fused_moe
 
 def method(backend, **config):
     made = object.__new__(UnquantizedFusedMoEMethod)
