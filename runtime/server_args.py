@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from sgl_aspects.platforms.answers import answer_of, name_of
 from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -112,6 +115,12 @@ def with_platform_defaults(given: ServerArgs) -> ServerArgs:
         raise PlatformTypeError(
             f"{name_of(current_platform.apply_server_args_defaults)} returned {answer!r}: it sets the "
             f"attributes of its argument, and returns None"
+        )
+    unknown = sorted(vars(args).keys() - vars(given).keys())
+    if unknown:
+        known, platform = ", ".join(vars(given)), current_platform.device_name
+        logger.warning(
+            "platform %r set %s, which this engine does not have; it has %s", platform, unknown, known
         )
     try:
         args.check()

@@ -194,6 +194,14 @@ def test_the_kit_and_the_list_of_platforms_name_what_ends_a_process(
     assert "devices     failed: SystemExit: 3" in capsys.readouterr().out
 
 
+def test_settings_that_an_engine_does_not_have_are_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(monkeypatch, apply_server_args_defaults=lambda self, args: setattr(args, "page_sise", 16))
+    with_platform_defaults(ServerArgs(model))
+    assert "platform 'acme' set ['page_sise'], which this engine does not have; it has model" in caplog.text
+
+
 class Exits(AcmePlatform):
     """Ends the scheduler where nothing is expected to."""
 
