@@ -214,3 +214,20 @@ def test_a_scheduler_that_a_platform_ends_says_where(model: Path, monkeypatch: p
     set_current_platform(None)
     with pytest.raises(EngineError, match=r"SystemExit: 3 \(test_hostile.py:\d+, in inference_mode\)"):
         Engine(model_path=model, max_total_tokens=512)
+
+
+class Fails(AcmePlatform):
+    """Its driver is absent where a worker starts."""
+
+    def init_backend(self) -> None:
+        raise OSError("driver lost")
+
+
+def test_the_lines_of_a_method_that_fails_are_logged(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", f"acme={__name__}:Fails")
+    set_current_platform(None)
+    with pytest.raises(PlatformError, match=r"Fails\.init_backend\(\) failed: OSError: driver lost"):
+        Engine(model_path=model, max_total_tokens=512)
+    assert 'raise OSError("driver lost")' in caplog.text
