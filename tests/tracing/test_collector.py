@@ -328,6 +328,7 @@ def test_a_killed_collector_is_reported(receiver: Receiver) -> None:
     assert not os.path.exists(session.run_folder)
 
 
+@pytest.mark.usefixtures("exports_at_once")
 def test_a_killed_collector_is_started_again_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +353,7 @@ def test_a_killed_collector_is_started_again_once(
     assert f"process {first} was killed (signal 9): process {second} goes on" in said.err
 
 
+@pytest.mark.usefixtures("exports_at_once")
 def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path) -> None:
     file = tmp_path / "traces.jsonl"
     session = attach(file=str(file))

@@ -182,6 +182,7 @@ def test_a_share_that_is_none(share: str) -> None:
     assert f"{share}: write a number from 0 to 1" in command("control", f"--sample={share}").stderr
 
 
+@pytest.mark.usefixtures("exports_at_once")
 def test_a_look_from_within_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands called in the traced process itself, as a server's own page might."""
     file = tmp_path / "traces.jsonl"

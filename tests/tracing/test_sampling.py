@@ -259,6 +259,7 @@ def test_wrong_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             TraceSettings.from_environment()
 
 
+@pytest.mark.usefixtures("exports_at_once")
 def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     """A request that sampling left out fails after a restart: what it had done before is shown, too."""
     file = tmp_path / "traces.jsonl"

@@ -86,7 +86,8 @@ def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
         words += ["--device", "cpu", "--cb-num-blocks", "64", "--cb-block-size", "16"]
         words += ["--cb-max-batch-tokens", str(MOST_TOKENS)]
         words += ["--continuous-batching"] if found.batches else []
-        with start_server(EngineServer, words, port, folder / "log", {}) as server:
+        environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # of 5 s, which is waited for below
+        with start_server(EngineServer, words, port, folder / "log", environment) as server:
             whole = server.post(CHATS, {**chat, "max_tokens": 8}, parent(1))
             stream = {**chat, "max_tokens": 8, "stream": True}
             streamed = server.exchange([{"path": CHATS, "headers": parent(2), "body": stream}])
