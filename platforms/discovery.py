@@ -340,10 +340,14 @@ def _check_methods(platform: SRTPlatform, who: str) -> None:
         required = [each for each in parameters if each.default is each.empty]
         words = {each.name: None for each in required if each.kind is each.KEYWORD_ONLY}
         try:
-            inspect.signature(method).bind(*[None] * (len(required) - len(words)), **words)
+            signature = inspect.signature(method)
+        except ValueError:  # compiled, and without a signature
+            continue
+        try:
+            signature.bind(*[None] * (len(required) - len(words)), **words)
         except TypeError as error:
             raise PlatformTypeError(
-                f"{who}: {name}{inspect.signature(method)} cannot be called as engines do: {error}. Write it "
+                f"{who}: {name}{signature} cannot be called as engines do: {error}. Write it "
                 f"as {name}(self, {', '.join(map(str, parameters))})."
             ) from error
 

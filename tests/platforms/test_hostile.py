@@ -98,6 +98,13 @@ def test_more_arguments_than_engines_give_are_allowed_with_defaults(monkeypatch:
     assert current_platform.get_device(0).type == "cpu"
 
 
+def test_a_compiled_method_without_a_signature_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hostile, "is_cuda_alike", int)  # a class of C, whose signature is unknown
+    monkeypatch.setenv("SGLANG_PLATFORM", f"acme={__name__}:Hostile")
+    set_current_platform(None)
+    assert current_platform.device_name
+
+
 @pytest.mark.parametrize(
     ("method", "answer", "part"),
     [
