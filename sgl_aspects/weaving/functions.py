@@ -20,6 +20,8 @@ import inspect
 import itertools
 import sys
 import types
+import weakref
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -134,7 +136,6 @@ class WovenFunction:
         """
         if compiling is not None:
             self._compiled = self._compiled or _CompiledChain(self._run.__globals__)
-            self._compiled.set(head, compiling)
         packed = isinstance(head, NativeLink)
         hooks = {"chain": head.run if packed else head}
         for index, triple in enumerate(observers):
@@ -145,15 +146,17 @@ class WovenFunction:
         if caller is not None and self.kind is FunctionKind.PLAIN and not packed:
             self._in_c = caller(self._run, head, *observers[0])
             code = code.replace(co_consts=_Constants((*code.co_consts, self._in_c)))
+        if self._compiled is not None and compiling is not None:
+            self._compiled.set(head, compiling, code)
         self._run.__code__ = code
         self.applied = True
 
     def release(self, head: Any) -> None:
         """No hook is left: call ``head`` from wherever the function is still held, and leave nothing else."""
         self.set_hooks(head, ())
-        if self._compiled is not None:
+        if self._compiled is not None and self.kind is FunctionKind.PLAIN:
             self._compiled.remove()
-            self._compiled = None
+        self._compiled = None
 
     def take_attributes(self, original: types.FunctionType) -> None:
         """Carry over what was set on ``original`` up to now."""
@@ -274,7 +277,8 @@ _compiled = types.ModuleType(f"{__name__}.compiled")
 modules. It stands as ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
 
 _NAME = "__sgl_aspects__"
-_marked: dict[int, list[Any]] = {}  # by id: [namespace, how many guarded functions it has]
+_readers: dict[int, dict[weakref.ref[types.CodeType], str]] = {}
+"""By a namespace's id: the guarded code that looks the name up there, and its chain's name."""
 _numbers = itertools.count()
 
 
@@ -284,21 +288,43 @@ class _CompiledChain:
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.name = f"chain_{next(_numbers)}"
         self._namespace = namespace
-        _marked.setdefault(id(namespace), [namespace, 0])[1] += 1
-        namespace[_NAME] = _compiled
+        self._readers = _readers.setdefault(id(namespace), {})
 
-    def set(self, head: Any, compiling: Any) -> None:
-        vars(_compiled)["compiling"] = compiling
-        vars(_compiled)[self.name] = head
+    def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
+        """Stay while ``code`` lives, which may be longer than the function has it: a call that has just
+        begun, or a coroutine that has not, looks the name up later.
+        """
+        self._readers[weakref.ref(code, self._forget)] = self.name
+        chains = vars(_compiled)
+        chains[self.name], chains["compiling"] = head, compiling
+        self._namespace[_NAME] = _compiled
 
     def remove(self) -> None:
-        vars(_compiled).pop(self.name, None)
-        entry = _marked[id(self._namespace)]
-        entry[1] -= 1
-        if not entry[1]:
-            del _marked[id(self._namespace)]
-            if self._namespace.get(_NAME) is _compiled:
-                del self._namespace[_NAME]
+        """Go, but for calls that have just begun: the compiler itself may keep code."""
+        frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
+        begun = {id(frame.f_code) for frame in frames}
+        for reader, name in list(self._readers.items()):
+            if name == self.name and id(reader()) not in begun:
+                self._forget(reader)
+
+    def _forget(self, reader: weakref.ref[types.CodeType]) -> None:
+        # In any thread, at any time: a removal is taken back if there is a reader again by now.
+        readers, chains = self._readers, vars(_compiled)
+        readers.pop(reader, None)
+        if self.name not in readers.values():
+            chain = chains.pop(self.name, None)
+            if self.name in readers.values():
+                chains.setdefault(self.name, chain)
+        if not readers and self._namespace.get(_NAME) is _compiled:
+            self._namespace.pop(_NAME, None)
+            if readers:
+                self._namespace[_NAME] = _compiled
+
+
+def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # -- templates ----------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -261,3 +263,56 @@ assert Watch.calls == 1
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_coroutines_and_generators_that_begin_after_the_last_hook_has_gone() -> None:
+    """Their code still looks up what stands in the module for torch.compile, which goes with them."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+
+    def watch(*args: Any) -> None: ...
+
+    source = "async def wait(x): return x\ndef items(x): yield x\ndef call(x): return x"
+    with module_of(source, "begun") as module:
+        with aspects.woven(*(aspects.before(f"begun:{name}")(watch) for name in ("wait", "items", "call"))):
+            waiting, items = module.wait(1), module.items(2)
+        assert module.call(0) == 0
+        with pytest.raises(StopIteration, match="1"):
+            waiting.send(None)
+        assert next(items) == 2
+        del waiting
+        items.close()
+        del items
+        assert not [name for name in vars(module) if name.startswith("__sgl")]
+
+
+def test_a_call_that_has_just_begun_when_the_last_hook_goes() -> None:
+    """On another thread, before its first instruction."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    begun, gone = threading.Event(), threading.Event()
+    watched: list[types.CodeType] = []
+    results: list[int] = []
+
+    def wait_at_the_beginning(frame: types.FrameType, event: str, argument: Any) -> None:
+        if watched and frame.f_code is watched[0]:
+            begun.set()
+            gone.wait(60)
+
+    def call() -> None:
+        sys.settrace(wait_at_the_beginning)
+        try:
+            results.append(module.call(3))
+        finally:
+            sys.settrace(None)
+
+    with module_of("def call(x): return x", "begun") as module:
+        with aspects.woven(aspects.before("begun:call")(lambda *args: None)):
+            watched.append(module.call.__code__)
+            thread = threading.Thread(target=call)
+            thread.start()
+            assert begun.wait(60)
+        gone.set()
+        thread.join(60)
+        assert results == [3]
+        watched.clear()
+        gc.collect()
+        assert not [name for name in vars(module) if name.startswith("__sgl")]
