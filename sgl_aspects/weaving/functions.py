@@ -142,13 +142,16 @@ class WovenFunction:
             hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
         parts = tuple((enter is not None, leave is not None) for enter, leave, _ in observers)
         code = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
-        self._calls[0], self._in_c = float(self.calls), None
+        before, self._in_c = self._in_c, None
         if caller is not None and self.kind is FunctionKind.PLAIN and not packed:
             self._in_c = caller(self._run, head, *observers[0])
             code = code.replace(co_consts=_Constants((*code.co_consts, self._in_c)))
         if self._compiled is not None and compiling is not None:
             self._compiled.set(head, compiling, code)
         self._run.__code__ = code
+        if before is not None:
+            counted = float(before.calls)
+            self._calls[0] += counted  # as the function itself does: other threads count meanwhile
         self.applied = True
 
     def release(self, head: Any) -> None:

@@ -232,7 +232,7 @@ def test_a_replacement_of_another_signature_is_never_half_there(turns: int) -> N
 
 def test_every_call_is_counted_once() -> None:
     with module_of(SOURCE) as module, aspects.woven(around("engine:f")):
-        each = 2000
+        each = 10_000
 
         def call() -> None:
             for ticket in range(each):
@@ -241,7 +241,7 @@ def test_every_call_is_counted_once() -> None:
         threads = [threading.Thread(target=call) for _ in range(THREADS)]
         for thread in threads:
             thread.start()
-        for _ in range(50):
+        while any(thread.is_alive() for thread in threads):
             aspects.weave(Pair("engine:f").advices[0]).remove()
         for thread in threads:
             thread.join()
