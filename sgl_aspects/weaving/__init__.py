@@ -4,7 +4,7 @@ Read in this order; each module imports only from those above it:
 
 targets      what a target's text means
 attributes   where a target leads in a module: attribute references
-hooks        hook types, their rules, and the chain that runs them
+hooks        hook types, their rules, and the chain that runs them, under torch.compile too
 functions    the function that stands for a target, and its hooks
 proxies      what stands for callables of other types
 descriptors  the callable in an attribute, and the same attribute around another one

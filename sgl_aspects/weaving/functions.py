@@ -17,16 +17,13 @@ import builtins
 import enum
 import functools
 import inspect
-import itertools
 import sys
 import types
-import weakref
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sgl_aspects.weaving.attributes import OwnDict, claims_to_be
-from sgl_aspects.weaving.hooks import NativeLink
+from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
@@ -105,7 +102,7 @@ class WovenFunction:
         self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
         self._in_c: Any = None
         self._signature: _Signature | None = None
-        self._compiled: _CompiledChain | None = None
+        self._compiled: CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
         self._model = code
         self._iterable = code.co_flags & inspect.CO_ITERABLE_COROUTINE
@@ -135,7 +132,7 @@ class WovenFunction:
             of the code's constants.
         """
         if compiling is not None:
-            self._compiled = self._compiled or _CompiledChain(self._run.__globals__)
+            self._compiled = self._compiled or CompiledChain(self._run.__globals__)
         packed = isinstance(head, NativeLink)
         hooks = {"chain": head.run if packed else head}
         for index, triple in enumerate(observers):
@@ -273,63 +270,6 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
             target.__dict__[name] = value
 
 
-# -- under torch.compile ------------------------------------------------------------------------------------
-
-_compiled = types.ModuleType(f"{__name__}.compiled")
-"""What guarded functions read instead of constants, because torch.compile traces and guards attributes of
-modules. It stands as ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
-
-_NAME = "__sgl_aspects__"
-_readers: dict[int, dict[weakref.ref[types.CodeType], str]] = {}
-"""By a namespace's id: the guarded code that looks the name up there, and its chain's name."""
-_numbers = itertools.count()
-
-
-class _CompiledChain:
-    """The behavioural chain of one function, where torch.compile can trace it."""
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self.name = f"chain_{next(_numbers)}"
-        self._namespace = namespace
-        self._readers = _readers.setdefault(id(namespace), {})
-
-    def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
-        """Stay while ``code`` lives, which may be longer than the function has it: a call that has just
-        begun, or a coroutine that has not, looks the name up later.
-        """
-        self._readers[weakref.ref(code, self._forget)] = self.name
-        chains = vars(_compiled)
-        chains[self.name], chains["compiling"] = head, compiling
-        self._namespace[_NAME] = _compiled
-
-    def remove(self) -> None:
-        """Go, but for calls that have just begun: the compiler itself may keep code."""
-        frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
-        begun = {id(frame.f_code) for frame in frames}
-        for reader, name in list(self._readers.items()):
-            if name == self.name and id(reader()) not in begun:
-                self._forget(reader)
-
-    def _forget(self, reader: weakref.ref[types.CodeType]) -> None:
-        # In any thread, at any time: a removal is taken back if there is a reader again by now.
-        readers, chains = self._readers, vars(_compiled)
-        readers.pop(reader, None)
-        if self.name not in readers.values():
-            chain = chains.pop(self.name, None)
-            if self.name in readers.values():
-                chains.setdefault(self.name, chain)
-        if not readers and self._namespace.get(_NAME) is _compiled:
-            self._namespace.pop(_NAME, None)
-            if readers:
-                self._namespace[_NAME] = _compiled
-
-
-def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 # -- templates ----------------------------------------------------------------------------------------------
 
 
@@ -380,8 +320,8 @@ def _source(shape: Shape) -> list[str]:
     body = ["if 1: calls = '<calls>'; calls[0] += 1.0"]
     if shape.guarded:
         body = [
-            f"if {_NAME}.compiling():",
-            *_indent(_delegate(shape, f"{_NAME}._chain", packed=False)),
+            f"if {CHAINS_NAME}.compiling():",
+            *_indent(_delegate(shape, f"{CHAINS_NAME}._chain", packed=False)),
             *body,
         ]
     if free:

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import logging
 import reprlib
+import sys
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -403,3 +404,59 @@ def _async_after(hook: Hook, following: Hook) -> Hook:
         return changed.value if isinstance(changed, Result) else changed
 
     return calls_original(after)
+
+
+# -- under torch.compile ------------------------------------------------------------------------------------
+
+_chains = types.ModuleType(f"{__name__}.chains")
+"""What guarded functions read instead of constants, because torch.compile traces and guards attributes of
+modules. It stands as ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
+
+CHAINS_NAME = "__sgl_aspects__"
+_readers: dict[int, dict[weakref.ref[types.CodeType], str]] = {}
+"""By a namespace's id: the guarded code that looks the name up there, and its chain's name."""
+
+
+class CompiledChain:
+    """The behavioural chain of one function, where torch.compile can trace it."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.name = f"chain_{next(_sequence)}"
+        self._namespace = namespace
+        self._readers = _readers.setdefault(id(namespace), {})
+
+    def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
+        """Stay while ``code`` lives, which may be longer than the function has it: a call that has just
+        begun, or a coroutine that has not, looks the name up later.
+        """
+        self._readers[weakref.ref(code, self._forget)] = self.name
+        chains = vars(_chains)
+        chains[self.name], chains["compiling"] = head, compiling
+        self._namespace[CHAINS_NAME] = _chains
+
+    def remove(self) -> None:
+        """Go, but for calls that have just begun: the compiler itself may keep code."""
+        frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
+        begun = {id(frame.f_code) for frame in frames}
+        for reader, name in list(self._readers.items()):
+            if name == self.name and id(reader()) not in begun:
+                self._forget(reader)
+
+    def _forget(self, reader: weakref.ref[types.CodeType]) -> None:
+        # In any thread, at any time: a removal is taken back if there is a reader again by now.
+        readers, chains = self._readers, vars(_chains)
+        readers.pop(reader, None)
+        if self.name not in readers.values():
+            chain = chains.pop(self.name, None)
+            if self.name in readers.values():
+                chains.setdefault(self.name, chain)
+        if not readers and self._namespace.get(CHAINS_NAME) is _chains:
+            self._namespace.pop(CHAINS_NAME, None)
+            if readers:
+                self._namespace[CHAINS_NAME] = _chains
+
+
+def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -19,25 +19,24 @@ _LEAST_SECONDS = 60.0
 
 def remove_dead_runs(folders: Sequence[Path]) -> None:
     """Remove the dead ones but for the latest; ``folders``: of runs, oldest first."""
-    for folder in [folder for folder in folders if _is_dead(folder)][:-STAYING]:
-        held = seal_run(str(folder))
-        if held is not None:
-            remove_run_folder(str(folder))
-            os.close(held)
+    dead = [(folder, held) for folder in folders if (held := _held_if_dead(folder)) is not None]
+    for folder, _ in dead[:-STAYING]:
+        remove_run_folder(str(folder))
+    for _, held in dead:
+        os.close(held)
 
 
-def _is_dead(folder: Path) -> bool:
-    """Return whether it had a collector, which did not end in order, and nothing records there."""
+def _held_if_dead(folder: Path) -> int | None:
+    """Return a descriptor that keeps processes out, if it had a collector, which did not end in order, and
+    nothing records there; else None.
+    """
     state = collector_state(folder)
     if state is None or state.is_alive:
-        return False
+        return None
     try:
         settings = collector_settings(str(folder))
         is_old = time.time() - folder.stat().st_mtime > _LEAST_SECONDS
     except (OSError, ValueError):
-        return False
-    held = seal_run(str(folder)) if settings and is_old else None
-    if held is None:
-        return False
-    os.close(held)
-    return settings.get("SGL_ASPECTS_TRACE_KEEP", "0") != "1"
+        return None
+    is_kept = settings.get("SGL_ASPECTS_TRACE_KEEP", "0") == "1"
+    return seal_run(str(folder)) if settings and is_old and not is_kept else None
