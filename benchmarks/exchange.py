@@ -31,26 +31,25 @@ clock = time.perf_counter_ns
 class Watched:
     """A woven method, called through two functions that time what is spent between them.
 
-    Where it is off the inner one is called at once. ``own_ns``: of all watched methods since it was set to 0.
+    Where it is off the inner one is called at once. ``own_ns``: since it was set to 0.
     """
-
-    own_ns = 0
 
     def __init__(self, owner: type, name: str, woven: types.FunctionType) -> None:
         original = woven.__wrapped__  # type: ignore[attr-defined]
         self.name, self._woven = woven.__qualname__, woven
+        self.own_ns = 0
 
         @functools.wraps(original)
         def inner(*args: Any, **kwargs: Any) -> Any:
             start = clock()
             result = original(*args, **kwargs)
-            Watched.own_ns -= clock() - start
+            self.own_ns -= clock() - start
             return result
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             start = clock()
             result = self.run(*args, **kwargs)
-            Watched.own_ns += clock() - start
+            self.own_ns += clock() - start
             return result
 
         self.off = self.run = inner
@@ -133,7 +132,8 @@ class Exchange:
         if not self._passes:
             raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
-        self._steps: list[tuple[str, int, int]] = []  # what runs, nanoseconds of a step, ours of them
+        # What runs, nanoseconds of a step, and those of each woven method that are not its own.
+        self._steps: list[tuple[str, int, list[int]]] = []
         self._name, self._left, self._before, self._burn_ns = "off", 0, 0, 0
         self._until = clock() + int(wanted["seconds"] * 1e9)
 
@@ -142,7 +142,7 @@ class Exchange:
             method.run = run
         self._pending.clear()
         if self._before:
-            self._steps.append((self._name, now - self._before, Watched.own_ns))
+            self._steps.append((self._name, now - self._before, [one.own_ns for one in self._methods]))
         self._left -= 1
         if self._left < 0:
             if now > self._until:
@@ -150,8 +150,9 @@ class Exchange:
                 return
             self._change(random.choice(self._names))
         if size != self._size and self._steps:
-            self._steps[-1] = ("", 0, 0)
-        Watched.own_ns = 0
+            self._steps[-1] = ("", 0, [])
+        for method in self._methods:
+            method.own_ns = 0
         self._before = clock()
         if self._burn_ns:
             end = self._before + self._burn_ns

@@ -41,7 +41,7 @@ _ROOT = Path(__file__).parent.parent
 _LAGS = 6
 #: The intervals of the figures are over this many parts of a measurement.
 _PARTS = 16
-Steps = list[tuple[str, int, int]]
+Steps = list[tuple[str, int, list[int]]]
 
 
 class Exchange:
@@ -53,7 +53,7 @@ class Exchange:
         self.environment = {"EXCHANGE": str(self._file)}
 
     def measure(self, size: int, variants: Sequence[str], seconds: float) -> Steps:
-        """Steps with ``size`` requests in a batch: what ran, nanoseconds, nanoseconds of ours among them."""
+        """Steps with ``size`` requests in a batch: what ran, nanoseconds, those added to each method."""
         self._file.write_text(json.dumps({"size": size, "variants": variants, "seconds": seconds}))
         made = self._file.with_suffix(".made")
         made.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ class Exchange:
                 raise TimeoutError("the scheduler did not finish; see its log")
             time.sleep(0.1)
         found = json.loads(made.read_text())
-        print("woven:", ", ".join(found["methods"]), flush=True)
+        self.methods: list[str] = found["methods"]
         return [tuple(step) for step in found["steps"]]  # type: ignore[misc]
 
 
@@ -82,12 +82,22 @@ def rows(steps: Steps, size: int, variants: Sequence[str]) -> Iterator[str]:
         )
 
 
+def by_method(steps: Steps, methods: Sequence[str], variants: Sequence[str]) -> Iterator[str]:
+    """A line for each variant: what it adds to each woven method."""
+    for name in variants:
+        parts = []
+        for at, method in enumerate(methods):
+            of_one = [(one, wall, own[at : at + 1]) for one, wall, own in steps]
+            parts.extend(f"{method} {added:+.2f}" for added in _added(of_one, name))
+        yield f"{name}, µs: {', '.join(parts)}"
+
+
 def _added(steps: Steps, name: str) -> Iterator[float]:
     """Microseconds between the two functions around each woven method, beyond those of "off"."""
     own: dict[str, list[int]] = {"off": [], name: []}
     for (_, _, _), (before, _, _), (one, _, ns) in zip(steps, steps[1:], steps[2:]):
         if one == before and one in own:  # the first one of a block has the result of another's batch
-            own[one].append(ns)
+            own[one].append(sum(ns))
     if own[name] and own["off"]:
         yield (fmean(_without_longest(own[name])) - fmean(_without_longest(own["off"]))) / 1e3
 
@@ -130,6 +140,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seconds", type=float, default=60, help="for each size")
     parser.add_argument("--steps", type=Path, help="a file for the steps as they were measured")
+    parser.add_argument("--methods", action="store_true", help="print what is added to each woven method")
     given = parser.parse_args()
     device = make_device(given.device, eager=False, largest_batch=max(given.sizes))
     sglang_server.ARGUMENTS.update(device.arguments)
@@ -160,6 +171,8 @@ def main() -> None:
                         print((folder / "log").read_text()[-5000:])
                         raise
                 print("\n".join(rows(measured[size], size, given.variants)), flush=True)
+                if given.methods:
+                    print("\n".join(by_method(measured[size], exchange.methods, given.variants)), flush=True)
     if given.steps:
         given.steps.write_text(json.dumps(measured))
 

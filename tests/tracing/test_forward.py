@@ -203,6 +203,38 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     assert times == [(each, "replayed") for each in (1.0, 1.0, 2.5, 1.0)]
 
 
+@pytest.mark.parametrize(("level", "seconds", "timed"), [(3, 0.001, 5), (3, 0.02, 34), (4, 0.001, 34)])
+def test_of_short_replays_one_in_eight_has_its_device_time_below_level_4(
+    level: int, seconds: float, timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair of events takes the host longer than all else at level 3. A pass with no replay has its time."""
+    device = Module()
+    device.done = 100.0
+    monkeypatch.setattr(torch, "somebodys", device, raising=False)
+    recorder = Memory()
+    recorder.level = level
+    found = observers(SGLANG, recorder)
+    runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
+    req = SimpleNamespace(finished_reason=None)
+    decode, extend = stand_ins.ForwardMode.DECODE, stand_ins.ForwardMode.EXTEND
+    for mode in (*[decode] * 17, extend, *[decode] * 16, extend, decode):
+        batch, result = SimpleNamespace(forward_mode=mode, reqs=[req]), object()
+        step = found["run_batch"].enter((scheduler, batch), {})
+        token = found["forward"].enter((runner, batch), {})
+        launched = found["graph_launch"].enter((object(),), {}) if mode is decode else None
+        device.now += seconds
+        if mode is decode:
+            found["graph_launch"].exit(launched, None, None)
+        found["forward"].exit(token, None, None)
+        found["run_batch"].exit(step, result, None)
+        process = found["process_batch_result"]
+        process.exit(process.enter((scheduler, batch, result), {}), None, None)
+    values = [span.values for span in recorder.named("forward")]
+    times = [(value[5], value[4] is not None) for value in values]
+    assert times.count(("eager", True)) == 2
+    assert times.count(("replayed", True)) == timed
+
+
 @pytest.mark.parametrize(("device", "name"), [("cpu", "cpu"), ("nobodys:1", None)])
 def test_sglangs_device_is_one_of_ours_where_there_is_one(device: str, name: str | None) -> None:
     platform = SGLANG.reader("model_runner.platform")(

@@ -155,7 +155,7 @@ def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
     assert was_compiled
     was_compiled, interpreted = spans(tmp_path / "interpreted", build.OFF)
     assert not was_compiled
-    # Device times are read together, a few steps later: the order may differ, but not the records.
+    # Late device times: the order may differ, but not the records.
     order = json.dumps
     assert sorted(compiled, key=order) == sorted(interpreted, key=order)
     steps = [span for span in compiled if span[0] == "scheduler.step"]

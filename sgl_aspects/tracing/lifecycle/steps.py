@@ -82,6 +82,7 @@ class StepTracker(native.Tracker):
 
     ``schedule_start``, ``schedule_end``: of the latest scheduling, stored by its observer. ``running``: the
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
+    ``untimed``: after a replay whose device time is read, as many follow without.
     ``on_level`` is called once, before a step, when the recorder's level has changed.
     """
 
@@ -93,7 +94,7 @@ class StepTracker(native.Tracker):
     spare: list[Step]
 
     def __init__(self, recorder: Recorder, measures: bool = False) -> None:
-        self.schedule_start = self.schedule_end = self.group = self.mode_text = 0
+        self.schedule_start = self.schedule_end = self.group = self.mode_text = self.untimed = 0
         self.running = self.steps = None
         self.level = recorder.level
         self.finishing = False
@@ -220,8 +221,7 @@ class StepTracker(native.Tracker):
             return
         step.batch = step.result = None  # keep no object of the engine alive
         self.late.append(step)
-        if len(self.late) >= layout.MOST_LATE:
-            self.read_late()
+        self.read_late()
 
     def read_late(self) -> None:
         """Write the steps whose device time is known by now, and the oldest above the limit."""
@@ -282,7 +282,9 @@ class StepTracker(native.Tracker):
             milliseconds = events[2]()  # querying the event first takes as long again
         except RuntimeError:  # the device has not reached the event
             return False
-        step.words[step.block + layout.STEP_DEVICE_TIME] = max(0, int(milliseconds * 1e6)) + 1
+        nanoseconds = max(0, int(milliseconds * 1e6))
+        step.words[step.block + layout.STEP_DEVICE_TIME] = nanoseconds + 1
+        self.untimed = layout.UNTIMED_REPLAYS if nanoseconds < layout.SHORT_REPLAY_NS else 0
         step.events = None
         self.spare_events.append(events)
         return True

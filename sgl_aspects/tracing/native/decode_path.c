@@ -110,7 +110,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events;
-    unsigned long long last_id, schedule_start, schedule_end, level, group, mode_text;
+    unsigned long long last_id, schedule_start, schedule_end, level, group, mode_text, untimed;
     char finishing;
 } Tracker;
 
@@ -127,7 +127,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
     Py_ssize_t runner_at;
-    unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects;
+    unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects, replays;
     char has_begun, has_ended, has_parts, has_events;
 } ForwardPath;
 
@@ -330,7 +330,7 @@ static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
     OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events),
     NUMBER(Tracker, last_id), NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
-    NUMBER(Tracker, group), NUMBER(Tracker, mode_text), FLAG(Tracker, finishing), END};
+    NUMBER(Tracker, group), NUMBER(Tracker, mode_text), NUMBER(Tracker, untimed), FLAG(Tracker, finishing), END};
 static PyMethodDef Tracker_methods[] = {{NULL, NULL, 0, NULL}};
 COLLECTED(Tracker, steps, 7)
 
@@ -588,7 +588,7 @@ write_step(Slots *slots, Tracker *tracker, Step *step)
     return step->steps != tracker->steps || PyList_Append(tracker->spare, (PyObject *)step) == 0;
 }
 
-/* Records the first late steps whose times are available; calls the method in Python if there are none. */
+/* Records the first late steps whose times are available; calls the method in Python if too many are late. */
 static PyObject *
 read_late(StepPath *self, Tracker *tracker)
 {
@@ -601,15 +601,16 @@ read_late(StepPath *self, Tracker *tracker)
         if (milliseconds < 0)
             break;
         words[STEP_DEVICE_TIME] = (uint64_t)(milliseconds * 1e6) + 1;
+        tracker->untimed = words[STEP_DEVICE_TIME] <= SHORT_REPLAY_NS ? UNTIMED_REPLAYS : 0;
         if (PyList_Append(tracker->spare_events, step->events) < 0)
             return NULL;
         Py_CLEAR(step->events);
         if (!write_step(slots, tracker, step))
             return NULL;
     }
-    if (!done)
+    if (!done && PyList_GET_SIZE(tracker->late) >= (Py_ssize_t)MOST_LATE)
         return PyObject_CallMethodNoArgs((PyObject *)tracker, s_read_late);
-    if (PyList_SetSlice(tracker->late, 0, done, NULL) < 0)
+    if (done && PyList_SetSlice(tracker->late, 0, done, NULL) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -644,11 +645,8 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Py_CLEAR(step->batch);
     Py_CLEAR(step->result);
     Py_CLEAR(step->number);
-    if (!is_none(step->events)) { /* the device's times of several steps are read together */
-        if (PyList_Append(tracker->late, (PyObject *)step) < 0)
-            return NULL;
-        return PyList_GET_SIZE(tracker->late) < (Py_ssize_t)MOST_LATE ? Py_NewRef(Py_None) : read_late(self, tracker);
-    }
+    if (!is_none(step->events))
+        return PyList_Append(tracker->late, (PyObject *)step) < 0 ? NULL : read_late(self, tracker);
     if (!write_step(slots, tracker, step))
         return NULL;
     Py_RETURN_NONE;
@@ -712,19 +710,24 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         || step->steps != self->met_steps || !((self->passes + 1) & PASSES_PER_STREAM))
         return OTHER_CASE;
     uint64_t *words = words_of(step);
-    if (words == NULL || (self->has_events && !has_any(tracker->spare_events)))
+    if (words == NULL)
         return OTHER_CASE;
+    int replays = self->expects >> (words[STEP_MODE] & 63) & 1;
+    int is_timed = self->has_events && !(replays && tracker->level < 4 && (self->replays + 1) & tracker->untimed);
+    if (is_timed && !has_any(tracker->spare_events))
+        return OTHER_CASE;
+    self->replays += (unsigned)replays;
     Py_INCREF(step);
     step->child = CHILD_FORWARD;
     words[FORWARD_START] = now_ns();
     words[STEP_GRAPH] = self->eager_text;
     words[STEP_DEVICE_NAME] = self->device_text;
-    if (self->has_events) {
+    if (is_timed) {
         PyObject *before = self->events;
         self->events = take(tracker->spare_events, PyList_GET_SIZE(tracker->spare_events) - 1);
         Py_XDECREF(before);
         self->has_begun = self->has_ended = self->has_parts = 0;
-        if (!(self->expects >> (words[STEP_MODE] & 63) & 1) && !begin_on_device(self)) {
+        if (!replays && !begin_on_device(self)) {
             Py_DECREF(step);
             return NULL;
         }
@@ -783,7 +786,11 @@ ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t cou
     Step *step = (Step *)args[0];
     step->child = CHILD_RUN_BATCH;
     Py_CLEAR(self->step);
-    if (!is_none(self->events)) {
+    if (is_none(self->events)) {
+        if (words[STEP_GRAPH] == self->eager_text) /* no graph replay, unlike the last time */
+            self->expects &= ~(1ull << (words[STEP_MODE] & 63));
+    }
+    else {
         if ((!self->has_ended || self->has_parts) && !record_event(self, 1)) {
             Py_CLEAR(self->events);
             return NULL;
@@ -799,7 +806,7 @@ static PyMemberDef ForwardPath_members[] = {
     OBJECT(ForwardPath, tracker), OBJECT(ForwardPath, step), OBJECT(ForwardPath, events),
     OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
     SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
-    NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects),
+    NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects), NUMBER(ForwardPath, replays),
     FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
     FLAG(ForwardPath, has_events), END};
 static PyMethodDef ForwardPath_methods[] = {

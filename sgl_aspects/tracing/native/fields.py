@@ -88,6 +88,7 @@ class Tracker:
     level: int
     group: int
     mode_text: int
+    untimed: int
     finishing: bool
 
 
@@ -151,6 +152,7 @@ class ForwardPath:
     device_text: int
     passes: int
     expects: int
+    replays: int
     has_begun: bool
     has_ended: bool
     has_parts: bool

@@ -2,6 +2,8 @@
 
 The device's events enclose its work: the launch of a graph if one is replayed (its launches, where a pass has
 several), otherwise the whole pass. They are read when the batch's result has been processed, without waiting.
+Recording and reading them takes longer than all else at level 3: of short replays one in eight has them; at
+level 4 every pass.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class ForwardObserver(native.ForwardPath):
         self.expects = 0
         #: The stream of the passes: looking it up takes longer than recording an event in it.
         self.stream = None
-        self.passes = 0
+        self.passes = self.replays = 0
 
     def observations(self) -> list[Observation]:
         enter, leave = self._enter, self._exit
@@ -95,9 +97,11 @@ class ForwardObserver(native.ForwardPath):
         step.words[block + FORWARD_START] = time_ns()
         pack_label(step.steps.memory, step.offset + LABEL, self.eager_text, self.device_text)
         if self.has_events:
-            self.events = self.tracker.take_events(self._platform)
-            self.has_begun = self.has_ended = self.has_parts = False
-            if not self.expects & _mode_bit(step):
+            tracker, is_expected = self.tracker, self.expects & _mode_bit(step)
+            self.replays += bool(is_expected)
+            if not is_expected or tracker.level >= 4 or not self.replays & tracker.untimed:
+                self._take_events()
+            if not is_expected:
                 self._begin_on_device()
         self.step = step  # last: its exit, which releases it, comes only after this
         return step
@@ -107,24 +111,27 @@ class ForwardObserver(native.ForwardPath):
             return
         step.child = CHILD_RUN_BATCH
         self.step = None
-        events = self.events
-        if events is not None:
-            self.events = None
-            if self.has_begun:
-                if not self.has_ended or self.has_parts:
-                    events[1](self.stream)
-                step.events = events
-            else:  # no graph replay, unlike the last time
+        events, self.events = self.events, None
+        if events is not None and self.has_begun:
+            if not self.has_ended or self.has_parts:
+                events[1](self.stream)
+            step.events = events
+        else:
+            if events is not None:
                 self.tracker.give_back_events(events)
+            # No graph replay, unlike the last time.
+            if step.words[step.block + STEP_GRAPH] == self.eager_text:
                 self.expects &= ~_mode_bit(step)
         step.words[step.block + FORWARD_END] = time_ns()
         if error is not None:
             self.tracker.fail(step, _FAILED, error_type(error))
 
     def _decision_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if self.events is not None and self.step is not None:
+        if self.has_events and self.step is not None:
             self.expects |= _mode_bit(self.step)
             if not result:
+                if self.events is None:
+                    self._take_events()
                 self._begin_on_device()
 
     def _graph_mode_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -156,6 +163,10 @@ class ForwardObserver(native.ForwardPath):
         if self.events is not None and self.has_begun and not self.has_parts and error is None:
             self.events[1](self.stream)
             self.has_ended = True
+
+    def _take_events(self) -> None:
+        self.events = self.tracker.take_events(self._platform)
+        self.has_begun = self.has_ended = self.has_parts = False
 
     def _begin_on_device(self) -> None:
         self.passes += 1

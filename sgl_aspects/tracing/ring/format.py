@@ -130,8 +130,12 @@ READING_NS = 200_000_000
 PASSES_PER_STREAM = 63
 #: Cap on batches in flight: the result of the oldest will never be processed.
 MOST_IN_FLIGHT = OPEN_STEPS - 2
-#: Steps whose device times are read together: a further one costs a tenth of the first.
+#: Cap on steps whose device time is not known yet, though their result is.
 MOST_LATE = 8
+#: A pair of the device's events takes the host 6 to 20 µs. Below level 4, graph replays shorter than this are
+#: timed once in ``UNTIMED_REPLAYS + 1`` (which is a mask).
+SHORT_REPLAY_NS = 10_000_000
+UNTIMED_REPLAYS = 7
 
 
 def child_id(step_id: int, child: int) -> int:
