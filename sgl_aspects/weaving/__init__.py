@@ -2,22 +2,22 @@
 
 Read in this order; each module imports only from those above it:
 
-targets      what a target's text means
-attributes   where a target leads in a module: attribute references
+targets      parsing of target strings
+attributes   lookup of targets in modules: attribute references
 hooks        hook types, their rules, and the chain that runs them, under torch.compile too
-functions    the function that stands for a target, and its hooks
-proxies      what stands for callables of other types
-descriptors  the callable in an attribute, and the same attribute around another one
-rebinding    every referrer of an old object gets the new one
-joinpoints   one woven attribute, its hooks, and the way back
-replacements classes in the place of others, and what holds an original on purpose
-modules      modules as they load, and what they make later
-table        all join points, and putting them in place
-changes      one change of hooks at a time
-core         the weaver: hooks to their places, now or later
+functions    the woven function that replaces a target
+proxies      proxies that replace callables of other types
+descriptors  unwrapping descriptors, and rebuilding them around woven callables
+rebinding    replacing an object in all of its referrers
+joinpoints   join points: a woven attribute, its hooks, its original
+replacements class replacements, and referrers that keep the original
+modules      import callbacks; attributes and subclasses that are created later
+table        the table of all join points
+changes      serialized changes of hooks
+core         the weaver: attaches hooks now, or when a module loads
 api          decorators, handles, SGLang's registry, reports
 
-Code outside imports from here only.
+Code outside this package imports from here only.
 """
 
 from sgl_aspects.weaving.api import (

@@ -63,7 +63,7 @@ def around(*targets: str, order: int = 0, required: bool = False) -> Callable[[_
 
 
 def replace(*targets: str, order: int = 0, required: bool = False) -> Callable[[_F], _F]:
-    """Mark a function, or a class, as what takes the place of the target."""
+    """Mark a function, or a class, as the replacement of the target."""
     return _decorator(HookType.REPLACE, targets, {"order": order, "required": required})
 
 
@@ -106,13 +106,13 @@ class Aspect:
 
 
 class Handle:
-    """Hooks that were woven together, and the way to take them away again."""
+    """Hooks that were woven together; removes, disables and enables them."""
 
     def __init__(self, advices: tuple[Advice, ...] = ()) -> None:
         self.advices = advices
 
     def remove(self) -> None:
-        """Take the hooks away; the original objects are back where no other hook is left."""
+        """Remove the hooks; without other hooks on a target, its original object is restored."""
         weaver.remove(self.advices)
 
     def disable(self) -> None:
@@ -120,7 +120,7 @@ class Handle:
         weaver.set_enabled(self.advices, False)
 
     def enable(self) -> None:
-        """Switch the hooks on again, at their old place in the order."""
+        """Switch the hooks on again, in their earlier place in the order."""
         weaver.set_enabled(self.advices, True)
 
     @property
@@ -134,11 +134,11 @@ def weave(*hooks: Any) -> Handle:
 
     Where a target's module is not loaded, nothing is imported and the hook waits for it.
 
-    :raises HookError: something carries no hooks, or a hook cannot work on what its target names.
+    :raises HookError: an argument carries no hooks, or a hook cannot work on its target.
     :raises MissingTargetError: a hook marked ``required`` has no target though its module is loaded.
     """
     advices = tuple(advice for hook in hooks for advice in _advices_of(hook))
-    for advice in advices:  # one advice is at one place in one chain
+    for advice in advices:  # an advice can be in one chain only
         if advice.state is not State.REMOVED:
             raise HookError(f"{advice} is woven already; use its handle, or decorate another function")
     weaver.add(advices)
@@ -160,7 +160,7 @@ def _advices_of(hook: Any) -> Iterable[Advice]:
 
 @contextlib.contextmanager
 def woven(*hooks: Any) -> Iterator[Handle]:
-    """Hooks for the length of a ``with`` block."""
+    """Weave hooks for the length of a ``with`` block."""
     handle = weave(*hooks)
     try:
         yield handle
@@ -196,13 +196,13 @@ class HookRegistry:
 
     @classmethod
     def adopt(cls, advices: Iterable[Advice]) -> None:
-        """Register hooks that are made already. They take effect with :meth:`apply_hooks`."""
+        """Register existing advices. They take effect with :meth:`apply_hooks`."""
         with weaver.lock:
             cls._advices.extend(advices)
 
     @classmethod
     def disown(cls, advices: Iterable[Advice]) -> None:
-        """Take these very hooks away."""
+        """Remove these advices, by identity."""
         gone = list(advices)
         with weaver.lock:
             weaver.remove(gone)
@@ -210,7 +210,7 @@ class HookRegistry:
 
     @classmethod
     def apply_hooks(cls) -> None:
-        """Weave what is registered; safe to call again. A hook that fails is logged, the others go on.
+        """Weave the registered hooks; idempotent. A hook that fails is logged, and the others are woven.
 
         :raises HookError, MissingTargetError: of the first ``required`` hook that cannot be woven, after
             all others have been.
@@ -231,7 +231,7 @@ class HookRegistry:
 
     @classmethod
     def _add_all(cls, advices: list[Advice]) -> None:
-        """Together, for one pass over all referrers; one by one where that raises."""
+        """Add them in one rebinding pass; one by one if that raises."""
         try:
             weaver.add(advices, strict=False)
         except Exception as error:
@@ -244,12 +244,12 @@ class HookRegistry:
 
     @classmethod
     def is_hook_applied(cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER) -> bool:
-        """Whether this very hook is woven on ``target``."""
+        """Return whether this hook is woven on ``target``."""
         return any(advice.state is State.WOVEN for advice in cls._found(target, hook, hook_type))
 
     @classmethod
     def unregister(cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER) -> bool:
-        """Take a hook away; False where it is not registered."""
+        """Remove a hook; False if it is not registered."""
         with weaver.lock:
             found = cls._found(target, hook, hook_type)
             cls.disown(found)
@@ -257,7 +257,7 @@ class HookRegistry:
 
     @classmethod
     def reset(cls) -> None:
-        """Take every hook away that was registered here."""
+        """Remove every hook that was registered here."""
         with weaver.lock:
             cls.disown(cls._advices)
 
@@ -274,7 +274,7 @@ class HookRegistry:
 
 
 def _same_hook(one: Any, other: Any) -> bool:
-    """By identity; of a method, each access makes another object."""
+    """Compare by identity, but bound methods by equality: each access creates a new object."""
     return one is other or (type(one) in (types.MethodType, types.BuiltinMethodType) and bool(one == other))
 
 
@@ -300,9 +300,9 @@ class HookReport(NamedTuple):
     """One hook.
 
     :param places: where it is woven, as ``pkg.mod:Class.method``.
-    :param calls: how many calls went through those places since it came.
-    :param errors: how many exceptions of an observer were contained.
-    :param detail: for a hook that is not woven, why.
+    :param calls: the number of calls through those places since it was added.
+    :param errors: the number of an observer's exceptions that were contained.
+    :param detail: the reason why a hook is not woven.
     """
 
     target: str
@@ -321,8 +321,8 @@ class HookReport(NamedTuple):
 class Report(NamedTuple):
     """Everything that is registered in this process.
 
-    :param stale: referrers of an original that could not be given the woven object.
-    :param displaced: places where another patch covers ours.
+    :param stale: referrers of an original that could not be rebound to the woven object.
+    :param displaced: places where another patch covers the woven object.
     """
 
     hooks: tuple[HookReport, ...] = ()
@@ -343,7 +343,7 @@ class Report(NamedTuple):
 
 
 def report() -> Report:
-    """Every hook of this process, its state and counts, stale bindings, displaced places."""
+    """Return every hook of this process with its state and counts, stale bindings, displaced places."""
     return Report(
         hooks=tuple(map(_hook_report, weaver.advices)),
         stale=tuple(stale for point in weaver.points for stale in weaver.table.stale.get(point, ())),
@@ -369,13 +369,13 @@ def _hook_report(advice: Advice) -> HookReport:
 
 
 def explain(target: str) -> str:
-    """What happens when ``target`` is called, outermost hook first, and which hooks wait for it."""
+    """Describe a call of ``target``: its hooks, outermost first, and the hooks that wait for it."""
     parsed = Target.parse(target)
     lines = [line for point in weaver.points_named(parsed) for line in _explain_point(point)]
     lines += [
         f"{target}: {advice.state.value}: {advice} ({advice.detail})"
         for advice in weaver.advices
-        # As far as the texts tell.
+        # Compared as text: such a hook has no join point.
         if not weaver.table.of(advice) and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))
     ]
     return "\n".join(lines) or f"{target}: no hooks"
@@ -383,7 +383,7 @@ def explain(target: str) -> str:
 
 def _explain_point(point: JoinPoint) -> list[str]:
     standing = point.kind if point.installed else "the original"
-    lines = [f"{point.place}: {point.calls} calls, {standing} stands there"]
+    lines = [f"{point.place}: {point.calls} calls, {standing} is installed"]
     for depth, advice in enumerate(reversed(innermost_first(point.advices))):
         source = f" [{advice.source}]" if advice.source else ""
         state = "" if advice.enabled else " (disabled)"

@@ -1,6 +1,6 @@
-"""Places: where the text of a target leads to in a loaded module.
+"""Attribute references: lookup of a target in a loaded module.
 
-Looking never wakes a lazy module, runs no property and calls no `__getattr__`: only dictionaries are read.
+Lookup reads dictionaries only: it never loads a lazy module, runs a property or calls `__getattr__`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sgl_aspects.weaving.targets import Alternate, segment_regex
 MISSING: Any = object()
 PROPERTY_PARTS = ("fget", "fset", "fdel")
 
-# One for all: rebinding remembers ids, and a new dictionary might get that of another object.
+# Shared: rebinding identifies containers by id, and a new dictionary might get the id of a freed one.
 _EMPTY: dict[str, Any] = {}
 
-# Of every module, even if its class overrides `__dict__`.
+# Reads the namespace of every module, even if its class overrides `__dict__`.
 _MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]  # a member descriptor
 _CLASS_NAMESPACE: Any = vars(type)["__dict__"]
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 class OwnDict(dict[Any, Any]):
-    """A dictionary of ours that holds originals: rebinding recognises it by its type."""
+    """A dictionary that keeps originals: rebinding recognises it by its type."""
 
     __slots__ = ()
 
@@ -36,9 +36,9 @@ class OwnDict(dict[Any, Any]):
 class AttributeReference(NamedTuple):
     """An attribute of a module, class or instance.
 
-    :param raw: what stands there, descriptors unopened.
+    :param raw: its value, without descriptor access.
     :param inherited: ``raw`` comes from a base class (or, for an instance, from its class).
-    :param part: for a property, which of its functions is meant: ``fset``, ``fdel``, or "" for ``fget``.
+    :param part: for a property, one of its functions: ``fset``, ``fdel``, or "" for ``fget``.
     """
 
     owner: Any
@@ -62,19 +62,19 @@ class AttributeReference(NamedTuple):
 
     @property
     def binds_to_owner(self) -> bool:
-        """``raw`` comes from the class of an instance, or from the metaclass of a class."""
+        """Return whether ``raw`` comes from the class of an instance, or from the metaclass of a class."""
         if not self.inherited:
             return False
         return not is_class(self.owner) or _among(bases(self.owner)[1:], self.name) is MISSING
 
 
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
-    """As isinstance(), which would read `__class__` of a lazy module or a foreign proxy."""
+    """Like isinstance(), without reading `__class__`, which a lazy module or a foreign proxy defines."""
     return issubclass(type(obj), kinds)
 
 
 def claims_to_be(obj: Any, kinds: type | tuple[type, ...]) -> bool:
-    """As isinstance(), which a proxy answers for what it wraps; False where it raises."""
+    """Like isinstance(), where a proxy counts as the object that it wraps; False if it raises."""
     try:
         return isinstance(obj, kinds)
     except Exception:  # noqa: BLE001  an object's __getattribute__ may raise anything
@@ -82,82 +82,82 @@ def claims_to_be(obj: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def is_class(obj: Any) -> bool:
-    """Whether ``obj`` is a class, by its type only."""
+    """Return whether ``obj`` is a class, by its type only."""
     return issubclass(type(obj), type)
 
 
 def bases(cls: type) -> tuple[type, ...]:
-    """The classes that ``cls`` looks attributes up in; a metaclass's ``mro`` or ``__bases__`` is not read."""
+    """Return the method resolution order; attributes of that name on a metaclass are not read."""
     found: tuple[type, ...] = type.__dict__["__mro__"].__get__(cls)
     return found
 
 
 def class_name(cls: type) -> str:
-    """``module:Qualified.name`` of a class."""
+    """Return ``module:Qualified.name`` of a class."""
     return f"{class_module(cls)}:{type.__dict__['__qualname__'].__get__(cls)}"
 
 
 def class_module(cls: type) -> str:
-    """The ``__module__`` of ``cls``; "?" if it has none."""
+    """Return the ``__module__`` of ``cls``; "?" if it has none."""
     name = type.__dict__["__module__"].__get__(cls)
     return name if is_a(name, str) else "?"
 
 
 def derives(cls: type, base: type) -> bool:
-    """As issubclass(), by identity: a metaclass may compare, hash and check its classes in its own way."""
+    """Like issubclass(), by identity: a metaclass may override comparison, hash and subclass checks."""
     return holds(bases(cls), base)
 
 
 def holds(items: Iterable[Any], wanted: Any) -> bool:
-    """As ``in``, by identity."""
+    """Like ``in``, by identity."""
     return any(item is wanted for item in items)
 
 
 def is_module(obj: Any) -> bool:
-    """Whether ``obj`` is a module, by its type only."""
+    """Return whether ``obj`` is a module, by its type only."""
     return issubclass(type(obj), types.ModuleType)
 
 
 def namespace(owner: Any) -> dict[str, Any]:
-    """The dictionary of ``owner``, read without waking a lazy module; empty where it has none."""
+    """Return the dictionary of ``owner`` without loading a lazy module; empty if it has none."""
     kind = type(owner)
     if issubclass(kind, types.ModuleType):
         return _MODULE_NAMESPACE.__get__(owner)  # type: ignore[no-any-return]
     if issubclass(kind, type):
         return dict(_CLASS_NAMESPACE.__get__(owner))
-    # A property of this name would run foreign code.
+    # C descriptors only: a property named `__dict__` would run foreign code.
     found: Any = _among(kind.__mro__, "__dict__")
     try:
         found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
-    except AttributeError:  # a proxy in C, around something without a dictionary
+    except AttributeError:  # a proxy in C around an object without a dictionary
         return _EMPTY
     names: dict[str, Any] = found if is_a(found, dict) else _EMPTY
     return names
 
 
 def current(owner: Any, name: str) -> Any:
-    """What stands in ``owner`` itself under ``name``, or MISSING."""
+    """Return the value of ``name`` in the dictionary of ``owner`` itself, or MISSING."""
     names = _CLASS_NAMESPACE.__get__(owner) if is_class(owner) else namespace(owner)
     return names.get(name, MISSING)
 
 
 class Presence(enum.Enum):
-    """Whether a module has what a target names."""
+    """The result of looking a target up in a module."""
 
     FOUND = "found"
     LAZY = "lazy"
     """The module creates it on first access."""
     ABSENT = "absent"
-    """Nothing that loads later can bring it."""
+    """It is missing, and no later import can define it."""
     PENDING = "pending"
-    """It is not there yet."""
+    """It is missing, but a later import may define it."""
 
 
 class Resolution(NamedTuple):
-    """What an alternate of a target leads to in one module: all that weaving it needs to know.
+    """The result of resolving an alternate of a target in one module.
 
-    :param places: where it leads to; none unless found.
-    :param detail: why it is not woven, for reports.
+    :param places: the attributes; empty unless found.
+    :param detail: the reason why it is not woven, for reports.
     """
 
     presence: Presence
@@ -166,7 +166,7 @@ class Resolution(NamedTuple):
 
 
 def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
-    """Look ``alternate`` up in ``module``, loaded as ``name``; None where it is not about that module.
+    """Resolve ``alternate`` in ``module``, loaded as ``name``; None if it names another module.
 
     Changes nothing, imports nothing, and runs none of the module's code.
     """
@@ -181,7 +181,7 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
     if places:
         return Resolution(Presence.FOUND, places)
     if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
-        detail = f"module {name} has not been asked for {path[0]}, and makes it only then"
+        detail = f"module {name} creates {path[0]} on first access, which has not happened"
         return Resolution(Presence.LAZY, detail=detail)
     if _is_absent_for_good(alternate, name, module):
         return Resolution(Presence.ABSENT, detail=_absence(path, name, module))
@@ -189,13 +189,13 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
 
 
 def attribute_maker(module: Any) -> Any:
-    """What has the ``__getattr__`` that makes attributes of ``module``: itself, a class of it, or None."""
+    """Return the owner of the ``__getattr__`` of ``module``: the module itself or a class; or None."""
     owners = (module, *bases(type(module)))
     return next((one for one in owners if is_a(current(one, "__getattr__"), types.FunctionType)), None)
 
 
 def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
-    """Whether nothing that loads later can bring what ``alternate`` does not find in ``module``."""
+    """Return whether no later import can define the attribute of ``alternate`` in ``module``."""
     if alternate.has_module_pattern:
         return False
     if alternate.module is not None:
@@ -206,13 +206,13 @@ def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
     following = f"{name}.{alternate.path[name.count('.') + 1]}"
     if following in sys.modules:
         return False  # a longer reading of the target is tried on its own
-    # importlib.util.find_spec() might import and wake what is on the way.
+    # importlib.util.find_spec() might import parent packages.
     return PathFinder.find_spec(following, search_path) is None
 
 
 def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
-    """A sentence on what ``module`` has instead of ``path``, with names that are close."""
-    import difflib  # only here: it is slow to import
+    """Describe the missing attribute, with similar names in ``module``."""
+    import difflib  # slow to import
 
     names = [key for key in namespace(module) if not key.startswith("__")]
     close = difflib.get_close_matches(path[0], names, n=3)
@@ -228,7 +228,7 @@ def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
 
 
 def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
-    """Every place that ``path`` names in ``module``; several for wildcards, none where it is missing."""
+    """Yield the attributes that ``path`` names in ``module``: several for wildcards, none if missing."""
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1]):
             if is_a(place.raw, property):
@@ -238,7 +238,7 @@ def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
 
 
 def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
-    """Whether the pattern reaches a base class through which an inherited method comes, too."""
+    """Return whether the pattern also covers a base class from which the method is inherited."""
     if not place.inherited or not is_class(place.owner):
         return False
     for base in bases(place.owner)[1:]:
@@ -262,7 +262,7 @@ def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
             yield place
         elif is_class(place.raw) and segment.endswith("+"):
             for subclass in _with_subclasses(place.raw):
-                # On subclasses only what they define themselves: what they inherit is woven at its owner.
+                # Inherited methods are woven once, on the class that defines them.
                 for found in _walk(subclass, rest):
                     if subclass is place.raw or not found.inherited:
                         yield found
@@ -275,7 +275,7 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
         regex = segment_regex(segment)
         module_name = namespace(owner).get("__name__") if is_module(owner) else None
         for name, raw in list(namespace(owner).items()):
-            # A wildcard over a module means what the module defines, not what it imported.
+            # A wildcard covers what the module defines, not what it imports.
             defined = module_name is None or _module_of(raw) == module_name
             hookable = is_a(raw, (classmethod, staticmethod, property)) or callable(raw)
             if regex.fullmatch(name) and not name.startswith("__") and defined and hookable:
@@ -292,20 +292,20 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
 
 
 def inherited(owner: Any, name: str) -> Any:
-    """What ``owner`` has under ``name`` from its bases (or, for an instance, its class), or MISSING."""
+    """Return the value of ``name`` from the bases of ``owner`` (for an instance, its class), or MISSING."""
     if is_module(owner):
         return _among([cls for cls in bases(type(owner)) if not derives(types.ModuleType, cls)], name)
     if not is_class(owner):
         return _among(type(owner).__mro__, name)
     raw = _among(bases(owner)[1:], name)
     if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
-        # A metaclass's `__call__` and the like concern the class itself, not its instances.
+        # Special methods of a metaclass apply to the class itself, not to its instances.
         raw = _among([meta for meta in bases(type(owner)) if not derives(type, meta)], name)
     return raw
 
 
 def found_after(cls: type, base: type, name: str) -> Any:
-    """What `super(base, ...)` finds in ``cls`` under ``name``, descriptors unopened; or MISSING."""
+    """Return what `super(base, ...)` finds for ``name`` in ``cls``, without descriptor access, or MISSING."""
     following = iter(bases(cls))
     return _among(following, name) if holds(following, base) else MISSING
 
@@ -316,7 +316,7 @@ def _among(classes: Iterable[type], name: str) -> Any:
 
 
 def _module_of(obj: Any) -> Any:
-    """The name of the module that a function or class was defined in; None for anything else."""
+    """Return the name of the module that defines a function or class; None for anything else."""
     if is_a(obj, (classmethod, staticmethod)):
         return _module_of(obj.__func__)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType)):
@@ -335,7 +335,7 @@ def _with_subclasses(cls: type) -> list[type]:
 
 
 def filled_slots(instance: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
-    """What `__slots__` made and has a value in ``instance``: members of a type made in C may be read-only."""
+    """Return the members from `__slots__` that are set in ``instance``: those of C types may be read-only."""
     found = []
     for base in bases(type(instance)):
         if current(base, "__slots__") is not MISSING:

@@ -1,4 +1,4 @@
-"""Changes of hooks, one at a time: under one lock, later ones deferred where they cannot wait."""
+"""Changes of hooks, serialized by one lock; changes that cannot wait for it are deferred."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sgl_aspects.weaving.rebinding import is_in_pieces
 
 logger = logging.getLogger("sgl_aspects")
 
-#: A change of some subjects; strict: all or nothing.
+#: ``(subjects, strict)``; strict: all or nothing.
 Change: TypeAlias = Callable[[list[Any], bool], None]
 
 
 class Changes:
     """Runs changes of hooks.
 
-    :param after_fork: called in a forked child, once the lock is its own.
-    :ivar lock: held for every change, and by callers that make several of them one.
+    :param after_fork: called in a forked child, after its lock was renewed.
+    :ivar lock: held during every change, and by callers to make several changes atomic.
     """
 
     def __init__(self, after_fork: Callable[[], None]) -> None:
@@ -36,9 +36,9 @@ class Changes:
             _keep_lock_over_forks(weakref.ref(self))
 
     def run(self, change: Change, subjects: list[Any], strict: bool = False) -> None:
-        """Run ``change`` under the lock; within another change, after that one and not strict.
+        """Run ``change`` under the lock; during another change, defer it until after that one, not strict.
 
-        A signal handler, a ``__del__`` or the ``__setattr__`` of a target's class may call at any moment.
+        A signal handler, a ``__del__`` or the ``__setattr__`` of a target's class may call at any time.
         """
         with self.lock:
             if self._is_running:
@@ -50,14 +50,14 @@ class Changes:
             try:
                 change(subjects, strict)
             finally:
-                self._in_pieces.clear()  # before the deferred changes are looked for: see `run_or_defer`
+                self._in_pieces.clear()  # before deferred changes are run: see `run_or_defer`
                 self._run_deferred()
                 self._finish()
 
     def run_or_defer(self, change: Change, subjects: list[Any]) -> None:
-        """Run ``change``, or leave it to the thread that changes hooks in pieces rather than wait for that.
+        """Run ``change``; if another thread is changing hooks in pieces, defer it instead of waiting.
 
-        That thread looks for deferred changes after it has cleared ``_in_pieces``, so none is lost.
+        That thread runs deferred changes after it has cleared ``_in_pieces``, so none is lost.
         """
         lock = self.lock
         if lock.acquire(blocking=not self._in_pieces.is_set()):
@@ -71,14 +71,14 @@ class Changes:
             self._finish()
 
     def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
-        """Take ``subjects`` out of the deferred calls of ``change``; returns those that were in one."""
+        """Remove ``subjects`` from the deferred calls of ``change``; returns the removed ones."""
         withdrawn = []
         for entry in [entry for entry in list(self._deferred) if entry[0] == change]:
             for subject in [subject for subject in subjects if subject in entry[1]]:
                 entry[1].remove(subject)
                 withdrawn.append(subject)
             if not entry[1]:
-                with contextlib.suppress(ValueError):  # a signal handler has removed it in between
+                with contextlib.suppress(ValueError):  # a signal handler has removed it meanwhile
                     self._deferred.remove(entry)
         return withdrawn
 
@@ -94,13 +94,13 @@ class Changes:
             self._is_running = False
 
     def _finish(self) -> None:
-        """Run changes that were deferred just as the one before them ended."""
+        """Run changes that were deferred while the previous one was ending."""
         if self._deferred:
             self.run(lambda subjects, strict: None, [])
 
 
 def _keep_lock_over_forks(changes: weakref.ref[Changes]) -> None:
-    """Let a fork wait for the change in progress: the child has no half of it, and no locked lock."""
+    """Make a fork wait for the change in progress: the child gets complete state and an unlocked lock."""
 
     def acquire() -> None:
         if (this := changes()) is not None:

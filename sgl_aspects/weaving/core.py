@@ -1,7 +1,7 @@
-"""The weaver: brings hooks to the places that their targets name, now or when a module loads.
+"""The weaver: attaches hooks to their targets, now or when a module loads.
 
-All changes happen under one lock. No module is ever imported while it is held, so that it cannot deadlock
-with the import system. Calls through woven functions take no lock at all.
+All changes happen under one lock. No module is imported while it is held, so that it cannot deadlock with the
+import system. Calls through woven functions take no lock.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _SCRIPTING = "torch.jit.frontend"
 """Once this module is loaded, torch.jit may compile the source of a woven function, without its hooks."""
 
 _LOST = (State.MISSING, State.FAILED)
-"""Nothing that loads later can make such a hook work."""
+"""No later import can make such a hook work."""
 
 Work = Iterable[tuple[Advice, str, Any]]
-"""Hooks, each with the name of a module to look for its target in, and that module."""
+"""Hooks, each with the name of a module in which to resolve its target, and that module."""
 
 
 class Weaver:
@@ -65,8 +65,8 @@ class Weaver:
         self._changes = Changes(self._table.count_anew)
         self._index = ModuleIndex()
         self._chosen: dict[Advice, int] = {}  # which alternate is woven
-        self._missing: dict[Advice, dict[int, str]] = {}  # alternates that nothing can bring, and why
-        self._just_run: Any = None  # the module whose code has run in the import that is going on
+        self._missing: dict[Advice, dict[int, str]] = {}  # alternates that no import can define, and why
+        self._just_run: Any = None  # the module whose code has run in the current import
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
         self._lazy = LazyAttributes(self._module_loaded)
         self._subclasses = SubclassWatcher(self._class_made)
@@ -75,29 +75,29 @@ class Weaver:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held for every change, for callers that make several of them one."""
+        """The lock held during every change; callers hold it to make several changes atomic."""
         return self._changes.lock
 
-    # -- adding and taking away -------------------------------------------------------------------------
+    # -- adding and removing ----------------------------------------------------------------------------
 
     def add(self, advices: Iterable[Advice], *, strict: bool = True) -> None:
-        """Weave ``advices`` where their modules are loaded, and let the others wait.
+        """Weave ``advices`` whose modules are loaded; the others wait.
 
-        :param strict: all or nothing; otherwise a hook that fails is logged, and stays in the report.
-        :raises HookError: a hook cannot work on what its target names.
+        :param strict: all or nothing; otherwise a hook that fails is logged and stays in the report.
+        :raises HookError: a hook cannot work on its target.
         :raises MissingTargetError: a required hook's module is loaded and has no such attribute.
         """
         advices = list(advices)
         for advice in advices:
             if advice.state is State.REMOVED:
-                advice.state, advice.detail = State.PENDING, "another change of hooks is going on"
+                advice.state, advice.detail = State.PENDING, "another change of hooks is in progress"
         self._changes.run(self._add, advices, strict)
         wanted = [advice for advice in advices if advice.state is State.PENDING]
         if wait_for_imports(name for one in wanted for name in one.target.module_names):
             self._changes.run(self._look_again, wanted)
 
     def remove(self, advices: Iterable[Advice]) -> None:
-        """Take ``advices`` away, in reverse order; where none is left, the original object is back."""
+        """Remove ``advices`` in reverse order; a target without hooks gets its original object back."""
         gone = list(advices)
         with self.lock:
             for advice in self._changes.withdraw(self._add, gone):
@@ -163,9 +163,9 @@ class Weaver:
         self._forget_compiled_code(advices, points)
 
     def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` with the module ``name`` once its code has run: now, where it has.
+        """Call ``callback`` with the module ``name`` once its code has run: at once if it has.
 
-        What it raises fails the import.
+        An exception in it fails the import.
         """
         with self.lock:
             self._listeners.setdefault(name, []).append(callback)
@@ -189,7 +189,7 @@ class Weaver:
             self._watcher.uninstall()
 
     def apply(self) -> None:
-        """Look again at everything that is loaded, for hooks that still wait; safe to call at any time."""
+        """Weave waiting hooks whose targets exist by now; safe to call at any time."""
         if self._advices:
             self._watcher.install()
         self._changes.run(self._look_again, self.advices)
@@ -198,7 +198,7 @@ class Weaver:
         here = [advice for advice in advices if advice in self._advices]
         self._weave(self._in_loaded_modules(here), strict=strict)
 
-    # -- looking ----------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------
 
     @property
     def advices(self) -> list[Advice]:
@@ -212,17 +212,17 @@ class Weaver:
 
     @property
     def displaced(self) -> list[JoinPoint]:
-        """Points covered by another patch."""
+        """The join points covered by another patch."""
         with self.lock:
             return list(self._table.displaced())
 
     @property
     def table(self) -> JoinPointTable:
-        """For reading only."""
+        """The table of join points, for reading only."""
         return self._table
 
     def points_named(self, target: Target) -> list[JoinPoint]:
-        """The points that ``target`` leads to in loaded modules, whichever names their hooks gave."""
+        """Return the join points of ``target`` in loaded modules, under whatever name they were woven."""
         with self.lock:
             found: dict[JoinPoint, None] = {}
             for name, module in loaded(target) if self._table.points else ():
@@ -234,7 +234,7 @@ class Weaver:
     # -- modules as they load ---------------------------------------------------------------------------
 
     def _is_wanted(self, name: str) -> bool:
-        # Called for every import, without the lock: only reads.
+        # Called for every import, without the lock: it only reads.
         return name in (_COMPILER, _SCRIPTING) or name in self._listeners or self._index.wants(name)
 
     def _module_loaded(self, name: str, module: Any) -> None:
@@ -255,7 +255,7 @@ class Weaver:
             self._weave(concerned, strict=strict)
             lost = [advice for advice, *_ in concerned if advice.required and advice.state in _LOST]
         except Exception:
-            logger.exception("hooks on %s failed; the import goes on", name)
+            logger.exception("hooks on %s failed; the import continues", name)
         finally:
             self._just_run = None
         if lost:
@@ -269,7 +269,7 @@ class Weaver:
             logger.exception("hooks on %s failed", class_name(cls))
 
     def _scripted(self, function: Any) -> None:
-        """torch.jit is about to compile the source of ``function``, and so leaves its hooks out."""
+        """Warn that torch.jit is about to compile the source of ``function``, without its hooks."""
         for point in self._table.points:
             if point.function is function and point.active:
                 logger.warning(
@@ -289,16 +289,16 @@ class Weaver:
                 point.refresh(self._table.compiling)
 
     def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[JoinPoint]) -> None:
-        """Have torch.compile begin anew where its code may have the old body of one of ``points`` in it.
+        """Reset torch.compile if its code may contain the old body of one of ``points``.
 
-        What it finds in a module, or in a woven function, it guards; the methods of a class it does not.
+        It guards functions of a module and woven functions, but not the methods of a class.
         """
         if _COMPILER in sys.modules and any(one.hook_type is not HookType.OBSERVE for one in advices):
             unguarded = [one for one in points if is_class(one.inner) or not is_module(one.place.owner)]
             compat.forget_compiled(point.inner for point in unguarded)
 
     def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
-        """The modules that each hook may be about; those whose code still runs get to us when it has."""
+        """Yield the loaded modules that each hook may target; those being imported follow when ready."""
         for advice in list(advices):
             for name, module in loaded(advice.target):
                 if module is self._just_run or is_ready(module):
@@ -309,9 +309,9 @@ class Weaver:
     # -- weaving ----------------------------------------------------------------------------------------
 
     def _weave(self, work: Work, *, strict: bool) -> None:
-        """Bring hooks to their places.
+        """Attach hooks to their targets.
 
-        Class replacements go first: hooks on methods then find the class that stands there.
+        Class replacements go first, so that hooks on methods apply to the replacement class.
         """
         work = list(work)
         for classes in (True, False):
@@ -341,15 +341,15 @@ class Weaver:
     def _attach(
         self, advice: Advice, rank: int, places: Iterable[AttributeReference], module: Any, *, strict: bool
     ) -> list[JoinPoint]:
-        """Add ``advice`` to the join points of ``places``, of its alternate ``rank``."""
+        """Add ``advice`` to the join points at ``places``, which its alternate ``rank`` names."""
         touched: list[JoinPoint] = []
         if self._chosen.get(advice, rank) > rank:
-            touched += self._table.detach(advice)  # a better alternate has turned up
+            touched += self._table.detach(advice)  # a better alternate was loaded
         self._chosen[advice] = rank
         faults: list[HookError] = []
         for place in places:
             try:
-                # What a module defines is new after its code has run, even where we were before.
+                # The module's code has just run again: its attributes are new, even those woven before.
                 rerun = module is self._just_run and place.owner is module
                 point = self._table.attach(advice, place, rerun=rerun)
             except HookError as fault:
@@ -359,7 +359,7 @@ class Weaver:
         if self._table.of(advice):
             advice.state = State.WOVEN if advice.enabled else State.DISABLED
             advice.detail = ""
-        elif faults and "*" not in advice.target.alternates[rank].text:  # a pattern means what can be hooked
+        elif faults and "*" not in advice.target.alternates[rank].text:  # patterns skip unhookable objects
             self._fail(advice, faults[0], strict=strict)
         return touched
 
@@ -367,14 +367,14 @@ class Weaver:
         outcome: Applied = self._table.apply(points)
         if outcome.classes:
             for advice in outcome.detached:
-                advice.state, advice.detail = State.PENDING, "the class that it is for has changed"
+                advice.state, advice.detail = State.PENDING, "its class was replaced or restored"
             absent = [advice for advice in self._advices if advice.state is State.MISSING]
             self._weave(self._in_loaded_modules([*outcome.detached, *absent]), strict=False)
         for advice, fault in outcome.refused.items():
             if not self._table.of(advice):
                 self._fail(advice, fault, strict=strict)
 
-    # -- what cannot be woven ---------------------------------------------------------------------------
+    # -- hooks that cannot be woven ---------------------------------------------------------------------
 
     def _fail(self, advice: Advice, fault: HookError, *, strict: bool) -> None:
         known = advice.state is State.FAILED and advice.detail == str(fault)
@@ -415,6 +415,6 @@ def _stop(message: str) -> None:
     error = Stop(message)
     if threading.current_thread() is threading.main_thread():
         raise error
-    # In another thread it would end only that thread.
+    # SystemExit in another thread would end only that thread.
     print(error, file=sys.stderr, flush=True)
     os._exit(1)

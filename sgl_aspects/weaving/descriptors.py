@@ -1,7 +1,7 @@
-"""Descriptors: taking the callable out of an attribute, putting a woven one back in, and the slot it is in.
+"""Descriptors: unwrapping the callable of an attribute, and rebuilding the descriptor around a woven one.
 
 A plain Python function, bare or inside a classmethod, staticmethod, property or cached_property, becomes a
-woven function inside a new descriptor of the same type. Everything else that can be called gets a proxy.
+woven function inside a new descriptor of the same type. Other callables get a proxy.
 
 Types are tested by `type()`, never by `isinstance`: a foreign proxy claims the class of what it wraps.
 """
@@ -30,17 +30,17 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.hooks import calls_original
 from sgl_aspects.weaving.proxies import bound_late
 
-# -- opening an attribute ------------------------------------------------------------------------------------
+# -- unwrapping ----------------------------------------------------------------------------------------------
 
 
 Opened = tuple[Any, Callable[..., Any]]
-"""The callable in an attribute, and what calling it comes down to: itself, or what binds it first."""
+"""The callable in an attribute, and the function to call for it: itself, or one that binds it first."""
 
 
 def open_attribute(place: AttributeReference) -> Opened:
-    """Take apart what stands at ``place``.
+    """Unwrap the attribute at ``place``.
 
-    :raises HookError: there is nothing in it that can be called, or nothing that can be put in its stead.
+    :raises HookError: it contains no callable, or cannot be replaced.
     """
     content, called = _open(place)
     is_shadow = place.inherited and is_class(place.owner) and not place.binds_to_owner
@@ -84,13 +84,13 @@ def _itself(place: AttributeReference, content: Any) -> Opened:
 def _next_in_line(
     content: Any, inherited: Callable[..., Any], place: AttributeReference
 ) -> Callable[..., Any]:
-    """What comes after a class that only inherits: for a subclass with several bases, not always the same.
+    """Return a function that calls the next implementation in the subject's method resolution order.
 
-    With `class D(Sub, Other)`, a hook on ``Sub.m`` stands before ``Other.m``, as ``Sub`` does.
+    With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
     owner, name = place.owner, place.name
     if name != "__new__" and is_a(place.raw, staticmethod):
-        return inherited  # it does not get the class that it is called for
+        return inherited  # it does not get its class as an argument
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         cls = subject if is_class(subject) else type(subject)
@@ -109,7 +109,7 @@ def _next_in_line(
 
 
 def _late(place: AttributeReference, content: Any) -> Opened:
-    """The result of a foreign descriptor may be bound in its own way: then the result is what binds."""
+    """Bind at each call unless ``content`` is a plain function: other descriptors bind in their own way."""
     if type(content) is types.FunctionType:
         return content, content
     return content, bound_late(content, place.owner)
@@ -117,33 +117,33 @@ def _late(place: AttributeReference, content: Any) -> Opened:
 
 def _check_new(place: AttributeReference) -> None:
     if place.raw is object.__new__:
-        # Once a class had a __new__ of its own, CPython no longer lets object.__new__ ignore arguments.
+        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments.
         raise HookError(
-            f"{place} is object's own, and CPython cannot forget another one again; "
+            f"{place} is object's own, and CPython cannot undo replacing it; "
             f"hook '{str(place).removesuffix('__new__')}__init__'"
         )
 
 
 def _open_for_owner(place: AttributeReference) -> Opened:
-    """An instance is given a method of its class, or a class one of its metaclass: bound to it."""
+    """Unwrap a method that an instance inherits from its class, or a class from its metaclass."""
     raw, owner = place.raw, place.owner
     if not is_class(owner) and place.name == "__call__":
         raise HookError(
-            f"{place}: a call of an instance asks its class alone; hook the instance itself, or all of them "
+            f"{place}: a call of an instance uses its class alone; hook the instance itself, or all of them "
             f"with '{type(owner).__module__}:{type(owner).__qualname__}.__call__'"
         )
     if is_a(raw, (staticmethod, classmethod)):
         return _itself(place, raw.__func__)
     if not callable(raw) or hasattr(type(raw), "__set__"):
         raise HookError(
-            f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which rules over whatever the "
-            f"instance has; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
+            f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which precedes the "
+            f"instance's attributes; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
     return _itself(place, raw)
 
 
 def _only_binds(raw: Any) -> bool:
-    """A descriptor that gives what is called, and lets instances have an attribute of the same name."""
+    """Return whether it is a non-data descriptor: instances may have an attribute of the same name."""
     return hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
 
 
@@ -156,11 +156,11 @@ def _open_property(place: AttributeReference) -> Opened:
     return function, function
 
 
-# -- the same descriptor around other functions ------------------------------------------------------------
+# -- rebuilding --------------------------------------------------------------------------------------------
 
 
 def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
-    """What stands at ``place``, made anew around other callables, by part; "" but for properties."""
+    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
     raw, owner = place.raw, place.owner
     if is_a(raw, property):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
@@ -181,7 +181,7 @@ _REMADE_FROM = "_sgl_aspects_remade_from"
 
 
 class _Origin:
-    """What a descriptor was made from."""
+    """The descriptor that another one was made from."""
 
     __slots__ = ("descriptor",)
 
@@ -190,7 +190,7 @@ class _Origin:
 
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
-    """A descriptor of the same type around new functions; the earlier one, where it was made from that."""
+    """Return a descriptor of the same type around new functions; the earlier one if it had the same."""
     parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
     held = [getattr(descriptor, part) for part in parts]
     wanted = [new(value) for value in held]
@@ -208,9 +208,9 @@ def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
 
 
 def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
-    """A descriptor of the type of ``descriptor`` around other functions, with its attributes.
+    """Return a descriptor of the type of ``descriptor`` around other functions, with its attributes.
 
-    Made by the constructor of ``kind``, its built-in base: that of a subclass may take other arguments.
+    Uses the constructor of ``kind``, its built-in base: that of a subclass may take other arguments.
     """
     make: Any = kind
     anew = make.__new__(type(descriptor))

@@ -1,13 +1,13 @@
-"""Woven functions: the Python function that stands in the place of a target, and how its hooks are set.
+"""Woven functions: the Python function that replaces a target, and how its hooks are set.
 
 A woven function is ``def f(*args, **kwargs)`` of the target's kind (plain, coroutine, generator, async
 generator) with the target's signature, name, file and line. It keeps its identity while hooks come and go:
-only its ``__code__`` changes, so every binding to it stays good. A plain function and not a proxy, because
-`torch.compile` traces through a function and silently bypasses a proxy.
+only its ``__code__`` changes, so every binding to it stays valid. It is a plain function and not a proxy,
+because `torch.compile` traces through a function and silently bypasses a proxy.
 
-The hooks are constants of the code, so one assignment swaps all of them: a call that has begun goes on with
-the hooks it began with, the next one finds the new ones, and no call takes a lock. With the names and free
-variables of the target's own code in it, `inspect.getclosurevars` and debuggers see the target.
+The hooks are constants of the code, so one assignment swaps all of them: a call in progress keeps the hooks
+with which it began, the next one gets the new ones, and no call takes a lock. The code has the names and free
+variables of the target's own, so that `inspect.getclosurevars` and debuggers show the target.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
 
-``failed(error)`` handles what they raise, and returns itself.
+``failed(error)`` handles their exceptions, and returns itself.
 """
 
 SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 class FunctionKind(enum.Enum):
-    """What calling the function gives; the woven function is of the same kind."""
+    """The kind of a function, by the result of a call; the woven function is of the same kind."""
 
     PLAIN = "plain"
     COROUTINE = "coroutine"
@@ -44,14 +44,14 @@ class FunctionKind(enum.Enum):
 
     @classmethod
     def of(cls, function: Any) -> FunctionKind:
-        """The kind of a function, of a partial or method around one, or of an instance's ``__call__``."""
+        """Return the kind of a function, a partial or method around one, or an instance's ``__call__``."""
         if claims_to_be(function, (functools.partial, types.MethodType)):
             return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
         if not claims_to_be(function, types.FunctionType):
             call = inspect.getattr_static(type(function), "__call__", None)
             return cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
         kind = _kind_of_code(function.__code__)
-        # `inspect` reads marks in its dictionary.
+        # `inspect.markcoroutinefunction` marks a function in its dictionary.
         is_marked = kind is cls.PLAIN and function.__dict__ and inspect.iscoroutinefunction(function)
         return cls.COROUTINE if is_marked else kind
 
@@ -66,13 +66,13 @@ def _kind_of_code(code: types.CodeType) -> FunctionKind:
 
 
 class Shape(NamedTuple):
-    """What distinguishes the templates that woven functions are made of.
+    """The properties that distinguish the templates of woven functions.
 
-    :param observers: for each observer that is flattened into the function: has it enter(), has it exit()?
-    :param guarded: torch.compile may trace this function: count and observe only outside of it.
+    :param observers: for each observer: whether it has enter(), and whether it has exit().
+    :param guarded: torch.compile may trace this function: it counts and observes only outside of that.
     :param packed: the chain takes the pair (args, kwargs), as native hooks do.
-    :param free: how many free variables the target has.
-    :param body: how many lines the target's first statement is below its beginning.
+    :param free: the number of the target's free variables.
+    :param body: the number of lines from the target's first line to its first statement.
     """
 
     kind: FunctionKind
@@ -84,11 +84,11 @@ class Shape(NamedTuple):
 
 
 class WovenFunction:
-    """A function that stands for a target, and its hooks.
+    """The function that replaces a target, and its hooks.
 
-    :param original: the function whose name, documentation and attributes it carries on.
+    :param original: the function whose name, documentation and attributes it copies.
     :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
-    :ivar function: what stands for the target.
+    :ivar function: the replacement of the target.
     """
 
     __slots__ = (
@@ -111,9 +111,9 @@ class WovenFunction:
         own = {"__name__": __name__, "__builtins__": builtins}
         namespace = own if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
-        if self.kind is not _kind_of_code(code):  # a function stays of the kind that it begins with
+        if self.kind is not _kind_of_code(code):  # a function cannot change its kind later
             code = self._code(Shape(self.kind), {})
-        # Of no use until set_hooks() gives it another code.
+        # Not callable until set_hooks() assigns its code.
         self._run = types.FunctionType(code, namespace, code.co_name, None, closure)
         self.function: Any = self._run
         if not anonymous:
@@ -124,11 +124,11 @@ class WovenFunction:
         return int(self._calls[0]) + (0 if self._in_c is None else self._in_c.calls)
 
     def set_hooks(self, head: Any, observers: Observers, compiling: Any = None, caller: Any = None) -> None:
-        """Swap the hooks: from the next call on, ``head`` and ``observers`` are what runs.
+        """Swap the hooks: from the next call on, ``head`` and ``observers`` run.
 
         :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
-        :param caller: of the only observer: called with the function, ``head`` and the observer's parts it
-            makes the function's vectorcall run them without Python code, while what it returns is the last
+        :param caller: for a single observer: called with the function, ``head`` and the observer's parts, it
+            makes the function's vectorcall run them without Python code, as long as its result is the last
             of the code's constants.
         """
         if compiling is not None:
@@ -148,26 +148,26 @@ class WovenFunction:
         self._run.__code__ = code
         if before is not None:
             counted = float(before.calls)
-            self._calls[0] += counted  # as the function itself does: other threads count meanwhile
+            self._calls[0] += counted  # in place, like the function itself: other threads may be counting
         self.applied = True
 
     def release(self, head: Any) -> None:
-        """No hook is left: call ``head`` from wherever the function is still held, and leave nothing else."""
+        """Remove all hooks: remaining references to the function call ``head``."""
         self.set_hooks(head, ())
         if self._compiled is not None and self.kind is FunctionKind.PLAIN:
             self._compiled.remove()
         self._compiled = None
 
     def take_attributes(self, original: types.FunctionType) -> None:
-        """Carry over what was set on ``original`` up to now."""
+        """Copy the attributes of ``original`` to the woven function."""
         _copy_attributes(original, self.function)
         self.function.__dict__["__wrapped__"] = original
-        # `inspect` follows `__wrapped__` and `__signature__` as before.
+        # Unless the original has them: `inspect` then follows those.
         if {"__wrapped__", "__signature__"}.isdisjoint(original.__dict__):
             self.function.__dict__["__signature__"] = self._signature
 
     def give_attributes(self, original: types.FunctionType) -> None:
-        """Hand back what was set on our function while it stood in the place of ``original``."""
+        """Copy the attributes that were set on the woven function back to ``original``."""
         if self.function.__dict__.get("__signature__") is self._signature:
             self.function.__dict__.pop("__signature__", None)
         _copy_attributes(self.function, original)
@@ -179,7 +179,7 @@ class WovenFunction:
         function.__qualname__ = original.__qualname__
         function.__module__ = original.__module__
         function.__doc__ = original.__doc__
-        # Without parameters of their names these fill in nothing; tools and rebinding look at them.
+        # No effect on calls, without parameters of these names; tools and rebinding read them.
         function.__defaults__ = original.__defaults__
         function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
         function.__annotations__ = original.__annotations__
@@ -188,7 +188,7 @@ class WovenFunction:
         self._signature = _Signature.of(function)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
-        """The code of ``shape`` with these hooks, and otherwise like the model's."""
+        """Return the code of ``shape`` with these hooks, and the model's names and lines."""
         model = self._model
         shape = shape._replace(free=len(model.co_freevars), body=self._body)
         code = template(shape)
@@ -207,7 +207,7 @@ class WovenFunction:
             "co_consts": _Constants(
                 values.get(const, const) if type(const) is str else const for const in code.co_consts
             ),
-            # `await` takes a generator only with the flag that types.coroutine sets.
+            # `await` accepts a generator only with the flag that types.coroutine sets.
             "co_flags": code.co_flags | self._iterable,
         }
         if sys.version_info >= (3, 11):
@@ -224,7 +224,7 @@ class _Signature(inspect.Signature):
 
     @classmethod
     def of(cls, function: types.FunctionType) -> _Signature:
-        """Without calling the constructor: `replace` and pickling do."""
+        """Create it without the constructor, which `replace` and pickling call."""
         signature = cls.__new__(cls)
         signature._function = function
         return signature
@@ -239,18 +239,18 @@ class _Signature(inspect.Signature):
 
 
 class _Constants(tuple[Any, ...]):
-    """The constants of a woven function: they hold hooks, an original on purpose, and may have no hash."""
+    """The constants of a woven function: hooks and an original, which may be unhashable."""
 
     __slots__ = ()
     __hash__ = object.__hash__  # debuggers hash the code of functions, and so its constants
 
 
 def _call_hooks(*args: Any, **kwargs: Any) -> Any:
-    """In tracebacks: the function behind a proxy."""
+    """The function behind a proxy, as tracebacks show it."""
 
 
 def _first_line(code: types.CodeType) -> int:
-    """The line of the first statement."""
+    """Return the line of the first statement."""
     begin = code.co_firstlineno
     lines = (line for _, _, line in code.co_lines() if line is not None and line > begin)
     return next(lines, begin)
@@ -275,7 +275,7 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
 
 @lru_cache(maxsize=1024)
 def template(shape: Shape) -> types.CodeType:
-    """The code of a woven function, with a text like "<chain>" in the place of each constant.
+    """Return the code of a woven function, with a string such as "<chain>" for each constant.
 
     Its first statement is on the line of the target's first statement and the rest on the target's first
     line: a breakpoint on the function stops in the target's body, and a traceback shows its definition.
@@ -298,11 +298,11 @@ def template(shape: Shape) -> types.CodeType:
     )
 
 
-_COUNTING = 1  # statements that count the call
+_COUNTING = 1  # number of statements that count the call
 
 
 def _put(node: ast.AST, line: int) -> None:
-    """On ``line``, in no column: the target's own text stands there."""
+    """Move ``node`` to ``line``, without a column: the source there is the target's own."""
     if "lineno" in node._attributes:
         node.lineno = node.end_lineno = line  # type: ignore[attr-defined]
         node.col_offset = node.end_col_offset = -1 if sys.version_info >= (3, 11) else 0  # type: ignore[attr-defined]
@@ -325,14 +325,14 @@ def _source(shape: Shape) -> list[str]:
             *body,
         ]
     if free:
-        body.append(f"if 0: {free}")  # never runs: it makes the function close over them
+        body.append(f"if 0: {free}")  # never runs: makes the function close over them
     body.append("chain = '<chain>'")
     body += _observed(shape) if shape.observers else _delegate(shape, "chain", packed=shape.packed)
     return [f"def factory({free}):", f"    {definition} woven(*args, **kwargs):", *_indent(_indent(body))]
 
 
 def _result(shape: Shape, chain: str, packed: bool) -> str:
-    """Call the chain for what it gives; without keywords, because packing none costs as much as some."""
+    """Return an expression that calls the chain, without keywords if empty: packing none takes time, too."""
     wait = {FunctionKind.COROUTINE: "await ", FunctionKind.GENERATOR: "yield from "}.get(shape.kind, "")
     if packed:
         return f"{wait}{chain}(args, kwargs)"
@@ -340,7 +340,7 @@ def _result(shape: Shape, chain: str, packed: bool) -> str:
 
 
 def _delegate(shape: Shape, chain: str, *, packed: bool) -> list[str]:
-    """Call the chain and return what it gives, as this kind of function does."""
+    """Return statements that call the chain and return its result, as this kind of function does."""
     result = _result(shape, chain, packed)
     if shape.kind is FunctionKind.ASYNC_GENERATOR:
         return [*_delegate_async(result), "return"]
@@ -348,14 +348,14 @@ def _delegate(shape: Shape, chain: str, *, packed: bool) -> list[str]:
 
 
 def _observed(shape: Shape) -> list[str]:
-    """The chain with its observers: what one of them lacks is not called."""
+    """Return statements that call the chain with its observers; methods that they lack are not called."""
     enters = [index for index, (enters, _) in enumerate(shape.observers) if enters]
     exits = [index for index, (_, leaves) in enumerate(shape.observers) if leaves]
     names = [f"{part}{i}" for i in enters for part in ("enter", "failed")]
     names += [f"{part}{i}" for i in exits for part in ("exit", "failed")]
     lines = [f"{name} = '<{name}>'" for name in dict.fromkeys(names)]
     if enters:
-        # An observer cannot change the call: it gets a dictionary of its own.
+        # A copy, so that an observer cannot change the call.
         lines.append("if kwargs: seen = {**kwargs}")
         lines.append("else: seen = {}" if shape.packed else "else: seen = kwargs; kwargs = None")
     for i in enters:
@@ -389,15 +389,15 @@ def _exits(shape: Shape, exits: list[int], result: str, error: str) -> list[str]
             f"try: exit{i}({f'token{i}' if has_token else None}, {result}, {error})",
             f"except '<Exception>' as broken: failed{i}(broken)",
         ]
-        # `failed` answers itself as the token of an enter() that raised: its exit() is not called.
+        # `failed` is the token of an enter() that raised: its exit() is not called.
         lines += [f"if token{i} is not failed{i}:", *_indent(leave)] if has_token else leave
     return lines
 
 
 def _delegate_async(call: str) -> list[str]:
-    """``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
+    """Return ``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
     return [
-        # In two steps: Python warns of a call of what looks like a text.
+        # Assigned first: Python warns about a call of a string literal.
         "begin = '<_begin>'; following = '<_following>'; close = '<_close>'; throw = '<_throw>'",
         f"inner = begin({call})",
         "try:",
@@ -440,7 +440,7 @@ def _throw(inner: Any, error: BaseException) -> Any:
     raise error
 
 
-# Names in the source would be looked up in the target's module, which may have names like these of its own.
+# As constants: names would be looked up in the target's module, which may define the same ones.
 _CONSTANTS: dict[str, Any] = {
     f"<{value.__name__}>": value
     for value in (

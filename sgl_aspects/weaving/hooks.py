@@ -1,7 +1,7 @@
 """Hooks: their types, the rules that say which may be attached where, and the chain that runs them.
 
 Each link of a chain is called with the target's own arguments. An AROUND link is
-`types.MethodType(hook, next)`: it runs `hook(next, *args, **kwargs)` with no Python frame of ours in between.
+`types.MethodType(hook, next)`: it runs `hook(next, *args, **kwargs)` without another Python frame.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class HookType(enum.Enum):
     NATIVE = "native"
     """``fn(proceed, args, kwargs) -> result`` with ``proceed(args, kwargs)``: AROUND without repacking."""
     OBSERVE = "observe"
-    """An :class:`Observer`: looks, and can change nothing."""
+    """An :class:`Observer`: cannot change the call."""
 
 
 class Observer(Protocol):
-    """What OBSERVE hooks are: a pair of calls around the whole life of the target's call.
+    """The interface of OBSERVE hooks: two methods, called before and after the target.
 
-    For coroutines and generators that life ends when they do. An exception in either method is counted
-    and logged once; the engine's call goes through all the same.
+    For coroutines and generators, the second is called when they end. An exception in either method is
+    counted and logged once, and does not affect the engine's call.
 
     An observer may have only one of the two methods, the other one absent or None: it is not called, and
     exit() without enter() gets None as its token. An observer may have a method
@@ -60,14 +60,14 @@ class Observer(Protocol):
     """
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
-        """Called first; what it returns is handed to :meth:`exit`."""
+        """Called first; its result is passed to :meth:`exit`."""
 
     def exit(self, token: Any, result: Any, error: BaseException | None, /) -> None:
         """Called last, with the result, or with the exception that the call is about to raise."""
 
 
 class Result(NamedTuple):
-    """An AFTER hook returns ``Result(None)`` to make the result None: None alone leaves it as it is."""
+    """The value of an AFTER hook that changes the result to None: a plain None leaves it unchanged."""
 
     value: Any
 
@@ -89,7 +89,7 @@ current_source: contextvars.ContextVar[HookSource | None] = contextvars.ContextV
 
 
 class State(str, enum.Enum):
-    """What has become of a hook."""
+    """The state of a hook."""
 
     PENDING = "pending"
     """Its module is not loaded yet."""
@@ -98,7 +98,7 @@ class State(str, enum.Enum):
     MISSING = "missing"
     """The module is loaded and has no such attribute."""
     FAILED = "failed"
-    """The attribute is there and cannot take this hook."""
+    """The attribute exists but cannot take this hook."""
     REMOVED = "removed"
 
 
@@ -106,14 +106,14 @@ _sequence = itertools.count(1)
 
 
 class Advice:
-    """One hook and where it goes. Weaving it gives a handle; the same advice can be woven once at a time.
+    """A hook and its target. An advice can be woven once at a time; weaving returns a handle.
 
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
-    :param required: if the target turns out to be missing, the process stops and prints the reason.
-    :param on_lost: called with the reason instead of a warning, where nothing that loads later can help.
-    :ivar caller: calls an observer in C where it is the only hook (:meth:`.WovenFunction.set_hooks`).
-    :ivar errors: how many exceptions of an observer were contained.
-    :ivar sequence: a number that grows with each advice.
+    :param required: if the target is missing, the process stops and prints the reason.
+    :param on_lost: called with the reason, instead of a warning, if no later import can help.
+    :ivar caller: calls an observer in C if it is the only hook (:meth:`.WovenFunction.set_hooks`).
+    :ivar errors: the number of an observer's exceptions that were contained.
+    :ivar sequence: increases with each advice.
     """
 
     __slots__ = (
@@ -142,7 +142,7 @@ class Advice:
         self.sequence = next(_sequence)
 
     def with_hook(self, hook: Any) -> Advice:
-        """The same advice with another hook, not woven yet."""
+        """Return the same advice with another hook, not woven."""
         anew = Advice(self.target, self.hook_type, hook, self.order, self.source, self.required, self.on_lost)
         anew.sequence = self.sequence
         return anew
@@ -164,7 +164,7 @@ class Advice:
         return self.hook_type is HookType.REPLACE and is_class(self.hook)
 
     def record_error(self, error: Exception) -> None:
-        """An observer raised: count it, and say so the first time."""
+        """Count an observer's exception; log the first."""
         self.errors += 1
         if self.errors == 1:
             logger.warning(
@@ -176,7 +176,7 @@ class Advice:
 
 
 def _check_hook(hook: Any, hook_type: object, target: Target) -> None:
-    """Raise :class:`HookError`, with the fix, where ``hook`` can never work as ``hook_type``."""
+    """Raise :class:`HookError`, with the fix, if ``hook`` can never work as ``hook_type``."""
     if not isinstance(hook_type, HookType):
         choices = ", ".join(kind.name for kind in HookType)
         raise HookError(f"{target}: {hook_type!r} is not a HookType; choose one of {choices}")
@@ -204,10 +204,10 @@ def _check_hook(hook: Any, hook_type: object, target: Target) -> None:
 
 
 def innermost_first(advices: Iterable[Advice]) -> list[Advice]:
-    """The one order of hooks at a join point.
+    """Sort the hooks of a join point.
 
-    REPLACE is innermost; then ``order`` ascending from the inside to the outside; equal orders in
-    registration order with the later one outside.
+    REPLACE is innermost, then ``order`` ascends outwards; of equal orders, the one registered later is
+    outside.
     """
     return sorted(
         advices, key=lambda advice: (advice.hook_type is not HookType.REPLACE, advice.order, advice.sequence)
@@ -220,17 +220,15 @@ ArgumentReader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentReader:
-    """Reads ``parameter`` of ``function``: its default, or None, where a call leaves it out.
+    """Return a reader of ``parameter`` in calls of ``function``: its default, or None, if a call omits it.
 
-    :raises HookError: ``function`` has no such parameter, or does not say which it has.
+    :raises HookError: ``function`` has no such parameter, or no signature.
     """
     try:
-        # As it is called: what it wraps may have other parameters.
+        # The wrapped function may have other parameters than the one that is called.
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError) as error:
-        raise HookError(
-            f"no parameter {parameter!r} can be read: {function!r} does not say which it has"
-        ) from error
+        raise HookError(f"no parameter {parameter!r} can be read: {function!r} has no signature") from error
     if parameter not in signature.parameters:
         name = getattr(function, "__qualname__", None) or repr(function)
         choices = ", ".join(signature.parameters) or "it has none"
@@ -242,7 +240,7 @@ def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentRea
     def read_variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return signature.bind(*args, **kwargs).arguments.get(parameter)
-        except TypeError:  # the call itself will say so
+        except TypeError:  # the call itself raises it, too
             return None
 
     if found.kind in (found.VAR_POSITIONAL, found.VAR_KEYWORD):
@@ -254,11 +252,11 @@ def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentRea
     return lambda args, kwargs: args[position] if position < len(args) else kwargs.get(parameter, default)
 
 
-# -- from an original and its hooks to one callable ----------------------------------------------------------
+# -- the chain -----------------------------------------------------------------------------------------------
 
 
 def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> Hook:
-    """The head of the chain over ``original``; ``advices`` come innermost first, observers left out.
+    """Return the head of the chain over ``original``; ``advices`` innermost first, without observers.
 
     :param awaits: the target is ``async def``: links return awaitables, AFTER gets the awaited result.
     """
@@ -268,19 +266,19 @@ def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> H
     return head
 
 
-#: Every live callable of ours that holds an original, by its id. A call in flight goes on
-#: with the chain that it began with, also when its hooks are gone and others have come.
+#: Every live link that holds an original, by its id. A call in progress keeps the chain with which it began,
+#: even after its hooks were removed.
 _callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def calls_original(caller: Hook) -> Hook:
-    """Mark ``caller``, a bound method or function of ours: rebinding leaves alone what it holds."""
+    """Mark ``caller``, a bound method or function: rebinding does not change its references."""
     _callers[id(caller)] = caller
     return caller
 
 
 def containers_of_callers() -> Iterator[Any]:
-    """The containers by which what was marked holds originals."""
+    """Yield the containers through which marked callables hold originals."""
     for reference in _callers.valuerefs():
         caller = reference()
         if type(caller) is types.FunctionType:
@@ -330,7 +328,7 @@ def _after(hook: Hook, following: Hook) -> Hook:
 def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
     proceed: Hook
     if isinstance(following, NativeLink):
-        # Natives side by side hand the same packed pair on: nothing is unpacked between them.
+        # Adjacent native hooks pass on the same pair, without unpacking it.
         proceed = following.run
     else:
 
@@ -343,7 +341,7 @@ def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
 
 
 class NativeLink:
-    """A link of the native contract: ``run(args, kwargs)`` takes the packed pair as it is."""
+    """A link of the native contract: ``run(args, kwargs)`` takes the tuple and the dictionary as they are."""
 
     __slots__ = ("run",)
 
@@ -368,7 +366,7 @@ def _changed_arguments(changed: Any, advice: Advice) -> tuple[tuple[Any, ...], d
 
 
 def _awaited(link: Hook, hook: Hook | None = None) -> Callable[..., Awaitable[Any]]:
-    """``link`` as a coroutine function: its hook may be sync, and may return a plain value."""
+    """Return ``link`` as a coroutine function: its hook may be sync, and may return a plain value."""
     if inspect.iscoroutinefunction(hook if hook is not None else link):
         return link
 
@@ -379,7 +377,7 @@ def _awaited(link: Hook, hook: Hook | None = None) -> Callable[..., Awaitable[An
 
 
 async def _settled(value: Any) -> Any:
-    # Once only: a coroutine may well return a task or a future.
+    # Awaited once only: the result may be a task or a future.
     return await value if inspect.isawaitable(value) else value
 
 
@@ -409,16 +407,16 @@ def _async_after(hook: Hook, following: Hook) -> Hook:
 # -- under torch.compile ------------------------------------------------------------------------------------
 
 _chains = types.ModuleType(f"{__name__}.chains")
-"""What guarded functions read instead of constants, because torch.compile traces and guards attributes of
-modules. It stands as ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
+"""Guarded functions read its attributes instead of constants, because torch.compile guards module attributes.
+It is ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
 
 CHAINS_NAME = "__sgl_aspects__"
 _readers: dict[int, dict[weakref.ref[types.CodeType], str]] = {}
-"""By a namespace's id: the guarded code that looks the name up there, and its chain's name."""
+"""By a namespace's id: the guarded code objects that look the name up there, and their chains' names."""
 
 
 class CompiledChain:
-    """The behavioural chain of one function, where torch.compile can trace it."""
+    """The chain of one function, without observers, as an attribute that torch.compile can trace."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.name = f"chain_{next(_sequence)}"
@@ -426,8 +424,8 @@ class CompiledChain:
         self._readers = _readers.setdefault(id(namespace), {})
 
     def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
-        """Stay while ``code`` lives, which may be longer than the function has it: a call that has just
-        begun, or a coroutine that has not, looks the name up later.
+        """Publish the chain while ``code`` lives, which may be longer than the function uses it: a call that
+        has just begun, or a coroutine that has not, looks the name up later.
         """
         self._readers[weakref.ref(code, self._forget)] = self.name
         chains = vars(_chains)
@@ -435,7 +433,7 @@ class CompiledChain:
         self._namespace[CHAINS_NAME] = _chains
 
     def remove(self) -> None:
-        """Go, but for calls that have just begun: the compiler itself may keep code."""
+        """Withdraw the chain except from calls in progress: the compiler may keep code alive."""
         frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
         begun = {id(frame.f_code) for frame in frames}
         for reader, name in list(self._readers.items()):
@@ -443,7 +441,7 @@ class CompiledChain:
                 self._forget(reader)
 
     def _forget(self, reader: weakref.ref[types.CodeType]) -> None:
-        # In any thread, at any time: a removal is taken back if there is a reader again by now.
+        # Called in any thread at any time: the removal is undone if another reader was added meanwhile.
         readers, chains = self._readers, vars(_chains)
         readers.pop(reader, None)
         if self.name not in readers.values():

@@ -1,4 +1,4 @@
-"""Join points: one woven attribute each, the hooks that are active there, and the way back."""
+"""Join points: one woven attribute each, with its hooks and its original."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ logger = logging.getLogger("sgl_aspects")
 
 
 class JoinPoint(abc.ABC):
-    """One woven attribute: its hooks, its original, and what stands there instead while a hook is active.
+    """One woven attribute: its hooks, its original, and the replacement, installed while a hook is active.
 
     While none is, the identical original object is back. The weaver serialises all changes.
 
-    :ivar inner: what is hooked; for a descriptor, the callable in it.
+    :ivar inner: the hooked object; for a descriptor, the callable in it.
     :ivar function: the woven function or proxy; None for a class.
-    :ivar stale: what could not be changed when it was put in place, besides referrers.
-    :ivar superseded: the code of the module ran again: another join point has the place now.
+    :ivar stale: objects other than referrers that could not be changed.
+    :ivar superseded: the module's code ran again, and another join point has the attribute now.
     """
 
     __slots__ = ("advices", "inner", "installed", "place", "stale", "superseded")
@@ -53,21 +53,21 @@ class JoinPoint(abc.ABC):
     @property
     @abc.abstractmethod
     def original(self) -> Any:
-        """What stood here before; for a place that is inherited, what the base has now."""
+        """The object to restore; for an inherited attribute, the present one of the base."""
 
     @property
     @abc.abstractmethod
     def replacement(self) -> Any:
-        """Ours, whether it stands there or not."""
+        """The object to install, installed or not."""
 
     @property
     @abc.abstractmethod
     def standing(self) -> Any:
-        """What stands at the place as far as we know: the original, or ours."""
+        """The object last installed here: the original, or the replacement."""
 
     @property
     def displaced(self) -> bool:
-        """Whether another object has replaced ours."""
+        """Return whether another object has replaced the installed one."""
         return self.installed and current(self.place.owner, self.place.name) is not self.standing
 
     @property
@@ -82,32 +82,32 @@ class JoinPoint(abc.ABC):
         """
 
     def remove(self, advice: Advice) -> None:
-        """Take a hook away."""
+        """Remove a hook."""
         self.advices.remove(advice)
 
     @abc.abstractmethod
     def apply(self, compiling: Any = None) -> None:
-        """Put ours in place while a hook is active, the identical original while none is.
+        """Install the replacement if a hook is active, otherwise the identical original.
 
-        :raises Exception: the place cannot be written, or its owner does not want it to be.
+        :raises Exception: the attribute cannot be written, or its owner refuses it.
         """
 
     @abc.abstractmethod
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
-        """What to rebind for ``before``; ``extra`` of the references to it are not accounted for."""
+        """Yield the pairs to rebind for ``before``; ``extra``: the number of its unaccounted references."""
 
     def refresh(self, compiling: Any = None) -> None:  # noqa: B027  not all need it
         """Run the hooks that are active now."""
 
     def release(self) -> None:  # noqa: B027  not all need it
-        """No hook will come here any more."""
+        """Free what only hooks need: none will be added again."""
 
     def follow(self, below: Any) -> None:  # noqa: B027  not all need it
-        """Call ``below`` from now on: what the base class has has been hooked, or is plain again."""
+        """Call ``below`` from now on: the base class's attribute was hooked or restored."""
 
     @property
     def extra_references(self) -> int:
-        """How many references to what stands here are not accounted for; -1 where that is unknown."""
+        """The number of unaccounted references to the installed object; -1 if unknown."""
         return -1
 
 
@@ -130,8 +130,8 @@ class FunctionJoinPoint(JoinPoint):
         self.woven = WovenFunction(content) if is_function else WovenProxy(content, self._called, str(place))
         self.function = self.woven.function
         self.slot = slot or Slot(place)
-        self._observers: dict[Advice, Any] = {}  # those that are made for this function
-        self.slot.with_occupant(place.part, self.function)  # may fail: now, not when it is registered
+        self._observers: dict[Advice, Any] = {}  # those made by `bound_to` for this function
+        self.slot.with_occupant(place.part, self.function)  # may fail: now, before it is registered
 
     @property
     def original(self) -> Any:
@@ -180,7 +180,7 @@ class FunctionJoinPoint(JoinPoint):
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
-        # The last REPLACE wins; the earlier ones stay registered and come back when it goes.
+        # The last REPLACE wins; the earlier ones stay registered and apply again when it is removed.
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
         head = build_chain(self._called, chain, awaits=self._is_async)
         caller = observers[0].caller if len(observers) == 1 else None
@@ -200,7 +200,7 @@ class FunctionJoinPoint(JoinPoint):
             self.slot.put(self.place.part, self.function)
             self.installed = True
         elif not self.active and self.installed and not (self.advices and self.displaced):
-            # Under another patch, ours stays where that patch calls it, until its last hook has gone.
+            # Another patch on top may call the replacement, which stays until its last hook is removed.
             self.installed = False
             self._exchange_attributes()
             self.slot.take_out(self.place.part)
@@ -228,7 +228,7 @@ class FunctionJoinPoint(JoinPoint):
             type(self.original) is not types.FunctionType
             or self.place.inherited
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
-            or current(self.place.owner, self.place.name) is not self.standing  # it does not count itself
+            or current(self.place.owner, self.place.name) is not self.standing  # not counted
         ):
             return -1
         key = (self.installed, self.woven.applied)
@@ -241,7 +241,8 @@ class FunctionJoinPoint(JoinPoint):
 
 
 _baselines: dict[tuple[bool, bool], int] = {}
-"""References to a function that only its module and its join point hold: (installed, applied)."""
+"""The reference count of a function without other referrers than its module and join point, by
+(installed, applied)."""
 
 
 def _measure(installed: bool, applied: bool) -> int:
@@ -257,7 +258,7 @@ def _measure(installed: bool, applied: bool) -> int:
 
 
 def _once(advices: list[Advice]) -> list[Advice]:
-    """Leave out a hook that came here under two names of the same function: it runs once."""
+    """Drop duplicates of a hook that was added under two names of the same function: it runs once."""
     first: dict[tuple[int, HookType], Advice] = {}
     for advice in advices:
         first.setdefault((id(advice.hook), advice.hook_type), advice)
@@ -269,7 +270,7 @@ def _once(advices: list[Advice]) -> list[Advice]:
 
 
 class _Failed:
-    """Handles an observer's exception; answers itself, which marks that observer as not entered."""
+    """Handles an observer's exception; returns itself, the token of an observer that was not entered."""
 
     __slots__ = ("advice",)
 
@@ -282,7 +283,7 @@ class _Failed:
 
 
 class Slot:
-    """The attribute that join points stand in: its original, and what stands there as far as we know."""
+    """The attribute of a join point, or of several for a property: its original and the installed value."""
 
     __slots__ = ("_made", "_occupants", "_place", "standing")
 
@@ -297,22 +298,22 @@ class Slot:
         return self._place.raw
 
     def with_occupant(self, part: str, woven: Any) -> Any:
-        """What stands there when ``woven`` is in."""
+        """Return the attribute's value with ``woven`` installed."""
         return self._with(OwnDict(self._occupants, **{part: woven}))
 
     def put(self, part: str, woven: Any) -> None:
-        """Put ``woven`` there.
+        """Install ``woven``.
 
         :raises Exception: the attribute cannot be written; nothing has changed then.
         """
         self._stand(OwnDict(self._occupants, **{part: woven}))
 
     def take_out(self, part: str) -> None:
-        """Take away what was put there; the last one leaves the original behind."""
+        """Uninstall the callable of ``part``; the original is restored with the last one."""
         self._stand(OwnDict(item for item in self._occupants.items() if item[0] != part))
 
     def follow(self, below: Any) -> None:
-        """Another original: what an inherited attribute comes from has changed."""
+        """Change the original: the base class's attribute has changed."""
         self._place = self._place._replace(raw=below)
         self._made.clear()
         if self._occupants:

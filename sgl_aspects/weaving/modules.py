@@ -1,4 +1,4 @@
-"""Modules as they load: callbacks, the hooks that each may concern, and attributes created later."""
+"""Import callbacks, the hooks that wait for a module, and attributes and subclasses created later."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.hooks import Advice
 from sgl_aspects.weaving.targets import Alternate, Target
 
-# -- as they load --------------------------------------------------------------------------------------------
+# -- imports -------------------------------------------------------------------------------------------------
 
 Loaded = Callable[[str, Any], None]
 
 
 class ModuleWatcher:
-    """A finder for `sys.meta_path` that finds nothing itself: it has wrapt find, and adds a callback.
+    """A finder for `sys.meta_path` that calls wrapt's and the other finders, and adds a callback.
 
-    :param wanted: called for every module that is imported, without holding a lock of ours.
-    :param loaded: called with the name and with what stands in `sys.modules`, in the importing thread,
-        while that module's import lock is held.
+    :param wanted: called for every module that is imported, without the weaver's lock.
+    :param loaded: called with the name and the entry of `sys.modules`, in the importing thread, under that
+        module's import lock.
     """
 
     def __init__(self, wanted: Callable[[str], bool], loaded: Loaded) -> None:
         self._wanted = wanted
         self._loaded = loaded
         self._finding = threading.local()
-        self._registered: dict[str, Any] = {}  # with wrapt
+        self._registered: dict[str, Any] = {}  # callbacks registered with wrapt
         self._brought_wrapt = False
         self._leave_searches: Callable[[], None] | None = None
 
     def install(self) -> None:
-        """Watch from now on; does nothing where it is installed."""
+        """Start watching; idempotent."""
         if self._leave_searches is None:
             # A finder put in front later may find modules without calling ours.
             self._leave_searches = compat.before_each_search(self._stand_first)
         self._stand_first()
 
     def uninstall(self) -> None:
-        """Leave `sys.meta_path` as it was."""
+        """Restore `sys.meta_path`."""
         if self._leave_searches is not None:
             self._leave_searches()
             self._leave_searches = None
         while self in sys.meta_path:
             sys.meta_path.remove(self)
-        for name, hook in list(self._registered.items()):  # other threads are importing
+        for name, hook in list(self._registered.items()):  # a copy: other threads may be importing
             compat.unregister_post_import_hook(hook, name)
         self._registered.clear()
         if self._brought_wrapt:
@@ -88,7 +88,7 @@ class ModuleWatcher:
             return None
         finding: set[str] = self._finding.__dict__.setdefault("names", set())
         if fullname in finding:
-            return None  # another watcher is calling all finders, ours included
+            return None  # another watcher is calling all finders, this one included
         finding.add(fullname)
         try:
             is_new = target is None and fullname not in sys.modules
@@ -102,7 +102,7 @@ class ModuleWatcher:
         return spec
 
     def _find_by_wrapt(self, fullname: str) -> ModuleSpec | None:
-        """What wrapt's finder finds: its loader will call us."""
+        """Return the spec from wrapt's finder, whose loader calls the registered hook."""
         if fullname not in self._registered:
             self._brought_wrapt |= compat.wrapt_finder() is None
 
@@ -134,9 +134,9 @@ class ModuleWatcher:
     def _attach(self, spec: ModuleSpec, *, is_reload: bool) -> None:
         loader: Any = spec.loader
         if isinstance(loader, importlib.util.LazyLoader):
-            # wrapt would wake it.
+            # wrapt's loader would load the module.
             loader = spec.loader = compat.unchained(loader)
-            # Its module wakes at the first attribute; the callback belongs there, and must not wake it.
+            # The module loads on first access to an attribute: the callback is added to the inner loader.
             inner: Any = loader
             if not isinstance(inner.loader, _NotifyingLoader):
                 inner.loader = _NotifyingLoader(inner.loader, self._loaded)
@@ -145,9 +145,9 @@ class ModuleWatcher:
 
 
 class _NotifyingLoader:
-    """Stands for a loader until it runs the module; the module itself sees only its own loader.
+    """Wraps a loader until it runs the module, which sees only its own loader.
 
-    :param is_reload: a module whose code fails remains, with what it had defined by then.
+    :param is_reload: a module whose code fails then stays loaded, with what it has defined so far.
     """
 
     def __init__(self, loader: Any, loaded: Loaded, is_reload: bool = False) -> None:
@@ -174,7 +174,7 @@ class _NotifyingLoader:
                 if self._is_reload:
                     self._notify(name, module)
                 raise
-        else:  # a loader from before PEP 451: it makes and registers the module itself
+        else:  # a loader from before PEP 451: it creates and registers the module itself
             sys.modules.pop(name, None)
             self._loader.load_module(name)
         self._notify(name, sys.modules.get(name, module))
@@ -188,11 +188,10 @@ class _NotifyingLoader:
 
 
 def wait_for_imports(names: Iterable[str]) -> bool:
-    """Let other threads go on that have looked for one of these modules, and have not made it yet.
+    """Wait until other threads that have found one of these modules have created it; True if one exists then.
 
-    Such a thread called our finder before the hook was added, so its load would go unnoticed; once the module
-    is in `sys.modules`, :func:`when_ready` handles it. True where one is there now. Bounded:
-    what an import waits for may be us.
+    Such a thread called the finder before the hook was added, so its import would go unnoticed; once the
+    module is in `sys.modules`, :func:`when_ready` handles it. Bounded: the import may wait for this thread.
     """
     searched = [name for name in compat.imported_elsewhere(names) if name not in sys.modules]
     deadline = time.monotonic() + _LONGEST_WAIT
@@ -206,19 +205,16 @@ _LONGEST_WAIT = 0.1
 
 
 def is_ready(module: Any) -> bool:
-    """Whether the module's own code has run.
+    """Return whether the module's own code has run.
 
-    Not so in a circular import, while another thread imports it, and for a module of
+    False in a circular import, while another thread imports it, and for a module of
     `importlib.util.LazyLoader` that has not been accessed yet.
     """
     return not _is_lazy(module) and not compat.is_initializing(namespace(module).get("__spec__"))
 
 
 def when_ready(module: Any, loaded: Loaded) -> None:
-    """Call ``loaded`` once the code of ``module``, for which :func:`is_ready` is False, has run.
-
-    Nothing is woken and nothing is waited for.
-    """
+    """Call ``loaded`` once the code of ``module``, which is not :func:`is_ready`, has run. Never waits."""
     spec = object.__getattribute__(module, "__spec__")
     if _is_lazy(module):
         if not isinstance(spec.loader, _NotifyingLoader):
@@ -228,15 +224,15 @@ def when_ready(module: Any, loaded: Loaded) -> None:
 
 
 def _is_lazy(module: Any) -> bool:
-    # By its type: isinstance() would ask the module for its __class__, and so wake it.
+    # By its type: isinstance() would read the module's __class__, and so load it.
     return type(module).__module__ == "importlib.util"
 
 
-# -- which hooks a module may be about -----------------------------------------------------------------------
+# -- hooks by module -----------------------------------------------------------------------------------------
 
 
 class ModuleIndex:
-    """Hooks by the modules that they wait for."""
+    """Hooks, by the modules that they wait for."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, list[Advice]] = {}
@@ -244,7 +240,7 @@ class ModuleIndex:
         self._families: dict[Advice, None] = {}  # with `Class+`: any module may define a subclass
 
     def add(self, advice: Advice) -> None:
-        """Wait for the modules of ``advice``."""
+        """Add ``advice``, to wait for its modules."""
         target = advice.target
         for name in target.module_names:
             self._by_name.setdefault(name, []).append(advice)
@@ -254,7 +250,7 @@ class ModuleIndex:
             self._families[advice] = None
 
     def discard(self, advice: Advice) -> None:
-        """Wait no longer."""
+        """Remove ``advice``."""
         for name in advice.target.module_names:
             waiting = self._by_name[name]
             waiting.remove(advice)
@@ -264,11 +260,11 @@ class ModuleIndex:
         self._families.pop(advice, None)
 
     def wants(self, name: str) -> bool:
-        """Whether a hook may wait for the module ``name``; safe to call without a lock."""
+        """Return whether a hook may wait for the module ``name``; safe without a lock."""
         return name in self._by_name or bool(self._patterns) or bool(self._families)
 
     def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
-        """Each hook that ``module``, just loaded, may be about, and where its target is to be looked up."""
+        """Yield each hook that may target ``module``, just loaded, with the module in which to resolve it."""
         for advice in dict.fromkeys([*self._by_name.get(name, ()), *self._patterns]):
             if advice.target.attribute_paths(name):
                 yield advice, name, module
@@ -282,7 +278,7 @@ class ModuleIndex:
 
 
 def loaded(target: Target) -> Iterator[tuple[str, Any]]:
-    """The loaded modules that ``target`` may be about."""
+    """Yield the loaded modules that ``target`` may name."""
     names: Iterable[str] = target.module_names
     if target.has_module_pattern:
         modules = list(sys.modules)
@@ -294,7 +290,7 @@ def loaded(target: Target) -> Iterator[tuple[str, Any]]:
 
 
 def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
-    """The classes in ``module`` that ``alternate`` names as `Class+`."""
+    """Return the classes in ``module`` that ``alternate`` names as `Class+`."""
     if not alternate.has_family:
         return []
     end = next(index for index, part in enumerate(alternate.path) if part.endswith("+")) + 1
@@ -303,7 +299,7 @@ def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
 
 
 def _classes_of(module: Any, name: str) -> list[type]:
-    """The classes that ``module`` defines, nested ones too."""
+    """Return the classes that ``module`` defines, including nested ones."""
     found = [
         value for value in list(namespace(module).values()) if is_class(value) and class_module(value) == name
     ]
@@ -312,21 +308,21 @@ def _classes_of(module: Any, name: str) -> list[type]:
     return found
 
 
-# -- what is made later --------------------------------------------------------------------------------------
+# -- attributes and subclasses created later -----------------------------------------------------------------
 
 _GETATTR = "__getattr__"
 _INIT_SUBCLASS = "__init_subclass__"
 
 
 class LazyAttributes:
-    """The modules that are waited for.
+    """Attributes that modules create on first access, and that hooks wait for.
 
-    :param made: called with a module's name and the module, when it has made what a hook waits for.
+    :param made: called with a module's name and the module, when it has created such an attribute.
     """
 
     def __init__(self, made: Callable[[str, Any], None]) -> None:
         self._made = made
-        self._wrapped: dict[int, _Wrapped] = {}  # by the id of what has the function: a module or a class
+        self._wrapped: dict[int, _Wrapped] = {}  # by the id of the owner: a module or a class
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
         self._kept = OwnDict()  # by module and attribute
 
@@ -338,7 +334,7 @@ class LazyAttributes:
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
 
     def restore(self) -> None:
-        """Leave all modules as they were."""
+        """Restore all modules."""
         for wrapped in self._wrapped.values():
             wrapped.restore()
         for (key, attribute), value in self._kept.items():
@@ -369,9 +365,9 @@ class LazyAttributes:
 
 
 class SubclassWatcher:
-    """The classes whose new subclasses hooks on ``Class+`` wait for.
+    """Classes for whose new subclasses hooks on ``Class+`` wait.
 
-    :param made: called with each new subclass, which is ready but for its decorators.
+    :param made: called with each new subclass, before its decorators run.
     """
 
     def __init__(self, made: Callable[[type], None]) -> None:
@@ -386,10 +382,10 @@ class SubclassWatcher:
             try:
                 self._wrapped[id(base)] = _Wrapped(base, _INIT_SUBCLASS, classmethod(self._deriving(base)))
             except (TypeError, AttributeError):
-                return  # a type made in C: its subclasses are found when their modules have loaded
+                return  # a C type: its subclasses are found when their modules have loaded
 
     def forget(self, advice: Advice) -> None:
-        """Wait no longer."""
+        """Stop waiting for subclasses on behalf of ``advice``."""
         for key, (_, waiting) in list(self._bases.items()):
             if waiting.pop(advice, True) is None and not waiting:
                 del self._bases[key]
@@ -397,7 +393,7 @@ class SubclassWatcher:
                     self._wrapped.pop(key).restore()
 
     def concerned(self, cls: type) -> list[Advice]:
-        """The hooks that ``cls`` is about."""
+        """Return the hooks that wait for ``cls``."""
         waiting = [self._bases[id(base)][1] for base in bases(cls) if id(base) in self._bases]
         return list(dict.fromkeys(advice for advices in waiting for advice in advices))
 
@@ -415,7 +411,7 @@ class SubclassWatcher:
 
 
 class _Wrapped:
-    """A function that ours stands in the place of."""
+    """A function that was replaced by a wrapper of it."""
 
     def __init__(self, owner: Any, name: str, ours: Any) -> None:
         self._owner, self._name, self._ours = owner, name, ours
@@ -424,7 +420,7 @@ class _Wrapped:
 
     def restore(self) -> None:
         if current(self._owner, self._name) is not self._ours:
-            return  # it has been wrapped again since
+            return  # it was wrapped again meanwhile
         if self._before is MISSING:
             type.__delattr__(self._owner, self._name)
         else:

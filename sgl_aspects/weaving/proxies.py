@@ -1,7 +1,7 @@
 """Proxies for callables other than plain Python functions.
 
 Builtins, lru_cache objects, partials, callable instances, singledispatchmethods and other people's proxies
-keep their type, attributes and equality. A call goes on to a generated function, see functions.py.
+keep their type, attributes and equality. A call is passed to a generated function, see functions.py.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _PICKLED_BY_NAME = (
 
 
 Binding = Literal["nothing", "instance", "class", "either"]
-"""What is put before the arguments when an attribute of a class is called.
+"""The object that is inserted before the arguments when an attribute of a class is called.
 
-``either``: whichever it is got from, for a descriptor that cannot be called by itself.
+``either``: the instance or class that it is accessed on, for a descriptor that is not callable itself.
 """
 
 
 def _binding_of(raw: Any) -> Binding:
     if isinstance(raw, (functools.singledispatchmethod, functools.partialmethod)):
         return _binding_of(raw.func)
-    if isinstance(raw, functools.partial):  # Python 3.14 made it bind
+    if isinstance(raw, functools.partial):  # binds since Python 3.14
         return "nothing" if sys.version_info < (3, 14) else "instance"
     if isinstance(raw, (staticmethod, types.MethodType)):
         return "nothing"
@@ -49,7 +49,7 @@ def _binding_of(raw: Any) -> Binding:
 
 
 def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
-    """A descriptor as a function that takes explicitly what the descriptor would bind."""
+    """Return a function that takes explicitly the object that the descriptor would bind."""
     binding = _binding_of(raw)
     if binding == "nothing":
         return raw if callable(raw) else _bound(raw, None, owner)
@@ -75,7 +75,7 @@ _OBJECT_NEW: Any = object.__new__
 
 
 def _without_surplus(raw: Any) -> Callable[..., Any]:
-    """`object.__init__` ignores the arguments of a class's own `__new__` only where it is inherited."""
+    """Wrap `object.__init__` to ignore the arguments of a class's own `__new__`, as if it was inherited."""
     if raw is not _OBJECT_INIT:
         called: Callable[..., Any] = raw
         return called
@@ -88,11 +88,11 @@ def _without_surplus(raw: Any) -> Callable[..., Any]:
 
 
 class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Wraps the result of a foreign descriptor; hooks get explicitly what it is bound to.
+    """Wraps the result of a foreign descriptor; hooks get the bound object explicitly.
 
-    Pickled and copied as what it stands for.
+    It is pickled and copied as the wrapped object.
 
-    :param subject: the instance or class that it is bound to; None for a method that was got from its class.
+    :param subject: the instance or class that it is bound to; None for a method accessed on its class.
     """
 
     def __init__(self, wrapped: Any, run: Callable[..., Any], subject: Any = None) -> None:
@@ -103,12 +103,12 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return self._self_run(*args, **kwargs)
 
     def __copy__(self) -> Any:
-        import copy  # imported here: it is rarely needed
+        import copy  # rarely needed
 
         return self._copied(copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy  # as above
+        import copy
 
         return self._copied(copy.deepcopy(self.__wrapped__, memo))
 
@@ -123,9 +123,9 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 class CallableProxy(BoundProxy):
-    """Stands for a callable; one per join point, never nested.
+    """The proxy of a callable; one per join point, never nested.
 
-    What has a name to be found under is pickled by it; an instance is pickled and copied as it is.
+    Callables with a qualified name are pickled by it; an instance is pickled and copied as itself.
     """
 
     def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
@@ -152,7 +152,7 @@ class CallableProxy(BoundProxy):
             return self.__wrapped__.__reduce_ex__(protocol)
         module, _, path = self._self_place.partition(":")
         if not module or "instance." in path:
-            import pickle  # only here: it is slow to import
+            import pickle  # slow to import
 
             raise pickle.PicklingError(
                 f"{self!r} was hooked on an instance: it has no name to be found under"
@@ -161,7 +161,7 @@ class CallableProxy(BoundProxy):
 
 
 def found_by_name(module: str, path: str) -> Any:
-    """What stands at ``module:path`` in the process that unpickles it."""
+    """Return the object at ``module:path`` in the process that unpickles it."""
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
@@ -171,7 +171,7 @@ def found_by_name(module: str, path: str) -> Any:
 class WovenProxy(WovenFunction):
     """A proxy, and the function with the hooks behind it.
 
-    :param called: what a call of ``original`` comes down to.
+    :param called: the function to call for ``original``.
     """
 
     __slots__ = ()

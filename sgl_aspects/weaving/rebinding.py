@@ -1,14 +1,14 @@
-"""Rebinding: every referrer of an old object gets the new one, in one pass over all pairs at once.
+"""Rebinding: replaces objects in all of their referrers, in one pass for all pairs.
 
 `from X import f`, registries, default arguments, closures, partials, class attributes and bound methods on
-instances keep the object that stood in X when they were made. Three steps, each only for what the one
-before left over, because each costs about ten times more:
+instances keep the object that X had when they were created. There are three steps, each only for objects
+that the previous one left over, because each costs about ten times more:
 
-1. count: an object with no reference but its home and ours has no other referrer, and nothing is scanned;
-2. module dictionaries, looked up by id;
+1. count: an object with no references but those of its attribute and the weaver needs no search;
+2. module dictionaries, searched by id;
 3. everything that the garbage collector tracks.
 
-What cannot be changed (tuples, C referrers) is returned as :class:`Stale`.
+Referrers that cannot be changed (tuples, C objects) are returned as :class:`Stale`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
 
 def _replace_in_mutable(referrer: Any, new: New) -> bool:
-    """Change ``referrer`` where it is; False where some of what it holds has to stay."""
+    """Change ``referrer`` in place; False if some of its references cannot be changed."""
     if is_a(referrer, (list, collections.deque)):
         kind: Any = list if is_a(referrer, list) else collections.deque
         for index, value in enumerate(list(kind.__iter__(referrer))):
@@ -57,7 +57,7 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
                 kind.__setitem__(referrer, index, new(value))
     elif is_a(referrer, set):
         for value in [value for value in set.__iter__(referrer) if new(value) is not value]:
-            # In one step: another thread may be walking through the set, and its size must not change.
+            # In one step: another thread may be iterating over the set, and its size must not change.
             set.symmetric_difference_update(referrer, {value, new(value)})
     elif is_a(referrer, dict):
         for key, value in list(dict.items(referrer)):
@@ -71,7 +71,7 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
     elif is_a(referrer, functools.partial):
         _replace_in_partial(referrer, new)
     elif is_a(referrer, types.FunctionType):
-        return True  # its defaults, dictionary and closure are referrers of their own
+        return True  # its defaults, dictionary and closure are separate referrers
     elif is_a(referrer, functools.cached_property):
         referrer.func = new(referrer.func)
     else:
@@ -84,14 +84,14 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
 
 def _replace_in_class(cls: type, new: New) -> None:
     """Change the attributes of a class."""
-    # Through setattr: a write into the raw dictionary would leave CPython's method cache as it was.
+    # Through setattr: writing to the raw dictionary would not invalidate CPython's method cache.
     for name, value in list(type.__dict__["__dict__"].__get__(cls).items()):
         if new(value) is not value:
             type.__setattr__(cls, name, new(value))
 
 
 def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> int:
-    """Change the functions whose defaults ``referrer`` is; returns how many of ``owners`` are in order."""
+    """Change functions and partials that own the tuple; returns how many ``owners`` need no report."""
     functions = [f for f in owners if is_a(f, types.FunctionType) and f.__defaults__ is referrer]
     for function in functions:
         function.__defaults__ = tuple(new(value) for value in referrer)
@@ -123,7 +123,7 @@ def _replace_attributes(referrer: Any, new: New) -> None:
 
 
 def _is_class_cell(cell: types.CellType) -> bool:
-    """Whether ``cell`` is what `super()` looks into: it belongs to the class, whatever stands for that."""
+    """Return whether it is the ``__class__`` cell of `super()`, which always refers to the defining class."""
     if not is_class(cell.cell_contents):
         return False
     closures = tuple(referrer for referrer in gc.get_referrers(cell) if is_a(referrer, tuple))
@@ -135,14 +135,14 @@ def _is_class_cell(cell: types.CellType) -> bool:
     return False
 
 
-# -- one pass over all of them -------------------------------------------------------------------------------
+# -- one pass for all pairs ----------------------------------------------------------------------------------
 
 
 class Stale(NamedTuple):
-    """A referrer that still has the object from before.
+    """A referrer that still holds the old object.
 
-    :param target: the object that it holds, by name.
-    :param holder: what holds it, described.
+    :param target: the name of that object.
+    :param holder: a description of the referrer.
     """
 
     target: str
@@ -150,16 +150,16 @@ class Stale(NamedTuple):
 
 
 Exclusions = frozenset[Any]
-"""Ids of containers that are left alone as a whole, and pairs of a namespace's id and one name in it."""
+"""Ids of containers that are not changed at all, and pairs of a namespace's id and one name in it."""
 
 
 class Pair:
-    """Referrers of ``old`` shall hold ``new``.
+    """An object ``old`` to replace by ``new`` in its referrers.
 
-    :param extra: how many references to ``old`` are unaccounted for; below zero where that is unknown.
-    :param exclude: what goes on holding ``old``.
-    :param only_bound_to: a class or an instance that inherits ``old``, which its base goes on having:
-        nothing but methods bound to it, or to its instances, are referrers then.
+    :param extra: the number of unaccounted references to ``old``; negative if unknown.
+    :param exclude: referrers that keep ``old``.
+    :param only_bound_to: a class or an instance that inherits ``old``, which its base keeps: only methods
+        bound to it, or to its instances, are changed.
     """
 
     __slots__ = ("exclude", "extra", "new", "old", "only_bound_to")
@@ -194,7 +194,7 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
     found: dict[int, int] = {}
     for module in list(sys.modules.values()):
         names = namespace(module)
-        # A copy first: another thread may be importing into this module. All of this line runs in C.
+        # A copy: another thread may be importing into this module. The next line runs entirely in C.
         held = dict.copy(names)
         here = list(itertools.compress(held, map(wanted.__contains__, map(id, held.values()))))
         if here and _is_ours(names):
@@ -209,7 +209,7 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
 
 
 def _stays_weakly_held(pair: Pair) -> bool:
-    """Rebind the weak references to methods; True where there are others, which cannot be changed."""
+    """Rebind weak references to methods; True if others remain, which cannot be changed."""
     if pair.only_bound_to is not None or not is_a(pair.old, types.FunctionType):
         return False
     if weakref.getweakrefcount(pair.old) and is_a(pair.new, types.FunctionType):
@@ -228,8 +228,8 @@ class _Collected:
         self.stale: list[Stale] = []
 
     def rebind(self) -> list[Stale]:
-        """One round for the referrers of old objects, then one for the referrers of what was made anew."""
-        anew = self._round()  # whose lists are gone by now: they would be referrers
+        """Rebind the referrers of old objects, then those of rebuilt methods and descriptors."""
+        anew = self._round()  # a separate call: its lists would be referrers
         return [*self.stale, *(_Collected(anew).rebind() if anew else ())]
 
     def _round(self) -> list[Pair]:
@@ -250,9 +250,9 @@ class _Collected:
                 remade = descriptor_anew(referrer, self._new)
                 anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
             elif is_a(referrer, types.FrameType):
-                if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10 shows this, and not the generator
+                if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10, instead of the generator
                     self._report_old(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
-            # Other descriptors of a class belong to it.
+            # Other descriptors refer to their own class.
             elif not is_a(referrer, (types.GetSetDescriptorType, types.MemberDescriptorType)):
                 try:
                     self._replace_in(referrer, owned_by)
@@ -278,7 +278,7 @@ class _Collected:
                 self._report(key, f"a key of a dictionary of {len(referrer)} entries")
 
     def _bound_anew(self, method: types.MethodType) -> list[Pair]:
-        """A method is immutable: what holds it shall hold one of the new function, bound to the same."""
+        """Pair a bound method, which is immutable, with one of the new function bound to the same object."""
         function, subject = self._new(method.__func__, method.__self__), method.__self__
         if function is not method.__func__:
             return [Pair(method, types.MethodType(function, subject), exclude=self.kept)]
@@ -286,7 +286,7 @@ class _Collected:
             self._report(subject, f"the bound method {method.__func__.__qualname__}")
         return []
 
-    # -- what is old ------------------------------------------------------------------------------------
+    # -- old objects ------------------------------------------------------------------------------------
 
     def _new(self, value: Any, bound_to: Any = None) -> Any:
         """Return the replacement of ``value``; ``value`` itself if it is not an old object."""
@@ -299,7 +299,7 @@ class _Collected:
         return self._new(value) is not value
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
-        """What holds each of ``held``: classes their dictionaries, functions their defaults."""
+        """Return the owners of each of ``held``: classes of dictionaries, functions of defaults."""
         known = {id(referrer) for referrer in held}
         owners: dict[int, list[Any]] = {}
         for owner in _referrers(held):
@@ -312,7 +312,7 @@ class _Collected:
                     owners.setdefault(id(referent), []).append(owner)
         return owners
 
-    # -- what stays -------------------------------------------------------------------------------------
+    # -- stale referrers --------------------------------------------------------------------------------
 
     def _report(self, old: Any, referrer: str) -> None:
         stale = Stale(describe(old), referrer)
@@ -326,7 +326,7 @@ class _Collected:
 
 
 def _is_ours(referrer: Any) -> bool:
-    """What holds originals on purpose is of a type of ours, or a module of ours."""
+    """Return whether the referrer belongs to the weaver, which holds originals on purpose."""
     home = dict.get(referrer, "__name__") if type(referrer) is dict else type(referrer).__module__
     return isinstance(home, str) and home.startswith("sgl_aspects.weaving") and type(referrer) is not Result
 
@@ -352,11 +352,11 @@ def _concerns(only: Any, bound_to: Any) -> bool:
 
 
 class Pieces:
-    """``longest``: processor seconds of the longest piece.
+    """Searches of the heap with rests in between. ``longest``: processor seconds of the longest piece.
 
-    Once it has worked for a few milliseconds the thread rests ``rest`` times as long, so that others have the
-    interpreter's lock, and a processor. In between others get the lock as they ask for it, and each rest ends
-    with a wait for it, which is long where many programs want few processors.
+    After a few milliseconds of work the thread sleeps ``rest`` times as long, so that others get the GIL and
+    a processor. It does not sleep after each piece, where others get the GIL anyway: each sleep ends with a
+    wait for it, which is long on a machine with few processors and many programs.
     """
 
     def __init__(self, rest: float) -> None:
@@ -374,15 +374,15 @@ class Pieces:
 
 
 _pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("sgl_aspects_pieces", default=None)
-_PIECE_OBJECTS = 4  # a pass over the heap takes half as long again with four as with one
+_PIECE_OBJECTS = 4  # a pass over the heap takes 1.5 times as long for four objects as for one
 _WORK_SECONDS = 0.005
 
 
 @contextlib.contextmanager
 def in_pieces(rest: float = 1.0) -> Iterator[Pieces]:
-    """Rebinding in the block looks for few objects in one pass over the heap: other threads run in between.
+    """Split rebinding in the block into several passes over the heap: other threads run in between.
 
-    For a process that serves; as a whole it takes longer than the one pass that it takes otherwise.
+    For a process that serves; in total it takes longer than a single pass.
     """
     pieces = Pieces(rest)
     token = _pieces.set(pieces)
@@ -393,15 +393,15 @@ def in_pieces(rest: float = 1.0) -> Iterator[Pieces]:
 
 
 def is_in_pieces() -> bool:
-    """Whether this is called within `in_pieces`."""
+    """Return whether the caller is within `in_pieces`."""
     return _pieces.get() is not None
 
 
 @contextlib.contextmanager
 def unfrozen() -> Iterator[None]:
-    """Engines call `gc.freeze()`, which hides everything from `gc.get_referrers()`: undone for the block.
+    """Undo `gc.freeze()`, which engines call, in the block: it hides objects from `gc.get_referrers()`.
 
-    Afterwards all objects that are alive are frozen, those that were made since the engine froze them too.
+    Afterwards all live objects are frozen, including those created since the engine froze the heap.
     """
     if not gc.get_freeze_count():
         yield
@@ -415,16 +415,16 @@ def unfrozen() -> Iterator[None]:
 
 
 def _referrers(objects: list[Any]) -> list[Any]:
-    """Every tracked object that refers to one of ``objects``.
+    """Return every tracked object that refers to one of ``objects``.
 
-    Nothing else is held, as a list of `gc.get_objects()` would: ``tuple(generator)`` raises SystemError in an
-    engine's thread if its unfinished tuple is held, and a bytearray cannot grow while its memoryview is.
+    Holds no other objects, unlike a list of `gc.get_objects()`: ``tuple(generator)`` raises SystemError in an
+    engine's thread if its unfinished tuple is held, and a bytearray cannot grow while a memoryview of it is.
     """
     pieces = _pieces.get()
     size = len(objects) or 1 if pieces is None else _PIECE_OBJECTS
     found: dict[int, Any] = {}
     for start in range(0, len(objects), size):
-        # A tuple of our own: Python 3.13 would find the one that it makes for the call.
+        # An explicit tuple, removed below: Python 3.13 would return the one that it creates for the call.
         arguments = tuple(objects[start : start + size])
         with contextlib.nullcontext() if pieces is None else pieces.one():
             found.update({id(referrer): referrer for referrer in gc.get_referrers(*arguments)})
@@ -434,14 +434,14 @@ def _referrers(objects: list[Any]) -> list[Any]:
 
 
 def describe(obj: Any) -> str:
-    """A function or class by the name it was defined under."""
+    """Return the qualified name of a function or class, with its module."""
     if is_a(obj, (classmethod, staticmethod, types.MethodType)):
         return describe(obj.__func__)
     if is_a(obj, property):
         return describe(obj.fget)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType, type)):
         return class_name(obj) if is_class(obj) else f"{obj.__module__}:{obj.__qualname__}"
-    # Never by getattr(): what has names of its own has them in its dictionary.
+    # From the dictionary, without getattr(), which may run foreign code.
     names, kind = namespace(obj), type(obj)
     return f"{names.get('__module__', kind.__module__)}:{names.get('__qualname__', kind.__qualname__)}"
 
@@ -454,7 +454,7 @@ def _described(referrer: Any) -> str:
 
 
 def _where(owners: list[Any]) -> str:
-    """Describe what contains a tuple, if it has a name."""
+    """Describe the owner of a tuple, if it has a name."""
     for owner in owners:
         if is_a(owner, dict):
             name = dict.get(owner, "__name__")

@@ -1,4 +1,4 @@
-"""Replacing: classes that stand for other classes, and what goes on holding the original of a replacement."""
+"""Class replacements, and the referrers that keep the original of a replacement."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale, unfrozen
 
 logger = logging.getLogger("sgl_aspects")
 
-# -- what hooks hold of their own ----------------------------------------------------------------------------
+# -- exclusions ----------------------------------------------------------------------------------------------
 
 
 def exclusions_of(advices: Iterable[Advice]) -> Exclusions:
-    """What the hooks of ``advices`` hold of their own: for REPLACE hooks, their modules too."""
+    """Return the containers of the hooks themselves, for REPLACE hooks also of their modules: not rebound."""
     kept: set[Any] = set()
     for advice in advices:
         kept.update(map(id, _containers_in(advice.hook)))
@@ -45,14 +45,14 @@ def exclusions_of(advices: Iterable[Advice]) -> Exclusions:
 
 
 def give_original(hook: Any, standing: Any, original: Any) -> None:
-    """Let a hook that is about to replace ``original`` hold it, where it was given what stands there now.
+    """Change references of a REPLACE hook and its module from the installed object to ``original``.
 
-    A class that derives from the one that stands there means that one, and keeps it.
+    A class that derives from the installed one keeps it.
     """
     if is_class(hook) and is_class(standing) and derives(hook, standing):
         return
     home = _namespace_of(hook)
-    # In the module that defines it, it is the original and not a copy.
+    # Not in the defining module: there it is the attribute itself, not a copy.
     if home is not None and home.get("__name__") != getattr(standing, "__module__", None):
         for name in [name for name, value in list(home.items()) if value is standing]:
             home[name] = original
@@ -62,7 +62,7 @@ def give_original(hook: Any, standing: Any, original: Any) -> None:
 
 
 def _namespace_of(hook: Any) -> dict[str, Any] | None:
-    """The namespace of the module that ``hook`` was defined in; None where it is not loaded."""
+    """Return the namespace of the module that defines ``hook``; None if it is not loaded."""
     try:
         name = class_module(hook) if is_class(hook) else hook.__module__
     except Exception:  # noqa: BLE001  a hook may answer in any way
@@ -72,7 +72,7 @@ def _namespace_of(hook: Any) -> dict[str, Any] | None:
 
 
 def _containers_in(hook: Any) -> Iterator[Any]:
-    """Only what lives as long as the hook does: exclusions are known by their ids."""
+    """Yield containers that live as long as the hook: exclusions are identified by id."""
     yield hook
     if is_a(hook, types.FunctionType):
         held = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, hook.__dict__)
@@ -104,14 +104,14 @@ class _OwnList(list[type]):
 
 
 class _OwnReferrers:
-    """What refers to a class before it replaces another one."""
+    """The referrers of a class from before it replaced another one."""
 
     __slots__ = ("_containers", "cls", "kept")
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
         namespaces = {id(namespace(module)) for module in list(sys.modules.values())}
-        # Strong references, so that no other container can get the id of one of them.
+        # Strong references, so that their ids are not reused.
         self._containers: list[Any] = []
         kept: set[Any] = set()
         with unfrozen():
@@ -130,7 +130,7 @@ class _OwnReferrers:
 _BASES: Any = vars(type)["__bases__"]
 
 _hooks: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()  # by id
-"""Classes that were ever meant to replace another one: they keep their bases, whatever stands there."""
+"""Classes that were registered to replace another one: their bases are never changed."""
 
 
 class ClassJoinPoint(JoinPoint):
@@ -145,7 +145,7 @@ class ClassJoinPoint(JoinPoint):
         self._replacement: type = self.inner
         self._kept: Exclusions = frozenset()
         self._own: list[_OwnReferrers] = []
-        self._subclasses = _OwnList()  # of the replacement, before it stood here
+        self._subclasses = _OwnList()  # of the replacement, before it was installed
         self._moved = _OwnList()
 
     @property
@@ -172,7 +172,7 @@ class ClassJoinPoint(JoinPoint):
         self.advices.append(advice)
 
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
-        # What holds a replacement, or what a replacement holds, by itself.
+        # Referrers of a replacement from before, and its own references, are not rebound.
         self._kept |= exclude
         yield Pair(before, after, extra, self._kept.union(*(own.kept for own in self._own)))
 
@@ -185,7 +185,7 @@ class ClassJoinPoint(JoinPoint):
             self._restore()
         if active:
             self._install(wanted)
-        # Abstract base classes remember who was a subclass of theirs; now others are.
+        # Abstract base classes cache the results of issubclass().
         for base in (*bases(self.original), *bases(self._replacement)):
             if is_a(base, abc.ABCMeta):
                 base._abc_caches_clear()  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ class ClassJoinPoint(JoinPoint):
         self.stale.clear()
         subclasses: list[type] = type.__subclasses__(self._replacement)
         for subclass in subclasses:
-            # Those it has had before are its own; all others were made, or moved, while it stood here.
+            # Subclasses from before are its own; the others were created, or moved, while it was installed.
             if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
                 self._move(subclass, self._replacement, self.original)
         if displaced:
@@ -219,7 +219,7 @@ class ClassJoinPoint(JoinPoint):
             setattr(self.place.owner, self.place.name, self.original)
 
     def _move(self, subclass: type, old: type, new: type) -> None:
-        """Let a subclass of ``old`` inherit from ``new``, where Python allows it."""
+        """Change the base of a subclass from ``old`` to ``new``, where Python allows it."""
         wanted = tuple(new if base is old else base for base in _BASES.__get__(subclass))
         try:
             _BASES.__set__(subclass, wanted)

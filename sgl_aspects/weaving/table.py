@@ -1,7 +1,7 @@
-"""The table: every woven point of a process, its hooks, and putting all of it in place.
+"""The table of all join points of a process.
 
-The weaver chooses the place of each hook. The table attaches hooks to points, installs points in place of
-the originals, and every referrer of an original follows, in one pass for all points that changed.
+The weaver chooses the attribute for each hook. The table attaches hooks to join points, installs these in
+place of the originals, and rebinds all referrers in one pass for all points that changed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger("sgl_aspects")
 
 
 class Applied:
-    """What came of applying points.
+    """The outcome of applying join points.
 
-    :ivar refused: hooks whose place could not be written, each with the reason.
-    :ivar classes: whether a class was replaced, or is back.
-    :ivar detached: hooks on members of such a class: they belong to the class that stands there now.
+    :ivar refused: hooks whose attribute could not be written, each with the reason.
+    :ivar classes: whether a class was replaced or restored.
+    :ivar detached: hooks on members of such a class: they apply to the class that is installed now.
     """
 
     def __init__(self) -> None:
@@ -45,31 +45,31 @@ class Applied:
 
 
 class JoinPointTable:
-    """All points. Not locked: the weaver serialises every change."""
+    """All join points. Not locked: the weaver serialises changes."""
 
     def __init__(self) -> None:
-        self.points: dict[JoinPoint, None] = {}  # in the order they were made
+        self.points: dict[JoinPoint, None] = {}  # in order of creation
         self.compiling: Any = None
         self.stale: dict[JoinPoint, list[Stale]] = {}
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
         self._by_replacement: dict[int, JoinPoint] = {}
-        self._by_original: dict[int, JoinPoint] = {}  # in modules, where one thing often has several names
+        self._by_original: dict[int, JoinPoint] = {}  # in modules, where one object often has several names
 
-    # -- looking ----------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------
 
     def of(self, advice: Advice) -> list[tuple[JoinPoint, int]]:
-        """Where ``advice`` is, each with the number of calls before it came."""
+        """Return the points of ``advice``, each with its number of calls before the advice was added."""
         return self._at.get(advice, [])
 
     def at(self, place: AttributeReference) -> list[JoinPoint]:
-        """All points at ``place``, those below another patch too; the one on top comes last."""
+        """Return all points at ``place``, including those below another patch; the top one is last."""
         standing = self.known(place)
         below = [point for point in self._here.get(place.key, ()) if point is not standing]
         return below if standing is None else [*below, standing]
 
     def known(self, place: AttributeReference) -> JoinPoint | None:
-        """The point that stands at ``place`` now, under this name or another one; None where none does."""
+        """Return the point installed at ``place`` now, under this name or another one; or None."""
         for point in reversed(self._here.get(place.key, ())):
             if current(place.owner, place.name) is _expected(point):
                 return point
@@ -80,25 +80,25 @@ class JoinPointTable:
             or not (other.installed or is_module(place.owner))
         ):
             return None
-        # Another name of something that is woven already.
+        # Another name of a woven object.
         return other if not place.inherited and other.place.part == place.part else None
 
     def displaced(self) -> Iterator[JoinPoint]:
-        """Points covered by another patch."""
+        """Yield the points covered by another patch."""
         for points in self._here.values():
             if points[-1].displaced:
                 yield points[-1]
 
-    # -- hooks come and go ------------------------------------------------------------------------------
+    # -- attaching and detaching ------------------------------------------------------------------------
 
     def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> JoinPoint | None:
-        """Add ``advice`` to the point at ``place``, making one where there is none; applies nothing.
+        """Add ``advice`` to the point at ``place``, creating one if there is none; applies nothing.
 
-        Returns None where it is there already. A foreign patch over a point of ours is not
-        woven again for the hooks below it.
+        Returns None if it was added before. A foreign patch over a join point is not woven again for the
+        hooks below it.
 
-        :param rerun: the code that fills ``place`` has just run: what stands there is new and not a patch.
-        :raises HookError: what stands at ``place`` cannot take this hook.
+        :param rerun: the module's code has just run again: the object at ``place`` is new, not a patch.
+        :raises HookError: the object at ``place`` cannot take this hook.
         """
         here = self._here.get(place.key, ())
         if not rerun and any(advice in point.advices for point in here):
@@ -120,14 +120,14 @@ class JoinPointTable:
         return point
 
     def detach(self, advice: Advice) -> list[JoinPoint]:
-        """Take ``advice`` off all its points, and return them to be applied."""
+        """Remove ``advice`` from all its points, and return them to be applied."""
         points = [point for point, _ in self._at.pop(advice, ())]
         for point in points:
             point.remove(advice)
         return points
 
     def count_anew(self) -> None:
-        """Calls are counted from here: a forked child reports its own, not its parent's."""
+        """Start counting calls anew: a forked child reports its own, not its parent's."""
         for advice, entries in self._at.items():
             self._at[advice] = [(point, point.calls) for point, _ in entries]
 
@@ -139,9 +139,9 @@ class JoinPointTable:
             self._by_original[id(point.original)] = point
 
     def _point_for(self, place: AttributeReference) -> JoinPoint:
-        """A new point, ready to be put in place, before anything is registered.
+        """Create a point, before anything is registered.
 
-        :raises HookError: whatever goes wrong with what stands at ``place``.
+        :raises HookError: any error with the object at ``place``.
         """
         try:
             if is_class(place.raw):
@@ -153,7 +153,7 @@ class JoinPointTable:
             raise HookError(f"{place} cannot be hooked: {error!r}") from error
 
     def _slot_of(self, place: AttributeReference) -> Slot | None:
-        """The home that another part of the same property has already."""
+        """Return the slot of another part of the same property, if there is one."""
         for part in ("", *PROPERTY_PARTS):
             for point in self._here.get((id(place.owner), place.name, part), ()):
                 if point.standing is place.raw:
@@ -180,17 +180,17 @@ class JoinPointTable:
             return
         earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
         if earlier:
-            logger.warning("%s takes the place of %s; removing it brings that one back", advice, earlier[-1])
+            logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
         owner, name = point.place.owner, point.place.name
         for other in self.points:
             if other.standing is owner and name in namespace(owner):
                 for replacing in other.advices:
                     logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
 
-    # -- putting in place -------------------------------------------------------------------------------
+    # -- applying ---------------------------------------------------------------------------------------
 
     def apply(self, points: Iterable[JoinPoint]) -> Applied:
-        """Make each point's place and all its referrers agree with its hooks; one rebinding pass for all."""
+        """Install or restore each point according to its hooks; all referrers are rebound in one pass."""
         outcome = Applied()
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
@@ -202,15 +202,15 @@ class JoinPointTable:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, outcome)
-        while changed:  # and nothing of ours holds what is to be rebound
+        while changed:  # popped, so that no list here refers to objects to be rebound
             point, extra, before = changed.pop(0)
-            after = point.standing  # only now: points may share what stands there, as parts of a property do
+            after = point.standing  # only now: parts of a property share their attribute
             if before is after:
                 continue
             pairs += point.pairs(before, after, extra, exclusions_of(point.advices))
             if point.installed:
                 installed.append((point, describe(before)))
-            if is_class(after):  # which replacement stands there differs
+            if is_class(after):  # the installed class has changed
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
         stale = rebind(pairs)
@@ -228,7 +228,7 @@ class JoinPointTable:
         return outcome
 
     def _on_top(self, point: JoinPoint) -> JoinPoint:
-        """``point``, or one that takes its hooks, if its place was patched while it was off."""
+        """Return ``point``; if its attribute was patched while it was off, a new point with its hooks."""
         place = point.place
         if point.installed or not point.active or current(place.owner, place.name) is _expected(point):
             return point
@@ -241,7 +241,7 @@ class JoinPointTable:
         return next((anew for anew in reversed(moved) if anew is not None), point)
 
     def _refuse(self, point: JoinPoint, error: Exception, outcome: Applied) -> None:
-        """The place cannot be written: a type made in C, a read-only instance."""
+        """Detach the hooks of a point whose attribute cannot be written, as of a C type."""
         failure = HookError(f"{point.place} cannot be hooked: {error}")
         failure.__cause__ = error
         if not point.advices:
@@ -250,7 +250,7 @@ class JoinPointTable:
             outcome.refused[advice] = failure
 
     def _detach_all(self, point: JoinPoint) -> list[Advice]:
-        """Take all hooks off ``point`` without applying it; returns them."""
+        """Remove all hooks from ``point`` without applying it; returns them."""
         advices = list(point.advices)
         for advice in advices:
             self._at[advice] = [entry for entry in self._at[advice] if entry[0] is not point]
@@ -258,9 +258,9 @@ class JoinPointTable:
         return advices
 
     def _follow(self, pairs: list[Pair]) -> None:
-        """Points over something that has changed call what stands there now.
+        """Update the originals of points whose original was replaced or restored.
 
-        Hooks on ``Sub.m`` call what ``Base.m`` is now; a point over another one, what is below it.
+        Hooks on an inherited ``Sub.m`` call the present ``Base.m``; a point over another one, the one below.
         """
         changed = {id(pair.old): pair.new for pair in pairs if pair.only_bound_to is None}
         followers: list[
@@ -279,7 +279,7 @@ class JoinPointTable:
             point.refresh(self.compiling)
 
     def _detach_members(self, before: type, outcome: Applied) -> list[Advice]:
-        """Take the hooks off the members of a class that no longer stands where it stood."""
+        """Detach the hooks from the members of a class that was replaced or restored."""
         owners = _with_nested(before)
         points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
         advices = [advice for point in points for advice in self._detach_all(point)]
@@ -289,7 +289,7 @@ class JoinPointTable:
 
 
 def _expected(point: JoinPoint) -> Any:
-    """What the dictionary of the point's owner holds unless other code writes there."""
+    """Return the entry in the dictionary of the point's owner, unless other code has changed it."""
     if not point.installed and point.place.inherited:
         return MISSING
     return point.standing
@@ -300,6 +300,6 @@ def _with_nested(cls: type) -> list[type]:
     for owner in found:
         prefix = f"{owner.__qualname__}."
         members = namespace(owner).values()
-        # Grows while it is walked.
+        # Grows during the iteration.
         found += [cls for cls in members if is_class(cls) and cls.__qualname__.startswith(prefix)]
     return found

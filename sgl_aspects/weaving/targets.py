@@ -1,12 +1,12 @@
-"""Targets: which functions a hook is for, written as text.
+"""Targets: strings that name the functions of a hook.
 
     pkg.mod:Class.method          the canonical form: module, colon, attribute path
-    pkg.mod.Class.method          SGLang's form: where the module ends is found as modules load
+    pkg.mod.Class.method          SGLang's form: the end of the module is found as modules load
     pkg.models.**:*Model.forward  `*` within a segment, `**` over any number of module segments
     pkg.mod:Class+.method         the class and all its subclasses
     pkg.old:f | pkg.new:f         alternates: the first one that exists wins
 
-Reading a target imports nothing and looks at no module.
+Parsing a target imports nothing and inspects no module.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Alternate(NamedTuple):
 
     @property
     def has_family(self) -> bool:
-        """Whether it names a class with its subclasses, which may be defined in any module."""
+        """Return whether it names a class with its subclasses, which may be defined in any module."""
         return "+" in self.text
 
     def attribute_path(self, module_name: str) -> tuple[str, ...] | None:
-        """The attribute path to look up in ``module_name``, or None where this alternate is not about it."""
+        """Return the attribute path to look up in ``module_name``; None if this names another module."""
         if self.module is None:
             parts = module_name.split(".")
             if len(parts) < len(self.path) and list(self.path[: len(parts)]) == parts:
@@ -53,7 +53,7 @@ class Alternate(NamedTuple):
         return self.path if module_name == self.module else None
 
     def names_class(self, module_name: str, qualname: str) -> bool:
-        """Whether the class of this name is one whose attribute the pattern names."""
+        """Return whether the pattern names an attribute of this class."""
         path, names = self.attribute_path(module_name), qualname.split(".")
         owners = (path or ())[: len(names)]
         if path is None or len(owners) < len(names) or len(path) == len(owners):
@@ -61,7 +61,7 @@ class Alternate(NamedTuple):
         return all(segment_regex(segment).fullmatch(name) for segment, name in zip(owners, names))
 
     def names_among(self, modules: Iterable[str]) -> Iterable[str]:
-        """The names of ``modules`` that this alternate may be about, found by how they begin."""
+        """Return those of ``modules`` that this alternate may name; patterns are filtered by prefix first."""
         if self.module is None or not self.has_module_pattern:
             return self.module_names
         stem, fits = self.module.partition("*")[0].rstrip("."), _module_regex(self.module).fullmatch
@@ -104,15 +104,15 @@ class Target:
         return " | ".join(alternate.text for alternate in self.alternates)
 
     def attribute_paths(self, module_name: str) -> list[tuple[str, ...]]:
-        """The attribute paths to look up in ``module_name``, best first; none where it is not about that."""
+        """Return the attribute paths to look up in ``module_name``, best first; empty for another module."""
         paths = [alternate.attribute_path(module_name) for alternate in self.alternates]
         return [path for path in paths if path is not None]
 
     @classmethod
     def parse(cls, target: str | Iterable[str] | Target) -> Target:
-        """Read ``target``: one text, with ``|`` between alternates, or several texts.
+        """Parse ``target``: a string with ``|`` between alternates, or several strings.
 
-        Raises :class:`TargetError` naming the text and the fault.
+        Raises :class:`TargetError`, which names the string and the fault.
         """
         if isinstance(target, Target):
             return target
@@ -127,7 +127,7 @@ class Target:
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Target:
     if not text.isascii():
-        import unicodedata  # imported here: it is rarely needed
+        import unicodedata  # rarely needed
 
         text = unicodedata.normalize("NFKC", text)  # as Python does with names
     return Target(tuple([_parse_alternate(part.strip(), text) for part in text.split("|")]))
@@ -135,7 +135,7 @@ def _parse(text: str) -> Target:
 
 def _parse_alternate(text: str, whole: str) -> Alternate:
     module, colon, attributes = text.partition(":")
-    if colon and all(map(str.isidentifier, text.replace(":", ".", 1).split("."))):  # as most are
+    if colon and all(map(str.isidentifier, text.replace(":", ".", 1).split("."))):  # the common case
         return Alternate(module, tuple(attributes.split(".")), text)
     if not colon:
         segments = tuple(text.split("."))
@@ -170,12 +170,12 @@ def _check_segments(segments: tuple[str, ...], whole: str, *, pattern: bool, acr
 
 @lru_cache(maxsize=1024)
 def _module_regex(pattern: str) -> re.Pattern[str]:
-    # "a.**.b" also covers "a.b": `**` stands for any number of segments, none included.
+    # "a.**.b" also covers "a.b": `**` matches any number of segments, including none.
     expression = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\.\*\*", r"(?:\.[^.]+)*")
     return re.compile(expression.replace(r"\*\*", r".*").replace(r"\*", r"[^.]*"))
 
 
 @lru_cache(maxsize=1024)
 def segment_regex(segment: str) -> re.Pattern[str]:
-    """The expression that an attribute name must match in full for ``segment``."""
+    """Return the expression that must match an attribute name in full for ``segment``."""
     return re.compile(re.escape(segment.removesuffix("+")).replace(r"\*", ".*"))

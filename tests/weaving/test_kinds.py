@@ -983,7 +983,7 @@ def test_attributes_that_a_module_makes_when_it_is_asked() -> None:
         )
         assert front.asked == []
         assert handle.states == (aspects.State.PENDING,) * 3
-        assert "has not been asked for f" in aspects.report().hooks[0].detail
+        assert "creates f on first access" in aspects.report().hooks[0].detail
         assert inspect.signature(front.__getattr__) == inspect.signature(function)
         assert front.f(1) == front.f(1) == ("f", ("f", 1))
         assert front.C().m() == ("m", "m")

@@ -244,7 +244,7 @@ def test_a_call_goes_on_with_the_hooks_that_it_began_with(engine: Any, kind: Hoo
 def test_the_call_of_one_instance_is_hooked_by_its_own_name(engine: Any) -> None:
     """What stands as ``__call__`` in an instance, Python never calls."""
     exec("class C:\n    def __call__(self, x): return x\nobj = C()\n", vars(engine))
-    with pytest.raises(HookError, match=r"asks its class alone; hook the instance itself, .*C\.__call__"):
+    with pytest.raises(HookError, match=r"uses its class alone; hook the instance itself, .*C\.__call__"):
         aspects.weave(around("engine:obj.__call__", hooked))
     with aspects.woven(around("engine:obj", hooked)):
         assert engine.obj(1) == ("hooked", 1)

@@ -519,7 +519,7 @@ def test_an_explanation_lists_hooks_from_the_outside_in(module: Any, engine: Eng
     HookRegistry.apply_hooks()
     for name in ("mod:f", "mod.f", "copier:renamed", "mod:*"):
         lines = aspects.explain(name).splitlines()
-        assert lines[0].startswith("mod:f: 0 calls, a generated function stands there")
+        assert lines[0].startswith("mod:f: 0 calls, a generated function is installed")
         words = [line.split()[:2] for line in lines[1:]]
         assert [word[0] for word in words] == ["after", "after", "replace", "original"]
         assert words[0][1].endswith("outer")
