@@ -30,11 +30,11 @@ class CudaEvent(TorchEvent):
 
 @lru_cache(maxsize=1)
 def _driver() -> tuple[int, int] | None:
-    """The addresses of ``cuEventRecord`` and ``cuEventElapsedTime``; None where events are not theirs."""
+    """The addresses of ``cuEventRecord`` and ``cuEventElapsedTime``; None if torch has other events."""
     import torch
 
     if torch.version.cuda is None:
-        return None  # torch.cuda is another's, as AMD's is
+        return None  # torch.cuda drives other GPUs, such as AMD's
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         # The second version, of CUDA 12.8, does not query both events first, which took 3 µs.
@@ -106,5 +106,5 @@ CudaSRTPlatform = CudaPlatform
 
 
 def _has_triton() -> bool:
-    """torch brings Triton on Linux; elsewhere the plain operators do the work."""
+    """torch brings Triton on Linux; elsewhere the plain operators are used."""
     return importlib.util.find_spec("triton") is not None

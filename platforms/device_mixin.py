@@ -125,7 +125,7 @@ class DeviceMixin:
         self._not_implemented("get_device_total_memory")
 
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-        """(free, total): what could be allocated now, and all there is."""
+        """(free, total): the memory that can be allocated now, and all of it."""
         self._not_implemented("get_available_memory")
 
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
@@ -170,7 +170,7 @@ class DeviceMixin:
         return 0
 
     def create_stream(self) -> Any:
-        """A second stream, for work beside the current one; None for devices that do one thing at a time."""
+        """A second stream, for work beside the current one; None for devices without concurrent work."""
         return None
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:

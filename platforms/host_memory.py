@@ -22,7 +22,7 @@ def available_and_total() -> tuple[int, int]:
 
 
 def peak_resident() -> int:
-    """The most bytes that this process has had resident; what it has now where no peak is kept."""
+    """The most bytes that this process has had resident; the present ones if the system keeps no peak."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # no procfs: macOS, Windows

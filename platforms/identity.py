@@ -61,7 +61,7 @@ class DeviceCapability(NamedTuple):
     minor: int
 
     def as_version_str(self) -> str:
-        """``"9.0"``."""
+        """Return it as text, ``"9.0"``."""
         return f"{self.major}.{self.minor}"
 
     def to_int(self) -> int:

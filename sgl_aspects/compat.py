@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def weak_methods(function: types.FunctionType) -> list[Any]:
-    """The `weakref.WeakMethod` objects for methods of ``function``."""
+    """Return the `weakref.WeakMethod` objects for methods of ``function``."""
     references = weakref.getweakrefs(function)
     held = gc.get_referrers(*references) if references else ()
     return [holder for holder in held if isinstance(holder, weakref.WeakMethod)]
 
 
 def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None:
-    """Let ``weak_method`` be one of ``function``."""
+    """Make ``weak_method`` refer to ``function``."""
     weak_method._func_ref = weakref.ref(function, weak_method._func_ref.__callback__)
 
 
@@ -56,14 +56,14 @@ def compiling_test(compiler: Any) -> Callable[[], bool]:
 def assume_constant_result(function: Callable[[], bool]) -> Callable[[], bool]:
     """Let torch.compile call ``function`` while it traces, as `torch.compiler.assume_constant_result` does.
 
-    That one imports torch.compile's modules, which takes as long as importing torch.
+    Torch's own function imports torch.compile's modules, which takes as long as importing torch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class _Own(str):
-    """A str with C methods of its own type: only our calls of one are replaced."""
+    """A str subclass, so that torch.compile replaces calls of its C method only, not of every str."""
 
 
 def _always() -> bool:
@@ -71,7 +71,7 @@ def _always() -> bool:
 
 
 def watch_torchscript(frontend: Any, compiled: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``compiled`` with each function that `torch.jit` parses; the function returned undoes it.
+    """Call ``compiled`` with each function that `torch.jit` parses; returns a function that undoes this.
 
     :param frontend: the module `torch.jit.frontend`, whose functions look `parse_def` up in it.
     """
@@ -98,7 +98,7 @@ _bootstrap: Any = importlib._bootstrap
 
 
 def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
-    """Call ``begin`` before the finders are called for a module; the function returned undoes it."""
+    """Call ``begin`` before the finders are called for a module; returns a function that undoes this."""
     search = _bootstrap._find_spec
 
     @functools.wraps(search)
@@ -115,7 +115,7 @@ def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
 
 
 def imported_elsewhere(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` whose modules other threads are importing."""
+    """Return those of ``names`` whose modules other threads are importing."""
     locks = _bootstrap._module_locks
     held = {name: locks.get(name, lambda: None)() for name in locks.keys() & names}
     nobody_else = (None, threading.get_ident())
@@ -123,17 +123,17 @@ def imported_elsewhere(names: Iterable[str]) -> list[str]:
 
 
 def is_initializing(spec: Any) -> bool:
-    """Whether the code of the module of ``spec`` is still running."""
+    """Return whether the code of the module of ``spec`` is still running."""
     return bool(getattr(spec, "_initializing", False))
 
 
 def when_initialized(spec: Any, ready: Callable[[], None]) -> None:
-    """Call ``ready`` once the code of the module of ``spec`` has run; not where it fails."""
+    """Call ``ready`` once the code of the module of ``spec`` has run; never if it fails."""
     # The import machinery ends an import by setting `_initializing` to False, which is the only sign of it.
     plain = type(spec)
     if not hasattr(plain, "_initializing"):
         spec.__class__ = _watched(plain, ready)
-    if not is_initializing(spec):  # its thread was done before we looked
+    if not is_initializing(spec):  # it ended before the class was changed
         spec.__class__ = plain
         ready()
 
@@ -149,7 +149,7 @@ def _watched(plain: Any, ready: Callable[[], None]) -> type[ModuleSpec]:
             self.__dict__["_initializing"] = value
             if not value:
                 self.__class__ = plain
-                if self.name in sys.modules:  # absent where the module's own code failed
+                if self.name in sys.modules:  # absent if the module's own code failed
                     ready()
 
     return Watched
@@ -159,17 +159,17 @@ def _watched(plain: Any, ready: Callable[[], None]) -> type[ModuleSpec]:
 
 
 def wrapt_finder() -> Any:
-    """wrapt's finder on `sys.meta_path`, or None."""
+    """Return wrapt's finder on `sys.meta_path`, or None."""
     return next((one for one in sys.meta_path if isinstance(one, wrapt.importer.ImportHookFinder)), None)
 
 
 def unchained(loader: Any) -> Any:
-    """The loader that wrapt's own stands for; others are returned as they are."""
+    """Return the loader that wrapt has wrapped; another loader is returned unchanged."""
     return loader.__wrapped__ if type(loader) is wrapt.importer._ImportHookChainedLoader else loader
 
 
 def unregister_post_import_hook(hook: Callable[[Any], None], name: str) -> None:
-    """Take a hook away that `wrapt.register_post_import_hook` was given and that has not been called."""
+    """Undo `wrapt.register_post_import_hook` for a hook that has not been called."""
     with wrapt.importer._post_import_hooks_lock:
         hooks = wrapt.importer._post_import_hooks.get(name, [])
         if hook in hooks:
@@ -179,18 +179,18 @@ def unregister_post_import_hook(hook: Callable[[Any], None], name: str) -> None:
 
 
 def remove_wrapt_finder() -> bool:
-    """Leave `sys.meta_path` without wrapt's finder; False where it has hooks of others to see to."""
+    """Remove wrapt's finder from `sys.meta_path`; False if others have registered hooks with it."""
     finder = wrapt_finder()
     with wrapt.importer._post_import_hooks_lock:
         if finder is None or wrapt.importer._post_import_hooks:
             return False
         sys.meta_path.remove(finder)
-        wrapt.importer._post_import_hooks_init = False  # the next one to register brings it back
+        wrapt.importer._post_import_hooks_init = False  # the next registration adds it again
         return True
 
 
 def runtime_context_class() -> type[Any] | None:
-    """What `opentelemetry.context` keeps its current context by; None where a version keeps it elsewhere."""
+    """Return the class of `opentelemetry.context`'s storage; None if this version has another one."""
     from opentelemetry import context
 
     try:
@@ -202,7 +202,7 @@ def runtime_context_class() -> type[Any] | None:
 
 
 def replace_runtime_context(replacement: Callable[[Any], Any]) -> None:
-    """Put ``replacement(present one)`` in the place of what :func:`runtime_context_class` found."""
+    """Replace OpenTelemetry's context storage by ``replacement(present one)``."""
     from opentelemetry import context
 
     context._RUNTIME_CONTEXT = replacement(context._RUNTIME_CONTEXT)
@@ -212,10 +212,10 @@ def replace_runtime_context(replacement: Callable[[Any], Any]) -> None:
 
 
 def forget_compiled(functions: Iterable[Any]) -> None:
-    """Have torch.compile begin anew, where what it has compiled may have one of ``functions`` in it.
+    """Reset torch.compile if compiled code may contain one of ``functions``.
 
-    Dynamo keeps the instructions of each function that it has traced, those that it inlined too. A function
-    and what is woven in its place have the same file, line and name.
+    Dynamo caches the instructions of each function that it has traced, including inlined ones. A function and
+    its woven replacement have the same file, line and name.
     """
     reset = vars(sys.modules["torch._dynamo"]).get("reset")
     if reset is None:  # it is being imported
@@ -232,7 +232,7 @@ def forget_compiled(functions: Iterable[Any]) -> None:
 
 
 def traced_code() -> dict[Any, Any] | None:
-    """Dynamo's cache of instructions, by (code, ...); None where this version of torch keeps none."""
+    """Return Dynamo's cache of instructions, by (code, ...); None if this version of torch has none."""
     module = sys.modules.get("torch._dynamo.bytecode_transformation")
     cached = getattr(module, "_cached_cleaned_instructions", None)
     held = gc.get_referents(cached) if hasattr(cached, "cache_info") else ()
@@ -245,6 +245,6 @@ def _place(code: types.CodeType) -> tuple[str, int, str]:
 
 
 def suppress_instrumentation() -> None:
-    """From now on this thread exports spans: OpenTelemetry's instrumentations leave it alone."""
+    """Keep OpenTelemetry's instrumentations from tracing this thread, which exports spans."""
     context = importlib.import_module("opentelemetry.context")
     context.attach(context.set_value(context._SUPPRESS_INSTRUMENTATION_KEY, True))

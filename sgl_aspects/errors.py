@@ -14,7 +14,7 @@
     └── EngineError (RuntimeError)          the embedded engine cannot serve
         ├── ModelLoadError                  a model folder or file that is missing or broken
         ├── InvalidRequestError (ValueError)  a request that can never be served as it is
-        ├── QueueFullError                  a request too many: it can be served later
+        ├── QueueFullError                  the queue is full: it can be served later
         └── SchedulerDiedError (ConnectionError)  the scheduler process is gone
 
     SystemExit
@@ -94,7 +94,7 @@ class InvalidRequestError(EngineError, ValueError):
 
 
 class QueueFullError(EngineError):
-    """Raised when as many requests wait as ``max_queued_requests`` allows: try again later."""
+    """Raised when ``max_queued_requests`` requests are waiting: try again later."""
 
 
 class SchedulerDiedError(EngineError, ConnectionError):

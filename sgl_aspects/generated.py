@@ -14,7 +14,7 @@ _numbers = itertools.count(1)
 def execute(source: str, what: str, namespace: dict[str, Any]) -> dict[str, Any]:
     """Run ``source`` in ``namespace``, which is returned. ``what`` is its name in tracebacks.
 
-    Take functions out of it that do not call each other: what refers to itself is freed late.
+    Take only functions that do not call each other: reference cycles are freed late.
     """
     exec(_compile(source, what), namespace)
     return namespace

@@ -90,7 +90,7 @@ class TorchNativeBackend(AttentionBackend):
         groups = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
         output = query.new_empty(len(query), *groups, layer.v_head_dim)
         for chunk in self._chunks:
-            if chunk.pages is None:  # this step's own keys and values are all there is
+            if chunk.pages is None:  # there are only this step's keys and values
                 keys, values = key[chunk.tokens].transpose(0, 1), value[chunk.tokens].transpose(0, 1)
             else:
                 gathered = self._gather(layer, chunk.pages, 1)

@@ -1,7 +1,7 @@
 """Attention for GPUs: decoding in Triton, over pages where they lie; prompts with PyTorch's kernels.
 
-A decoding request reads all its keys and values for one token, so what counts is that the whole device
-reads. Each request and key-value head is cut into splits of its tokens, and the splits are put together:
+A decoding request reads all its keys and values for one token, so the whole device must be kept reading.
+Each request and key-value head is cut into splits of its tokens, and the splits are combined:
 
     request 0, head 0   │ split 0 │ split 1 │ split 2 │      each gives its part of the output and the
     request 0, head 1   │ split 0 │ split 1 │ split 2 │      logarithm of its weight: decode_splits
@@ -9,7 +9,7 @@ reads. Each request and key-value head is cut into splits of its tokens, and the
 
 How many splits there are depends on the number of requests alone, and lengths are read on the device: the
 same launch serves every step, as a captured graph needs it. Sparse attention is the same over a table of the
-slots that were chosen.
+chosen slots.
 """
 
 from __future__ import annotations

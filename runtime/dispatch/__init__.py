@@ -1,9 +1,11 @@
 """Operator dispatch: which implementation of an operator runs, chosen by a policy that can be read and
 explained.
 
-from sgl_aspects.runtime import dispatch dispatch.rms_norm(x, weight, 1e-6)                     # what the
-policy chooses with dispatch.with_preference("reference"): ...        # another policy, for a while
-print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
+    from sgl_aspects.runtime import dispatch
+
+    dispatch.rms_norm(x, weight, 1e-6)                     # runs the implementation that the policy chooses
+    with dispatch.with_preference("reference"): ...        # another policy in the block
+    print(dispatch.get_manager().explain("rms_norm", x.dtype, x.device))
 
 A new operator is two files: a module in ``operators/`` with its reference, and an implementation of it, in
 ``triton/<operator>.py`` or in a vendor's ``register(registry)``. Layers call operators as functions.
@@ -12,7 +14,7 @@ The modules, in the order to read them:
 
     types                    operators, their implementations, tokens of an order
     define, operators/       turns functions into operators; the operators, with their references
-    registry                 operators and implementations that are known
+    registry                 all operators and implementations
     policy, selection        the user's preferences; the implementation for given tensors
     call_site, manager       the target of an operator's calls; all call sites, kept up to date
     process                  the one manager of this process

@@ -1,7 +1,7 @@
 """``@operator()``: turn a reference into an operator, whose calls run what the policy chooses.
 
 The operator is a generated function with the reference's signature, so that a call packs no arguments and
-compilers see through it. It may be held, imported by name and hooked: it follows the policy wherever it is.
+compilers trace through it. Copies of it, imported by name or stored, follow the policy, and it can be hooked.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class OperatorSpec:
 
 
 def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """None for a builtin without a signature."""
+    """Return the parameters; None for a builtin without a signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

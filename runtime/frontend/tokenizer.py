@@ -94,7 +94,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template: give the prompt as text to generate()"
             )
-        # The template comes with the model, from someone else: the sandbox keeps it to making text.
+        # The template comes with the model and is untrusted: in the sandbox it can only produce text.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )

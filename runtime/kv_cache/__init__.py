@@ -1,9 +1,10 @@
 """The paged key-value cache.
 
-pages.py          PagedAllocator and PageTable: which pages are free, which belong to which request pools.py
-MHATokenPool, MLATokenPool, NSATokenPool: the memory itself, by kind of attention prefix_cache.py PrefixCache:
-which prefixes are still in it states.py         StatePool: the states of layers without keys and values
-manager.py        KVCache: allocation for requests
+pages.py         PagedAllocator and PageTable: free pages, and the pages of each request
+pools.py         MHATokenPool, MLATokenPool, NSATokenPool: the memory itself, by kind of attention
+prefix_cache.py  PrefixCache: the prefixes in the cache
+states.py        StatePool: the states of layers without keys and values
+manager.py       KVCache: allocation for requests
 """
 
 from sgl_aspects.runtime.kv_cache.manager import KVCache

@@ -1,4 +1,4 @@
-"""KVCache: allocates pages to requests, from the cached prefix to what they leave behind."""
+"""KVCache: allocates pages to requests, and keeps their prefixes afterwards."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class KVCache:
         return True
 
     def store_prefix(self, req: Req) -> None:
-        """Insert what the request has computed into the tree, for others to find; it stays locked."""
+        """Insert the request's computed tokens into the tree, for other requests; they stay locked."""
         count = req.computed_tokens // self.page_size
         if not self._keeps_prefixes or count <= req.shared_pages:
             return
@@ -115,7 +115,7 @@ class KVCache:
             self.page_table.set_pages(req.row, 0, kept)
 
     def release(self, req: Req) -> None:
-        """Release all that the request holds; what it computed stays in the tree until memory is needed."""
+        """Release the request's memory; its computed tokens stay in the tree until memory is needed."""
         self.store_prefix(req)
         self.allocator.free(req.pages[req.shared_pages :])
         self.prefix_cache.unlock(req.prefix)

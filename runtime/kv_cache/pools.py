@@ -3,13 +3,13 @@
     kind    a token's row in each layer
     "mha"   │ key heads │ value heads │                               keys and values as they are
     "mla"   │ latent, kv_lora_rank │ rotary key, qk_rope_head_dim │   one compressed row for all heads
-    "dsa"   │ the row of "mla" │ indexer key │                        what picks the tokens to read
+    "dsa"   │ the row of "mla" │ indexer key │                        selects the tokens to read
 
 A slot is the place of one token; page 0, the first ``page_size`` slots, is padding that no request owns.
 Every pool has ``dtype``, ``set_kv_buffer``, ``get_key_buffer`` and ``get_value_buffer``, and is made with the
 keywords that SGLang gives: size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer,
-end_layer (the last one that it has), and the sizes of a row. What else the engine can use of a pool, where it
-has it: ``clear``, and for attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
+end_layer (the last one that it has), and the sizes of a row. Optional methods of a
+pool: ``clear``, and for attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def token_bytes(kind: str, dtype: torch.dtype, layer_num: int, **row: int) -> in
 class TokenPool:
     """One row of ``width`` numbers a token, in pages: what the pools here share. ``size`` in tokens.
 
-    ConfigError for ``enable_memory_saver``: what is allocated here stays.
+    ConfigError for ``enable_memory_saver``: memory allocated here is not released.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ The layout, in order: magic "GGUF", version, number of tensors, number of metada
 up to ``general.alignment``; the tensors' data. Version 2 and 3 differ in nothing that matters here.
 
 The ``gguf`` package reads this too, but takes seconds for a vocabulary, thirty times as long as
-this; here it only does what is hard, turning quantized blocks into numbers.
+this; it is used here only to dequantize blocks.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         models.BPE(
             vocab={token: token_id for token_id, token in enumerate(tokens)},
             merges=merges,
-            # Llama 3 takes a word that is in the vocabulary whole, even where the merges would not get there.
+            # Llama 3 encodes a word of the vocabulary as one token, even if the merges do not lead to it.
             ignore_merges=cut == "llama-bpe",
         )
     )

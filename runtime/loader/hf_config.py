@@ -17,7 +17,7 @@ from sgl_aspects.runtime.loader.model_config import (
     read,
 )
 
-#: A number beyond what any model has is a mistake, which would take its time.
+#: More layers than any model has: a mistake, which would take long to load.
 _MOST_LAYERS = 4096
 
 

@@ -33,7 +33,7 @@ from sgl_aspects.runtime.ops.rotary import yarn_mscale
 
 
 class LatentHeads(nn.Module):
-    """``kv_b_proj``: what makes each head's key and value of a latent, used from both its ends."""
+    """``kv_b_proj``, from a latent to each head's key and value; applied to queries and outputs instead."""
 
     def __init__(self, mla: MLAConfig, heads: int, dtype: torch.dtype, tp: Communicator) -> None:
         super().__init__()

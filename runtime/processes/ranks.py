@@ -20,12 +20,12 @@ _NAMED = 8
 
 
 class RankProcesses:
-    """Started when it is made. The first of ``connections`` is the pipe to rank 0, which answers for all."""
+    """Starts the processes. The first of ``connections`` is the pipe to rank 0, which answers for all."""
 
     def __init__(self, server_args: ServerArgs) -> None:
         context = multiprocessing.get_context("spawn")
         count = server_args.tp_size
-        #: The ranks meet at a file in it; gone with this object.
+        #: The ranks meet at a file in it; it is deleted with this object.
         self._folder = tempfile.TemporaryDirectory(prefix="sgl-aspects-") if count > 1 else None
         init_method = f"file://{self._folder.name}/ranks" if self._folder else ""
         to_owner = [context.Pipe(duplex=True) for _ in range(count)]
@@ -43,7 +43,7 @@ class RankProcesses:
                     daemon=True,
                 )
             )
-        #: The last words of those that failed, by rank.
+        #: The failure messages, by rank.
         self.failures: dict[int, FailureMessage] = {}
         try:
             for process in self.processes:
@@ -53,12 +53,12 @@ class RankProcesses:
             self.connections[0].close()
             raise
         finally:
-            # Or the death of a process would not end its pipes.
+            # Otherwise the pipes of a dead process would stay open.
             for end in [theirs for _, theirs in to_owner] + [end for pair in between for end in pair]:
                 end.close()
 
     def are_alive(self) -> bool:
-        """Whether all of them are."""
+        """Return whether all processes are alive."""
         return all(process.is_alive() for process in self.processes)
 
     def join(self, timeout: float) -> None:

@@ -27,9 +27,9 @@ class LogitAdjuster:
         self._counts: TokenCounts | None = None
 
     def __call__(self, logits: torch.Tensor, reqs: Sequence[Req], samples: Sequence[bool]) -> torch.Tensor:
-        """Logits [requests, vocab] as they are, or a changed copy in float32.
+        """Return logits [requests, vocab] unchanged, or a changed copy in float32.
 
-        Rows of requests that ``samples`` denies get no token now, and stay as they are.
+        Rows of requests that get no token in this step (``samples``) are not changed.
         """
         changed = [
             (i, req) for i, req in enumerate(reqs) if samples[i] and req.sampling_params.adjusts_logits

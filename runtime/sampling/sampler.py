@@ -83,15 +83,15 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _is_cut(params: SamplingParams) -> bool:
-    """Whether some tokens are left out before one is drawn."""
+    """Return whether some tokens are excluded before one is drawn."""
     return params.top_p < 1.0 or params.top_k is not None or params.min_p > 0.0
 
 
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """For each row, the first index at which the running sum passes that share of the whole."""
+    """Return for each row the first index at which the running sum exceeds ``uniforms`` of the total."""
     sums = weights.double().cumsum(dim=-1)
     whole = sums[:, -1:]
-    # Below the whole even where the product rounds up to it: an index past the end would be the answer.
+    # Below the total even if the product rounds up to it, which would give an index past the end.
     shares = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    # Where the model gave no numbers (NaN), still a token that exists: others share the batch.
+    # A valid token even for NaN logits: other requests share the batch.
     return torch.searchsorted(sums, shares, right=True).squeeze(1).clamp_(max=sums.shape[-1] - 1)

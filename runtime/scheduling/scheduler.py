@@ -3,8 +3,8 @@
 Each step takes the next token of every request that is decoding, and fills up with prompts, cut into chunks
 (chunked prefill). A request is added when there is room for its prompt, and gets pages for its output as it
 grows. If memory runs out, the last request by priority and arrival is preempted: it goes back to its place in
-the queue, keeps its tokens, and recomputes them later. The first one never is, since one request alone always
-fits; so requests are served first come, first served.
+the queue, keeps its tokens, and recomputes them later. The first one is never preempted, since one request
+alone always fits; so requests are served first come, first served.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ class Scheduler:
         outputs = []
         tokens = result.tolist()  # waits for the device
         for i, (req, count, token) in enumerate(zip(batch.reqs, batch.num_new_tokens, tokens)):
-            # ended meanwhile by an abort or an end token: computed once too often
+            # ended meanwhile by an abort or an end token: this token is dropped
             if req.finish_reason is not None:
                 continue
             req.computed_tokens += count
@@ -437,7 +437,7 @@ class Scheduler:
         return "length" if len(req.output_ids) >= req.max_new_tokens else None
 
     def finish_request(self, req: Req, finish_reason: str) -> None:
-        """Release all that the request holds. Its last output carries the reason."""
+        """Release the request's memory. Its last output carries the reason."""
         req.finish_reason = finish_reason
         if req.row < 0:
             self.waiting.remove(req)

@@ -1,9 +1,13 @@
 """The engine over HTTP, with OpenAI's API.
 
-settings.py     ServerSettings: address, key, limits protocol.py     requests and responses as pydantic models
-openapi.py      the document that describes them problems.py     errors in OpenAI's form gate.py         keys,
-body sizes and time limits, before a request is read calls.py        one HTTP request as requests to the
-engine: sent, collected, streamed, aborted answers.py, chat.py, completions.py   the two endpoints: parameters
-in, answers out metrics.py      the engine's counts as Prometheus text app.py the application: routes and what
-they share serving.py      the process: listen, watch the engine, end in order
+settings.py                         ServerSettings: address, key, limits
+protocol.py                         requests and responses as pydantic models
+openapi.py                          the document that describes them
+problems.py                         errors in OpenAI's form
+gate.py                             key, body size and time limit, before a request is read
+calls.py                            one HTTP call as requests to the engine: sent, streamed, aborted
+answers.py, chat.py, completions.py the two endpoints: parameters in, answers out
+metrics.py                          the engine's counts as Prometheus text
+app.py                              the application: routes and shared state
+serving.py                          the process: listens, watches the engine, ends in order
 """

@@ -92,7 +92,7 @@ def _shortened(text: str, length: int = 100) -> str:
 
 
 async def answer_nobody(request: Request, error: Exception) -> Response:
-    """The client has hung up: for the counts."""
+    """Return a status for the metrics only: the client has hung up."""
     return Response(status_code=499)
 
 
@@ -101,7 +101,7 @@ async def answer_problem(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such page, no such method."""
+    """Convert Starlette's errors for an unknown path or method."""
     if not isinstance(error, HTTPException):
         raise error
     message = f"{error.detail}: {request.method} {_shortened(request.url.path)}"

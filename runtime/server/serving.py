@@ -46,7 +46,7 @@ def run_server(server_args: ServerArgs, settings: ServerSettings) -> None:
 
 
 class _UvicornServer(uvicorn.Server):
-    """Leaves signals to us: uvicorn would raise them again, and so end by SIGTERM after a clean stop."""
+    """Does not capture signals: uvicorn would raise them again, and so end by SIGTERM after a clean stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,8 +1,14 @@
 """Attaching to all processes of a running engine, and detaching.
 
-process_tree  the processes of an engine           permissions  why one of them cannot be attached to
-injection     runs a script in a process           ptrace       by one write of its main thread's registers
-dormant       the same in a prepared process       elf          what is mapped into a process package the
-modules copied for it           entry        runs there first: imports agent         runs there: weaves, and
-undoes it   operation    the command's side guard         detaches after the command was killed
+process_tree  finds the processes of an engine
+permissions   explains why a process cannot be attached to
+injection     runs a script in a process
+ptrace        calls a function in a process, by one write of its main thread's registers
+elf           reads the files mapped into a process
+dormant       runs a script in a prepared process
+package       copies the modules for a process
+entry         runs first in the process: imports the agent
+agent         runs in the process: weaves, and removes everything
+operation     attaches and detaches, in the command's process
+guard         detaches after the command was killed
 """

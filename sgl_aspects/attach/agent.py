@@ -85,9 +85,9 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _import_devices() -> None:
-    """Import what the first traced step needs.
+    """Import the modules that the first traced step needs.
 
-    An import of the engine's thread would wait for the weaver's lock: for as long as this thread weaves.
+    Imported by the engine's thread, they would wait for the weaver's lock as long as this thread weaves.
     """
     if "torch" not in sys.modules:
         return
@@ -181,7 +181,7 @@ def _beside_the_engine(pieces: Pieces) -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-# -- what stands where ------------------------------------------------------------------------------------
+# -- checking the originals --------------------------------------------------------------------------------
 
 
 def _originals() -> dict[str, Any]:

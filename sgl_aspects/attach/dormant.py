@@ -24,7 +24,7 @@ class Prepared:
     control: Path
 
     def run_file(self, path: Path, has_started: Callable[[], bool]) -> float:
-        """Run the Python file ``path`` in a new thread of the process. Nothing is stopped: 0.0 seconds."""
+        """Run the Python file ``path`` in a new thread of the process. Stops nothing: returns 0.0 seconds."""
         self.control.write_bytes(os.fsencode(path))
         os.kill(self.process.id, dormant.SIGNAL)
         deadline = time.monotonic() + _START_SECONDS

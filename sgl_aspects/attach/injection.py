@@ -2,8 +2,8 @@
 
 Python 3.14 and newer: ``sys.remote_exec``. Before, and if the main thread waits in a system call and so runs
 no bytecode: :mod:`ptrace` makes it call ``Py_AddPendingCall``, which schedules a call between two bytecodes,
-where no lock of the interrupted code matters. If it goes on waiting, it makes the call itself, in that wait,
-holding the GIL.
+where the interrupted code holds no lock that matters. If the wait continues, the thread is made to run the
+pending call in that wait, holding the GIL.
 
 The script there is one line that starts a thread; the thread does the work and ends.
 """
@@ -69,8 +69,8 @@ class _Place:
 def run_file(
     process_id: int, path: Path, has_started: Callable[[], bool], *, remote_exec: str | None
 ) -> float:
-    """Run the Python file ``path`` in a new thread; returns the seconds for which its main thread stood
-    still.
+    """Run the Python file ``path`` in a new thread; returns the seconds for which its main thread was
+    stopped.
 
     ``has_started`` returns whether the file runs; it may be started twice, and must tolerate that.
     ``remote_exec``: the interpreter of the process, if that has ``sys.remote_exec``. Raises ``AttachError``
@@ -118,7 +118,7 @@ def _run_in_wait(
 ) -> float:
     """Make a waiting main thread run the text itself: it runs no bytecode.
 
-    Only in that wait: anywhere else it may hold a lock that the GIL is made of.
+    Only in that wait: elsewhere it may hold one of the GIL's own locks.
     """
     calls: list[Call] = [
         (found["PyGILState_Ensure"],),

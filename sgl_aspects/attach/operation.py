@@ -84,7 +84,7 @@ class Run:
     # -- attaching ------------------------------------------------------------------------------------------
 
     def prepare(self, processes: Sequence[Process]) -> None:
-        """Copy the modules that the processes need, and let their user into the folder."""
+        """Copy the modules that the processes need, and give their user access to the folder."""
         for process in processes:
             executable = package.interpreter_of(process.id)
             if executable not in self._interpreters:

@@ -24,12 +24,12 @@ def _run_the_other_one() -> None:
 
 
 def _is_helper_of_multiprocessing() -> bool:
-    """The resource tracker runs none of the engine's code; hooks would only slow its start."""
+    """Return whether this is the resource tracker, which runs no engine code: hooks would slow its start."""
     return any("multiprocessing.resource_tracker" in word for word in sys.orig_argv)
 
 
 def _prepare_to_be_attached_to() -> None:
-    """Load a module by its file: importing the package would import wrapt, too."""
+    """Load the module by its file: importing the package would import wrapt, too."""
     spec = importlib.util.spec_from_file_location(
         "sgl_aspects_dormant", os.path.join(os.path.dirname(__file__), "dormant.py")
     )

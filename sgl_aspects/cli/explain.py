@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--import",
         dest="module",
         metavar="MODULE",
-        help="import this module first, so that the hooks find their places in it",
+        help="import this module first, so that hooks on it are woven",
     )
 
 

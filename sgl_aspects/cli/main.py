@@ -41,9 +41,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
     Command("attach", "Trace an engine that already runs.", "sgl_aspects.cli.attach"),
     Command("detach", "Detach from an engine that was attached to.", "sgl_aspects.cli.detach"),
-    Command("hooks", "Show every hook, where it went and what it did.", "sgl_aspects.cli.hooks"),
+    Command("hooks", "Show every hook, its targets and its calls.", "sgl_aspects.cli.hooks"),
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
-    Command("doctor", "Show what is wrong with the hooks, and what to do.", "sgl_aspects.cli.doctor"),
+    Command("doctor", "Show problems of the hooks and how to solve them.", "sgl_aspects.cli.doctor"),
     Command(
         "control",
         "Change what a live run records: level, share, on and off.",

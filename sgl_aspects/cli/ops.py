@@ -109,7 +109,7 @@ def _show(arguments: argparse.Namespace) -> int:
         print(f"  {key} = {entry['value']}   ({entry['from']})")
     print()
     for row in rows:
-        print(f"{row['operator']} → {row['implementation'] or 'nothing may serve it: ' + str(row['error'])}")
+        print(f"{row['operator']} → {row['implementation'] or 'no implementation: ' + str(row['error'])}")
         for other in row["considered"]:
             print(f"    {other['implementation']}: {other['reason'] or 'chosen'}")
     return 0

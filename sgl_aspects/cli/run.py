@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sgl-aspects run [options] -- COMMAND [ARGUMENT ...]"
     add_trace_arguments(parser, _LEVEL)
     parser.add_argument("--report", metavar="FOLDER", help="where each process writes a report of its hooks")
-    parser.add_argument("--summary", action="store_true", help="print at the end what became of the spans")
+    parser.add_argument("--summary", action="store_true", help="print the number of delivered and lost spans")
     parser.add_argument(
         "--dormant",
         action="store_true",

@@ -1,4 +1,4 @@
-"""The table of a run, and what became of its spans."""
+"""The table of a run, and the numbers of delivered and lost spans."""
 
 from __future__ import annotations
 

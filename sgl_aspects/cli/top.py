@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         TopApp(live, max(0.05, arguments.interval)).run()
         ended = "The run has ended. " if live.has_ended() else ""
-        print(f"{ended}{live.finished_requests} requests were seen to finish.")
+        print(f"{ended}{live.finished_requests} requests finished.")
         return 0
     finally:
         live.close()

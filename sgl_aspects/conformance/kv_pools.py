@@ -53,7 +53,7 @@ def _buffer(pool: Any, part: str, layer: int) -> torch.Tensor:
     return buffer
 
 
-# -- what every kind promises: checks of "mha", and called for the others ----------------------------------
+# -- common to every kind: checks of "mha", also called for the others --------------------------------------
 
 
 @check(write="get_kv_pool_cls", expects="buffers [slots, heads, head_dim] of the requested type")

@@ -84,7 +84,7 @@ def _serving(layer: Operator, op_name: str, dtype: torch.dtype, device: torch.de
     return get_manager().select(op_name, dtype, device).impl.impl_id
 
 
-# -- what operators mean, in float64 ----------------------------------------------------------------------
+# -- references in float64 --------------------------------------------------------------------------------
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     )
 
 
-# -- the checks: what each makes, feeds and expects ---------------------------------------------------------
+# -- checks -------------------------------------------------------------------------------------------------
 
 
 def _rows(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, int], list[torch.Tensor]]:

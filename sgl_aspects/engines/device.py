@@ -27,7 +27,7 @@ def platform_of(device: str) -> DeviceMixin | None:
 
 
 def import_platforms() -> None:
-    """Import the modules that :func:`platform_of` may ask."""
+    """Import the modules that :func:`platform_of` may use."""
     for row in BUILTIN_PLATFORMS:
         resolve_qualified_name(row.class_name)
 

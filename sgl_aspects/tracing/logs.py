@@ -15,7 +15,7 @@ from sgl_aspects.tracing.context import innermost
 
 
 def correlate_logs() -> Callable[[], None]:
-    """Start, in this process. The function returned undoes it, also below a factory set later."""
+    """Start in this process; returns a function that undoes it, also below a factory set later."""
     inner = logging.getLogRecordFactory()
     is_on = True
 

@@ -208,7 +208,7 @@ class TraceSession:
 
 
 def _without_taken_port(settings: TraceSettings) -> TraceSettings:
-    """The port may belong to another program of the same command: this one is traced without metrics."""
+    """Drop the Prometheus exporter if its port is in use, as by another program of the same command."""
     try:
         require_port(settings)
     except ConfigError as error:

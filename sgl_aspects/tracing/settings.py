@@ -13,7 +13,7 @@
                                         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` turns on
 ``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    characters kept of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
-``SGL_ASPECTS_TRACE_SUMMARY``           the collector reports at the end what became of the spans (off:
+``SGL_ASPECTS_TRACE_SUMMARY``           the collector reports at the end how many spans it delivered (off:
                                         only where something was lost)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
 ``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto, and what

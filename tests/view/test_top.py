@@ -198,7 +198,7 @@ def test_in_a_terminal_it_ends_with_the_run(served: Served) -> None:
         seen = read_until(ours, "Slowest requests")
         assert "\x1b[?1049h" in seen  # a screen of its own
         served.end()
-        seen = read_until(ours, "requests were seen to finish.")
+        seen = read_until(ours, "requests finished.")
         assert "\x1b[?1049l" in seen
         assert "The run has ended. 2 requests" in seen
         assert program.wait(60) == 0

@@ -30,13 +30,13 @@ class Looks(Protocol):
 _looking: weakref.WeakValueDictionary[int, Looks] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 _NAME = "look"
-#: Goes, and the operator with it, when the module is loaded anew.
+#: Removes the operator when it is deleted, as when the module is reloaded.
 _library: Any = torch.library.Library("sgl_aspects", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"{_NAME}(Tensor(a!) written, Tensor layer, Tensor[] given, Tensor[] found, str call) -> ()")
 
 
 def numbered(who: Looks) -> int:
-    """Compiled code keeps the number, and no reference to ``who``."""
+    """Return a number for ``who``, which compiled code keeps instead of a reference."""
     number = next(_numbers)
     _looking[number] = who
     return number
@@ -52,7 +52,7 @@ def tell(
 ) -> None:
     """Add to code being compiled: at each run, the watcher of the number gets this call."""
     values = (*args, *kwargs.values())
-    # A number such as an epsilon may be symbolic here, and has no text then: it travels as a tensor.
+    # A number such as an epsilon may be symbolic here, without a text form: it is passed as a tensor.
     given = tensors_in(
         tuple(
             torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
@@ -96,7 +96,7 @@ _FLOAT = ("float",)
 
 
 def _described(value: Any) -> Any:
-    """A value without its tensors, in what ``repr`` writes and ``literal_eval`` reads."""
+    """Return a value without its tensors, in a form that ``repr`` writes and ``literal_eval`` reads."""
     if isinstance(value, torch.Tensor):
         return ("tensor",)
     if isinstance(value, (tuple, list)):

@@ -25,7 +25,7 @@ _numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictio
 
 
 def number_tensor(number: int) -> torch.Tensor:
-    """A tensor is an input of compiled code, so that layers of one kind share their code."""
+    """Return the number as a tensor: an input of compiled code, so that layers of one kind share code."""
     with torch.inference_mode(False):  # the operator that gets it declares that it writes to it
         return torch.tensor(number, device="cpu")
 

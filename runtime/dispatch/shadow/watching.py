@@ -109,7 +109,7 @@ class Watch:
             },
         }
 
-    # -- what is looked at ---------------------------------------------------------------------------------
+    # -- watched calls -------------------------------------------------------------------------------------
 
     def around(self, site: CallSite, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call itself if its operator is not watched."""
@@ -180,7 +180,7 @@ class Watch:
         """Count a call that became part of a captured graph."""
         self._counts["captured"] += 1
 
-    # -- results come in -----------------------------------------------------------------------------------
+    # -- comparing -----------------------------------------------------------------------------------------
 
     def entry(self, layer: str, place: int, op: str, impl: OpImpl, shadow: OpImpl) -> LayerComparison:
         with self._lock:

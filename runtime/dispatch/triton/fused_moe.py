@@ -5,8 +5,8 @@ The (token, expert) pairs are put in order of their experts, and cut into blocks
     expert of each pair      2 0 2 2 0 1   →   order of pairs   1 4 │ 5 │ 0 2 3
     blocks of two pairs      (1 4) expert 0, (5 .) expert 1, (0 2) (3 .) expert 2, nothing
 
-How many blocks there can be at most depends on the numbers of pairs and experts alone, so that a captured
-graph serves every step. A block that is left over does nothing.
+The maximum number of blocks depends only on the numbers of pairs and experts, so that a captured graph serves
+every step. Unused blocks do nothing.
 """
 
 from __future__ import annotations

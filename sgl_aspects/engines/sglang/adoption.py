@@ -2,8 +2,8 @@
 
 SGLang applies a hook by importing its target and setting one attribute. Woven hooks import nothing, and
 copies of the target are found wherever they are. SGLang's registry gives the same answers as before: the
-hooks it rejects, forgets, warns of and lists as patched are the same, and a hook gets its arguments as they
-were written. ``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
+hooks it rejects, forgets, warns of and lists as patched are the same, and a hook gets its arguments as the
+caller passed them. ``SGL_ASPECTS_ADOPT=0`` leaves everything to SGLang.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def adopt() -> None:
 
 
 def apply_orphans() -> None:
-    """Apply hooks that plugins registered with SGLang's registry if SGLang itself never will.
+    """Apply hooks of SGLang's registry in another engine's process, where SGLang itself never does.
 
-    That is in another engine's process, which runs plugins that were written for SGLang.
+    Such a process also runs plugins that were written for SGLang.
     """
     plugins = sys.modules.get("sglang.srt.plugins")
     if plugins is not None and _MODULE in sys.modules and not getattr(plugins, "_plugins_loaded", True):

@@ -1,8 +1,8 @@
 """A vendor's communicator in SGLang's groups: hooks on the collectives of its group coordinator.
 
-``SGL_ASPECTS_COMMUNICATOR=pkg.mod:Class`` names a subclass of the runtime's Communicator that can be made
-for a group that exists: ``Class.of_group(device_group, ranks, rank)``. "torch" is torch.distributed, to
-prove the hooks.
+``SGL_ASPECTS_COMMUNICATOR=pkg.mod:Class`` names a subclass of the runtime's Communicator that can be created
+for an existing group: ``Class.of_group(device_group, ranks, rank)``. "torch" is torch.distributed, to test
+the hooks.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def description(settings: Any) -> dict[str, Any]:
 
 
 class Transfers:
-    """Reports to the tracker what is transferred in one scheduler, before and after its own work."""
+    """Reports the transfers of one scheduler's requests to the tracker, before and after their own work."""
 
     def __init__(self, trackers: Trackers) -> None:
         self._requests = trackers.requests
@@ -94,7 +94,7 @@ class Transfers:
         ]
 
     def begin(self) -> None:
-        """After scheduling: what waits for its keys and values does so since the connector saw it."""
+        """After scheduling: begin the transfers of waiting requests, at the time the connector saw them."""
         for rid, (request, seen_ns) in self.seen.items():
             if request.status.name == "WAITING_FOR_REMOTE_KVS":
                 self._requests.enter(rid, _TRANSFER, now=seen_ns)

@@ -1,4 +1,4 @@
-"""Removes what is left of runs whose processes and collector were all killed: it is in memory.
+"""Removes the folders of runs whose processes and collector were all killed: they take memory.
 
 The latest stay for ``sgl-aspects dump`` and ``report``, and so does a run whose folder was to be kept.
 """

@@ -46,7 +46,7 @@ def _start(command: list[str]) -> int:
 
 
 def _rank_as_at_first() -> None:
-    """Undo the low rank that a collector gave this session, at which the next one may take long to start."""
+    """Restore the priority of this session, which the collector lowered: the next one would start slowly."""
     try:
         with open("/proc/self/autogroup", "w", encoding="ascii") as session:
             session.write("0")

@@ -124,8 +124,8 @@ class Collector:
         self._end_by = time.monotonic() + _TERM_SECONDS
 
     def follow(self, rank: Callable[[int], None]) -> None:
-        """Run until the run has ended: behind the engine's processes while the rings have room, which on
-        full processors may be hardly at all, and beside them from when one fills until all are read.
+        """Read until the run has ended: at low priority while the rings have room (on busy processors hardly
+        at all then), at normal priority from when one fills until all are read.
         """
         rank(_LOW)
         while not self._has_ended():

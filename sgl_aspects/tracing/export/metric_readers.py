@@ -52,7 +52,7 @@ class MetricsPipeline:
 
 
 def make_reader(name: str, settings: TraceSettings) -> MetricReader:
-    """Make OpenTelemetry's reader of that name; what is not in ``settings`` it reads from the environment."""
+    """Make OpenTelemetry's reader of that name, which reads all but ``settings`` from the environment."""
     if name == "prometheus":
         return _prometheus_reader(settings.prometheus_host, settings.prometheus_port)
     exporter: MetricExporter

@@ -59,7 +59,7 @@ class Rejections:
         self.add(message)
 
     def add(self, message: Any) -> None:
-        """An ``Export…ServiceResponse``."""
+        """Count the rejected parts in an ``Export…ServiceResponse``."""
         partial = message.partial_success
         count = partial.rejected_spans if self._is_of_spans else partial.rejected_data_points
         self._count += max(0, count)
@@ -71,7 +71,7 @@ class Rejections:
 
 
 def span_exporter(protocol: str, rejections: Rejections) -> SpanExporter:
-    """An exporter of collected spans. Endpoint, headers and the rest come from the environment."""
+    """Return an exporter of collected spans. Endpoint, headers and the rest come from the environment."""
     exporter: SpanExporter
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
@@ -108,7 +108,7 @@ def use_encoder(exporter: Any, make_message: Callable[[bytes], Any]) -> None:
 
 
 def metric_exporter(protocol: str, rejections: Rejections) -> MetricExporter:
-    """Likewise, for metrics."""
+    """Return an exporter of metrics, configured like :func:`span_exporter`."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc
 
@@ -168,7 +168,7 @@ def _read(response: requests.Response) -> bytes:
 
 
 def _grpc_arguments(signal: str) -> dict[str, Any]:
-    """Work around variables that the exporter reads otherwise than specified."""
+    """Return arguments for variables that the exporter does not read as specified."""
     import grpc  # type: ignore[import-untyped]
 
     gzip = compression(signal, "grpc") == "gzip"  # the exporter rejects "none"

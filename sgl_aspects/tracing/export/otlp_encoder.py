@@ -83,7 +83,7 @@ class _Values(dict[Any, bytes]):
 
 
 class _Doubles(dict[Any, bytes]):
-    """Likewise, without a cache, for values that seldom repeat."""
+    """Like :class:`_Values`, without a cache, for values that seldom repeat."""
 
     def __init__(self, key: str) -> None:
         self._start = _Values(key)[0.0][:-8]
@@ -93,7 +93,7 @@ class _Doubles(dict[Any, bytes]):
 
 
 class _Lists:
-    """Likewise, for lists and any other type."""
+    """Like :class:`_Values`, for lists and any other type."""
 
     def __init__(self, key: str) -> None:
         self._key = _field(b"\x0a", key.encode())

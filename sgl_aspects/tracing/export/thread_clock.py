@@ -1,4 +1,4 @@
-"""The time that a thread has had, to distinguish an exporter that hangs from one that gets no processor."""
+"""The running time of a thread, to distinguish an exporter that hangs from one that gets no processor."""
 
 from __future__ import annotations
 

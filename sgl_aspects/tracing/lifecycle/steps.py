@@ -82,7 +82,7 @@ class StepTracker(native.Tracker):
 
     ``schedule_start``, ``schedule_end``: of the latest scheduling, stored by its observer. ``running``: the
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
-    ``untimed``: after a replay whose device time is read, as many follow without.
+    ``untimed``: the number of graph replays between two whose device time is read.
     ``on_level`` is called once, before a step, when the recorder's level has changed.
     """
 
@@ -101,7 +101,7 @@ class StepTracker(native.Tracker):
         self.on_level: Callable[[int], None] | None = None
         self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder
-        self.last_id = first_id()  # of steps: counting on is faster than a call
+        self.last_id = first_id()  # of steps: incrementing is faster than a call
         self._measures = measures
         self._thread = 0
         self._mode, self._keys = "", array("Q")

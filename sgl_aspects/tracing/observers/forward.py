@@ -119,7 +119,7 @@ class ForwardObserver(native.ForwardPath):
         else:
             if events is not None:
                 self.tracker.give_back_events(events)
-            # No graph replay, unlike the last time.
+            # Unlike the last pass of this mode, it replayed no graph.
             if step.words[step.block + STEP_GRAPH] == self.eager_text:
                 self.expects &= ~_mode_bit(step)
         step.words[step.block + FORWARD_END] = time_ns()
@@ -159,7 +159,7 @@ class ForwardObserver(native.ForwardPath):
             self._begin_on_device()
 
     def _launch_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        # What the engine launches after its graph is not the graph's.
+        # Work that the engine launches afterwards does not belong to the graph.
         if self.events is not None and self.has_begun and not self.has_parts and error is None:
             self.events[1](self.stream)
             self.has_ended = True

@@ -39,7 +39,7 @@ class Slots:
         self._hand_out(0, b"", 0)
 
     def close(self) -> None:
-        """End, and let go of the ring."""
+        """End, and release the ring."""
         self.end()
         self._find_file = self._when_full = _nothing
 

@@ -14,7 +14,7 @@ from sgl_aspects.tracing.recorder import SpanWriter
 from sgl_aspects.tracing.records import AttributeValue, SpanType
 from sgl_aspects.tracing.ring import format as layout
 
-#: :func:`shape` of a span -> what packs such a span into memory, and the first word of its slot.
+#: :func:`shape` of a span -> the function that packs such a span, and the first word of its slot.
 Layouts = dict[int, tuple[Callable[..., None], int]]
 _class = type
 _MOST_CHOICES = 16
