@@ -1,4 +1,4 @@
-"""An operator of one's own, registered, chosen by a policy, and compared with the reference.
+"""A vendor's operator, registered, chosen by a policy, and compared with the reference.
 
 Prints:
 

@@ -1,7 +1,7 @@
 """The get_rope case: a function that a package re-exports and every model file has a copy of.
 
-A small package of that shape is made here. Replacing the function by its name reaches every copy, those that
-were made before and those that come later, and taking the hook off gives them all back.
+A small package of that shape is made here. Replacing the function by its name reaches every copy, earlier
+and later ones, and removing the hook restores all of them.
 
 Prints:
 

@@ -1,4 +1,4 @@
-"""Another class in the place of one of the engine's, wherever its name was copied to.
+"""Replacing a class of the engine, wherever its name was copied to.
 
 Prints:
 

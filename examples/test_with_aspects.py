@@ -24,7 +24,7 @@ def test_what_is_hard_to_make_fail(woven):
     assert shlex.quote("usual") == "usual"
     with pytest.raises(OSError, match="month"):
         shlex.quote("rare")
-    assert handle.states  # it is taken off when the test ends
+    assert handle.states  # the hook is removed when the test ends
 
 
 def test_which_functions_ran(captured_spans):

@@ -49,7 +49,7 @@ class DeviceEvent(ABC):
 
 
 class ClockEvent(DeviceEvent):
-    """For devices that work while the caller waits, like the CPU: a reading of the clock."""
+    """A reading of the clock, for devices that work while the caller waits, like the CPU."""
 
     __slots__ = ("_time_ns",)
 

@@ -69,7 +69,7 @@ def _limits_above(
 
 
 def _number(file: Path) -> int | None:
-    """None for "max" (no limit), and where the file does not exist."""
+    """Read a number; None for "max" (no limit), or if the file does not exist."""
     try:
         text = file.read_text().strip()
     except OSError:

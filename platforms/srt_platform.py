@@ -94,7 +94,7 @@ class SRTPlatform(DeviceMixin):
         return f"{self.device_name} graph"
 
     def needs_graph_recapture(self) -> bool:
-        """Whether captured graphs are stale once weights were updated. True is always correct, but slower."""
+        """True if captured graphs are stale after a weight update: always correct, but slower."""
         return True
 
     def get_compile_backend(self, mode: str | None = None) -> str:

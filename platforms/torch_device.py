@@ -111,7 +111,7 @@ class TorchDeviceMixin(DeviceMixin):
         return str(uuid)
 
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
-        """None: outside CUDA and compatible modules, torch's answer is not a pair of numbers."""
+        """Return None: outside CUDA and compatible modules, torch's value is not a pair of numbers."""
         return None
 
     def get_device_total_memory(self, device_id: int = 0) -> int:

@@ -19,7 +19,7 @@ def _xla(name: str = "") -> Any:
 
 
 class TpuDeviceMixin(DeviceMixin):
-    """No events: a mark in work that is only collected would measure the collecting."""
+    """Operations of TPUs. It has no events: a mark in lazily collected work would measure the collecting."""
 
     _enum: ClassVar[PlatformEnum] = PlatformEnum.TPU
     device_name: ClassVar[str] = "tpu"

@@ -37,7 +37,7 @@ class SamplingParams:
     top_k, top_p over what top_k left, min_p.
     """
 
-    #: None: as many as the context length and the key-value cache leave after the prompt.
+    #: None: the rest of the context length and of the key-value cache after the prompt.
     max_new_tokens: int | None = 128
     #: 0 takes the likeliest token (greedy); seed, top_k, top_p and min_p have no effect then.
     temperature: float = 0.0
@@ -64,9 +64,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     #: Texts that end the request; they are not part of its text.
     stop: Sequence[str] = ()
-    #: Go on past the model's own end-of-text tokens.
+    #: Continue past the model's own end-of-text tokens.
     ignore_eos: bool = False
-    #: Return each token's log probability, and those of that many top ones; None: neither. Of the
+    #: Return each token's log probability, and those of this number of top tokens; None: neither. Of the
     #: model's own distribution, before penalties and temperature.
     logprobs: int | None = None
     #: Higher ones are served first, and preempt lower ones if memory is short.

@@ -1,7 +1,7 @@
 """Aspects in pytest, wherever sgl-aspects is installed: the fixtures ``woven`` and ``captured_spans``.
 
     def test_what_is_hard_to_make_fail(woven):
-        woven(failing)                       # taken off when the test ends
+        woven(failing)                       # removed when the test ends
 
     def test_how_often_it_ran(captured_spans):
         captured_spans.trace("pkg.mod:f")    # an own function; engines are traced anyway

@@ -38,8 +38,8 @@ class AttentionBackend(abc.ABC):
     #: The kinds of key-value pool that it can read.
     kinds: ClassVar[frozenset[str]] = frozenset({"mha"})
 
-    #: True where a decode step can be captured: what differs from step to step is then read on the device
-    #: alone (``batch.rows``, ``batch.device_lengths``), and nothing on the host.
+    #: True where a decode step can be captured: values that change from step to step are then read only
+    #: on the device (``batch.rows``, ``batch.device_lengths``).
     capturable: ClassVar[bool] = False
 
     #: True where a step reads slots of a request's pages that no token was written to yet, though masked:

@@ -70,7 +70,7 @@ class TritonBackend(TorchNativeBackend):
         batch: ForwardBatch,
         index: IndexerInputs | None = None,
     ) -> Tensor:
-        """As in any backend, but the new tokens of decoding requests are stored by the kernel that reads
+        """Attend like any backend; the kernel that reads the new tokens of decoding requests also stores
         them.
         """
         decodes = batch.num_decodes

@@ -61,8 +61,8 @@ def decode_splits(
     pages = table + tl.load(rows + request) * table_stride
     keys += kv_head * key_head_stride
     others += kv_head * other_head_stride
-    # Read before the wait: what earlier steps stored, and lengths and pages, which are written before the
-    # first layer begins. The newest token is yet to come.
+    # Read before the wait: tokens that earlier steps stored, and lengths and pages, which are written before
+    # the first layer begins. The newest token is read after it.
     if OVERLAP and not STORES:
         tl.extra.cuda.gdc_wait()
     tokens = start + tl.arange(0, BLOCK_TOKENS)

@@ -34,7 +34,7 @@ PLATFORM_FILES = Path(__file__).parent / "platform_files"
 
 @dataclass(frozen=True)
 class Settings:
-    """All keys, checked."""
+    """The checked values of all keys."""
 
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     shadow: tuple[tuple[str, Token], ...] = ()

@@ -61,7 +61,7 @@ def folder_of_environment() -> Path:
 def follow(folder: str, manager: OpManager) -> None:
     """Apply the requests in ``folder``, in a daemon thread. "off": nothing; "on": the user's own folder.
 
-    :raises ConfigError: the folder cannot be made, or belongs to someone else.
+    :raises ConfigError: the folder cannot be made, or belongs to another user.
     """
     if folder == OFF:
         return
@@ -130,7 +130,7 @@ def _work(name: str) -> None:
 
 
 def obey(request: dict[str, Any], manager: OpManager) -> None:
-    """Apply ``set``: keys and values; ``shadow``, ``rate``, ``summaries``: what is watched; nothing ends it.
+    """Apply ``set``: keys and values; ``shadow``, ``rate``, ``summaries``: the watch; empty values end it.
 
     All of it is applied, or nothing.
 

@@ -18,7 +18,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.platforms.answers import class_of
 
-#: What the engine calls of a platform's class.
+#: The methods that the engine calls on a platform's class.
 _COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "gather_objects", "close")
 
 

@@ -36,7 +36,7 @@ from sgl_aspects.runtime.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: What the engine calls of a platform's classes.
+#: The methods that the engine calls on a platform's classes.
 _POOL = ("set_kv_buffer", "get_key_buffer", "get_value_buffer")
 _ALLOCATOR = ("available_size", "pages_for", "alloc", "free")
 _GRAPH_RUNNER = ("capture", "can_run", "replay")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PiecewiseBackend:
-    """For platforms without a class of their own (``get_piecewise_backend_cls``), which has ``compile``.
+    """The backend of platforms that name no class of their own (``get_piecewise_backend_cls``).
 
     Nothing is captured: a platform whose pieces are replayed as graphs declares ``piecewise_graph``.
     """
@@ -25,7 +25,7 @@ class PiecewiseBackend:
         self._runner = model_runner
 
     def compile(self) -> None:
-        """Each piece is compiled at its first call, by the platform's backend, for any number of tokens."""
+        """Compile each piece at its first call, by the platform's backend, for any number of tokens."""
         attention: Any = self._runner.attention_backend
         attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
         backend = self._runner.platform.get_compile_backend(self._runner.server_args.compile_mode)

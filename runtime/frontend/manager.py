@@ -35,7 +35,7 @@ class Counters:
 
 
 class RequestManager:
-    """Tokenizes, sends, and turns what comes back into text.
+    """Tokenizes and sends requests, and detokenizes their outputs.
 
     Every request goes through :meth:`receive_request` once and :meth:`finish_request` once, whatever happens.
     ``send`` takes messages for the scheduler. Limits are in tokens.
@@ -131,7 +131,7 @@ class RequestManager:
         finish_reason = output.finish_reason
         shown = self._shown_logprobs(handle, output, len(handle.text) + len(text))
         if handle.stop_texts.found and finish_reason in (None, "length", "stop"):
-            if finish_reason is None:  # the scheduler does not see text: it would go on
+            if finish_reason is None:  # the scheduler does not see text: it would continue
                 self._send(AbortRequest(handle.rid))
             finish_reason = "stop"
         handle.text += text

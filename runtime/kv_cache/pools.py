@@ -32,7 +32,7 @@ def token_bytes(kind: str, dtype: torch.dtype, layer_num: int, **row: int) -> in
 
 
 class TokenPool:
-    """One row of ``width`` numbers a token, in pages: what the pools here share. ``size`` in tokens.
+    """The base of the pools: one row of ``width`` numbers a token, in pages. ``size`` in tokens.
 
     ConfigError for ``enable_memory_saver``: memory allocated here is not released.
     """
@@ -88,16 +88,16 @@ class TokenPool:
         return self._buffers[layer_id - self.start_layer][1]
 
     def get_page_buffer(self, layer_id: int) -> Tensor:
-        """[pages, page_size * width], a view: what a gather by pages reads."""
+        """[pages, page_size * width], a view for gathering whole pages."""
         return self._pages[layer_id - self.start_layer]
 
     def split_pages(self, gathered: Tensor, requests: int) -> tuple[Tensor, Tensor]:
-        """Pages of requests, as many of each, as keys and values [requests, tokens, heads, head_dim]."""
+        """Split equally many pages of each request: keys and values [requests, tokens, heads, head_dim]."""
         return self.split(gathered.view(requests, -1, self.width))
 
 
 class MHATokenPool(TokenPool):
-    """``head_num`` key heads and as many value heads a token, side by side: one gather fetches both.
+    """``head_num`` key heads and ``head_num`` value heads a token, side by side: one gather fetches both.
 
     Here and below, ``pages`` are the arguments that :class:`TokenPool` has beside its width.
     """

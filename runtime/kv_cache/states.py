@@ -10,7 +10,7 @@ from sgl_aspects.runtime.loader.model_config import LinearAttentionConfig
 
 
 class StatePool:
-    """By layer and row of the page table: the last tokens before the convolution, and the state in float32.
+    """The last tokens before the convolution, and the state in float32, by layer and row of the page table.
 
     A request whose first token is computed begins with zeros: nothing is cleared when it ends.
     """

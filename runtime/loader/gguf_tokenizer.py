@@ -25,7 +25,7 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _single_digits() -> pre_tokenizers.PreTokenizer:
-    """Each digit is a word of its own; the rest as GPT-2 does it."""
+    """Split each digit off as a word; the rest like GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 

@@ -111,7 +111,7 @@ def _moe(raw: dict[str, Any], architecture: str) -> MoEConfig | None:
 
 
 def _dense_layers(raw: dict[str, Any]) -> frozenset[int]:
-    """By a list of all layers' types, by DeepSeek's keys, or by Qwen3's."""
+    """Return the dense layers, from a list of all layers' types, DeepSeek's keys, or Qwen3's."""
     layers = range(raw["num_hidden_layers"])
     types = raw.get("mlp_layer_types")
     if types:
@@ -129,7 +129,7 @@ def _mla(raw: dict[str, Any], architecture: str) -> MLAConfig | None:
 
 
 def _linear(raw: dict[str, Any]) -> LinearAttentionConfig:
-    """By the list of all layers' types, or every fourth with attention."""
+    """Return the linear layers, from the list of all layers' types; else every fourth has attention."""
     layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     usual = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
     types = raw.get("layer_types") or usual

@@ -85,7 +85,7 @@ class MoEConfig:
     experts_per_token: int = key("num_experts_per_tok")
     #: Inner size of one expert.
     intermediate_size: int = key("moe_intermediate_size")
-    #: Layers that have a plain MLP all the same.
+    #: Layers with a plain MLP instead.
     dense_layers: frozenset[int] = frozenset()
     num_shared_experts: int = key("n_shared_experts", default=0)
     #: "softmax" over all experts, or the "sigmoid" of each.
@@ -188,7 +188,7 @@ class ModelConfig:
     rotary_share: float = 1.0
     #: Whether norms multiply with 1 + weight.
     norm_adds_one: bool = False
-    #: What embeddings are multiplied with.
+    #: The factor of embeddings.
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:

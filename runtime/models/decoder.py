@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether a decode step can be captured: False if a part of the model cannot."""
+        """Return whether a decode step can be captured: False if a part of the model cannot."""
         return all(getattr(module, "capturable", True) for module in self.modules() if module is not self)
 
     def make_attention(self, layer_id: int) -> nn.Module:

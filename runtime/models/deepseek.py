@@ -143,7 +143,7 @@ class LatentAttention(nn.Module):
 
 
 class DeepseekForCausalLM(CausalLM):
-    """All three: the config distinguishes them."""
+    """The model of all three versions: the config distinguishes them."""
 
     def make_attention(self, layer_id: int) -> nn.Module:
         assert self.config.mla is not None  # hf_config.py reads it for every Deepseek architecture

@@ -54,7 +54,7 @@ class GatedAttention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Each channel over its last ``kernel_size`` tokens."""
+    """A convolution of each channel over its last ``kernel_size`` tokens."""
 
     def __init__(self, config: LinearAttentionConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _split_heads(x: Tensor, head_dim: int) -> Tensor:
 
 
 class Qwen3NextForCausalLM(CausalLM):
-    """On one device: neither its states nor its gates are cut between ranks here."""
+    """The model, on one device: neither its states nor its gates are divided between ranks."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, context_length: int, tp: Communicator | None = None

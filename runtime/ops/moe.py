@@ -41,7 +41,7 @@ class TopKExperts(Operator):
 
 
 class FusedExperts(Operator):
-    """Gated MLPs, as many as experts, in stacked weights; each rank has its share of every inner size."""
+    """The experts' gated MLPs in stacked weights; each rank has its share of every inner size."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype, tp: Communicator) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class RMSNorm(Operator):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """The same with ``1 + weight``, rounded once, at the end."""
+    """``RMSNorm`` with ``1 + weight``, rounded once, at the end."""
 
     def compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return dispatch.gemma_rms_norm(x, self.weight, self.eps, residual)

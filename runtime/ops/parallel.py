@@ -36,7 +36,7 @@ class MergedLinear(Linear):
         self._tp = tp
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Under the names of the parts, beside which this operator stands."""
+        """Yield the targets under the names of the parts, which are siblings of this operator."""
         beside = prefix.rstrip(".").rpartition(".")[0] + "."
         start = 0
         for name, size in self.parts.items():
@@ -51,7 +51,7 @@ class MergedLinear(Linear):
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes its share of the output."""
+    """A linear of which each rank computes its share of the output."""
 
     def __init__(
         self, in_features: int, out_features: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False
@@ -65,7 +65,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank has its share of the input; the sum over the ranks is the output, on each of them."""
+    """A linear of which each rank has its share of the input; the output is the sum, on every rank."""
 
     def __init__(
         self, in_features: int, out_features: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False

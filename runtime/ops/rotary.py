@@ -44,7 +44,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """By how much attention over a context ``factor`` times as long is sharpened."""
+    """Return the sharpening of attention over a context ``factor`` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

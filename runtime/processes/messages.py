@@ -75,13 +75,13 @@ class ReadyMessage:
 class FailureMessage:
     """To the caller, last: the scheduler process ends because of this error."""
 
-    #: Name of the class in sgl_aspects.errors where it is one of ours, otherwise of the error's own.
+    #: Name of the error's class: in sgl_aspects.errors, if it is there.
     error_type: str
     message: str
     traceback: str
     #: Where it was raised, as file, line and function.
     place: str
-    #: The requests that the scheduler was at work on.
+    #: The requests of the scheduler's current step.
     rids: list[str] = field(default_factory=list)
     #: ``time.monotonic_ns`` of the error: the first one of several ranks caused the others.
     time_ns: int = field(default_factory=time.monotonic_ns)
@@ -89,7 +89,7 @@ class FailureMessage:
 
 @dataclass
 class TokenOutput:
-    """To the caller: what one request got in one step."""
+    """To the caller: the output of one request in one step."""
 
     rid: str
     token_ids: list[int]

@@ -94,9 +94,9 @@ class LogitAdjuster:
 
 
 class TokenCounts:
-    """For each row of the page table, how often its request has given each token.
+    """The counts of each token in a request's output, by row of the page table.
 
-    A row is counted afresh when another request has it, and otherwise only what is new since the last time.
+    A row is counted from the start for a new request, otherwise from the last call on.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:

@@ -14,14 +14,14 @@ class TokenLogprobs:
 
     token_id: int
     logprob: float
-    #: The likeliest tokens, best first, as many as requested.
+    #: The requested number of likeliest tokens, best first.
     top: tuple[tuple[int, float], ...] = ()
 
 
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], wanted: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """For each row of ``logits`` [rows, vocab]: None where ``wanted`` is None, else with the top ones."""
+    """Return an entry for each row of ``logits`` [rows, vocab]: None where ``wanted`` is None."""
     results: list[TokenLogprobs | None] = [None] * len(wanted)
     rows = [i for i, count in enumerate(wanted) if count is not None]
     if not rows:

@@ -1,4 +1,4 @@
-"""SampledTokens: what was sampled, on its way from the device to the host."""
+"""SampledTokens: a step's sampled tokens, on their way from the device to the host."""
 
 from __future__ import annotations
 

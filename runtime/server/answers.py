@@ -139,7 +139,7 @@ _SAME_NAMES = {
 
 
 def common_params(body: SamplingFields) -> dict[str, Any]:
-    """The fields of both endpoints as those of SamplingParams; what was left out keeps OpenAI's default."""
+    """The fields of both endpoints as those of SamplingParams; omitted ones keep OpenAI's default."""
     params = body.model_dump(include=_SAME_NAMES, exclude_none=True)
     params["temperature"] = 1.0 if body.temperature is None else body.temperature
     params["min_new_tokens"] = body.min_tokens or 0

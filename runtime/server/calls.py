@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Calls:
-    """All open calls: their limit, and how they end when the server does."""
+    """All open calls: limits their number, and ends them when the server stops."""
 
     def __init__(self, engine: Engine, max_requests: int) -> None:
         self.engine = engine
@@ -71,7 +71,7 @@ class Calls:
         headers = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
         send = partial(self.engine.submit_group, prompts, params, rid=call.rid, stream=stream)
         try:
-            # Long prompts take their time to become tokens: other calls go on meanwhile.
+            # In a thread: tokenizing long prompts takes time, in which other calls continue.
             call.groups = await asyncio.to_thread(send, external_trace_header=headers)
             if self.given_up:  # meanwhile
                 raise ApiError(503, self.closed or "", code="unavailable")

@@ -57,7 +57,7 @@ class CompletionEndpoint(Endpoint):
         )
 
     def _token_text(self, token: int) -> str:
-        """As OpenAI writes it: a part of a character by its bytes, so that two of them differ."""
+        """Format a token like OpenAI: a part of a character by its bytes, so that two parts differ."""
         raw = self.tokenizer.token_bytes(token)
         try:
             return raw.decode()

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
 from sgl_aspects.runtime.server.settings import ServerSettings
 
-#: Open to anyone who reaches the port: load balancers have no key.
+#: Paths that need no key: load balancers have none.
 OPEN_PATHS = ("/health",)
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -222,7 +222,7 @@ class CompletionChoice(_Response):
 
 
 class CompletionResponse(_Answer):
-    """Also a chunk of a stream."""
+    """A whole answer, or a chunk of a stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]

@@ -40,7 +40,7 @@ class Process:
 
     @property
     def is_spawned(self) -> bool:
-        """Whether multiprocessing started it, so that it belongs to its parent."""
+        """Return whether multiprocessing started it, so that it belongs to its parent."""
         return any(mark in word for word in self.words for mark in _SPAWNED)
 
     @property
@@ -49,7 +49,7 @@ class Process:
 
     @property
     def is_python(self) -> bool:
-        """Whether the executable looks like Python; the mapped files are checked before attaching."""
+        """Return whether the executable looks like Python; the mapped files are checked before attaching."""
         try:
             name = os.path.basename(os.readlink(f"/proc/{self.id}/exe"))
         except PermissionError:

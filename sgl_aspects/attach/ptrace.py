@@ -103,7 +103,7 @@ def _signals_held() -> Iterator[None]:
     """Delay SIGINT and SIGTERM until after the block.
 
     By their handlers, not by the thread's mask: another thread would take a masked signal, and Python would
-    handle it in this one all the same.
+    still handle it in this one.
     """
     if threading.current_thread() is not threading.main_thread():  # which no handler interrupts
         yield

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Attach, wait for the end of the time, Ctrl-C or `sgl-aspects detach`, and detach."""
     environment = trace_environment(os.environ, arguments, _LEVEL)
-    # The engine goes on, and may leave the collector little of the processors for its last spans.
+    # The running engine may leave the collector little processor time for its last spans.
     environment.setdefault("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "10")
     if arguments.config:
         config.read(arguments.config)  # its errors are reported here, in one line

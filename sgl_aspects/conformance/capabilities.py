@@ -38,7 +38,7 @@ def triton(bench: Bench) -> str:
 
 @check(write="get_compile_backend", expects="compiled layers to give the tokens of plain ones")
 def compiled(bench: Bench) -> str:
-    """By the class of get_piecewise_backend_cls where piecewise_graph is declared, else by the compiler."""
+    """Compile by the class of get_piecewise_backend_cls if piecewise_graph is declared, else the compiler."""
     try:
         backend = bench.platform.get_compile_backend()
     except NotImplementedError:

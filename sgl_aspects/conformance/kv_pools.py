@@ -80,7 +80,7 @@ def shape(bench: Bench, kind: str = "mha") -> str:
 
 @check(write="set_kv_buffer of the pool", expects="each slot to hold what was written, others theirs")
 def write(bench: Bench, kind: str = "mha") -> str:
-    """Over the edges of pages, out of order, one layer at a time."""
+    """Write over the edges of pages, out of order, one layer at a time."""
     slots = torch.tensor([PAGE_SIZE, 4 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 7])
     there = slots.to(bench.device)
     for dtype in _DTYPES:

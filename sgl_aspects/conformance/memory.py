@@ -19,7 +19,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """All in bytes."""
+    """The figures of one measurement, in bytes."""
 
     free: int
     total: int

@@ -44,7 +44,7 @@ class Source:
 
     @property
     def version(self) -> str:
-        """From a wheel's name; of a folder, its own name."""
+        """The version in a wheel's name; for a folder, the folder's name."""
         name = self.path.resolve().name
         parts = name.split("-")
         return parts[1] if self._archive is not None and len(parts) > 1 else name

@@ -47,7 +47,7 @@ UNFINISHED_FLAG = "sgl_aspects.unfinished"
 ATTACHED_FLAG = "sgl_aspects.attached"
 DETACHED_FLAG = "sgl_aspects.detached"
 
-# -- attributes: ours ----------------------------------------------------------------------------------
+# -- attributes: sgl-aspects' own ----------------------------------------------------------------------
 
 FINISH_REASON = "sgl_aspects.finish_reason"
 PREFILL_TOKENS = "sgl_aspects.prefill.tokens"

@@ -122,7 +122,7 @@ class LiveRun:
         self._gone: deque[str] = deque()
 
     def has_ended(self) -> bool:
-        """Whether there were processes and all of them are gone."""
+        """Return whether there were processes and all of them are gone."""
         return bool(self._gone) and not self.rings
 
     @property

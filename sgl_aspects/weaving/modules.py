@@ -57,7 +57,7 @@ class ModuleWatcher:
     def install(self) -> None:
         """Start watching; idempotent."""
         if self._leave_searches is None:
-            # A finder put in front later may find modules without calling ours.
+            # A finder put in front later may find modules without calling this one.
             self._leave_searches = compat.before_each_search(self._stand_first)
         self._stand_first()
 

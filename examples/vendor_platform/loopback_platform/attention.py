@@ -32,7 +32,7 @@ class LoopbackAttention(AttentionBackend):
         return self.page_table.table.shape[1] * self.page_table.page_size
 
     def forward_decode(self, query: torch.Tensor, layer: Attention, batch: ForwardBatch) -> torch.Tensor:
-        """Each request's token over its slots; what lies past its length is not seen."""
+        """Attend from each request's token over its slots; those past its length are masked."""
         output = _attend(
             query.unsqueeze(1), *self._read(layer, self._slots), self._seen[:, None, None], layer
         )
@@ -46,7 +46,7 @@ class LoopbackAttention(AttentionBackend):
         layer: Attention,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Each token sees those before it and itself: the last token sees all."""
+        """Attend from each token over those before it and itself."""
         outputs = []
         parts = torch.split(query, batch.num_new_tokens[batch.num_decodes :])
         for slots, part in zip(self._prompts, parts):

@@ -1,4 +1,4 @@
-"""The device itself. What is inherited from the host's processors is what the tensors really run on."""
+"""The device itself. It inherits from the host's processors, on which the tensors really are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoopbackDevice(DeviceMixin):
 
     _enum = PlatformEnum.OOT
     device_name = "loopback"
-    #: What torch calls the device. A real one brings a name of its own ("npu"), by an extension of torch.
+    #: torch's name of the device. A real one has its own ("npu"), from an extension of torch.
     device_type = "cpu"
     visible_devices_variable = "LOOPBACK_VISIBLE_DEVICES"
     supported_quantization = ("int8",)

@@ -58,7 +58,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm: bool = False,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """The same in chunks of tokens, for prompts: (outputs, the state after the last token), both new.
+    """Compute the same in chunks of tokens, for prompts: (outputs, the state after the last token), both new.
 
     Within a chunk the changes solve a triangular system, (1 + A) changes = beta (v - the state's prediction),
     where A holds the overlap of each key with those before it.

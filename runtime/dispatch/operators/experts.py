@@ -60,7 +60,7 @@ def grouped_topk(
 
 
 def _scores(router_logits: Tensor, scoring: str) -> Tensor:
-    """In float32 at least."""
+    """Return scores in float32 at least."""
     exact = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
     if scoring == "softmax":
         return exact.softmax(-1)

@@ -81,7 +81,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64, which some devices do not have."""
+    """Convert to float64, on the host if the device lacks it."""
     has_doubles = tensor.device.type in ("cpu", "cuda")
     return (tensor.detach() if has_doubles else tensor.detach().cpu()).double()
 

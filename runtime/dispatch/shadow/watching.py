@@ -70,7 +70,7 @@ class Watch:
     # -- results -------------------------------------------------------------------------------------------
 
     def comparisons(self) -> list[LayerComparison]:
-        """In the model's order."""
+        """The comparisons, in the model's order."""
         with self._lock:
             return sorted(self._comparisons.values(), key=lambda each: (each.place, each.layer, each.op))
 

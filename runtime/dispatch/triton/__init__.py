@@ -37,7 +37,7 @@ def register(registry: OpRegistry) -> None:
 
 
 def available() -> bool | str:
-    """On platforms of the dispatch key "cuda", where Triton is installed."""
+    """Return whether Triton is installed and the platform's dispatch key is "cuda"; or why not."""
     here = on_platform(VENDOR)()
     return needs("triton")() if here is True else here
 

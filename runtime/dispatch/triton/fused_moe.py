@@ -53,8 +53,8 @@ def fused_moe(
 def _grouped(
     experts: torch.Tensor, count: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the pairs' experts [pairs]: the pairs in order; by expert where its pairs begin and end there, and
-    the number of blocks up to and with it.
+    """Return, from the pairs' experts [pairs]: the pairs in order of experts; for each expert the begin and
+    end of its pairs there, and the number of blocks up to and including it.
     """
     ones = torch.ones_like(experts)
     counts = torch.zeros(count, dtype=experts.dtype, device=experts.device).scatter_add_(0, experts, ones)

@@ -30,7 +30,7 @@ def attach(class_name: str) -> None:
     communicators: dict[int, Any] = {}
 
     def of(coordinator: Any) -> Any:
-        """One communicator for each group."""
+        """Return the communicator of a group, one for each."""
         group = coordinator.device_group
         if id(group) not in communicators:
             communicators[id(group)] = communicator_class.of_group(
@@ -59,7 +59,7 @@ def all_reduce(communicator: Any, input_: Any) -> Any:
 
 
 def all_gather(communicator: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None) -> Any:
-    """Only with a new tensor: SGLang also passes a list of output tensors."""
+    """Gather into a new tensor only: SGLang also passes a list of output tensors."""
     return NotImplemented if output_tensor_list is not None else communicator.all_gather(input_, dim)
 
 

@@ -94,7 +94,7 @@ class Joiner:
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._is_replaying = False
         self._detaching_ns = math.inf
-        # When the last pass over all files ended. What was written before is read in the next one, however
+        # The end of the last pass over all files. Records written before are read in the next pass, however
         # long that takes: a record waits from the end of its own pass.
         self._passed = time.monotonic()
         self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
@@ -176,7 +176,7 @@ class Joiner:
         if isinstance(begin, SpanBegin):
             root = self._roots.get(begin.root_id)
             end = writer.last_ns
-            if root is not None and root.end_ns:  # what it belongs to has ended
+            if root is not None and root.end_ns:  # its root has ended
                 end = min(end, root.end_ns)
             self.add(writer, SpanEnd(*begin, max(end, begin.start_ns), error=UNFINISHED))
         elif (ended := self._roots.get(begin.span_id)) is not None:

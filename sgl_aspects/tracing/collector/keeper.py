@@ -4,7 +4,7 @@
 
 Neither it nor the collector is a descendant of the engine, which may kill its descendants when it ends. It
 imports nothing of this package, waits, and ends with the collector. The collector's process id is the first
-line of what comes through ``REPORT_FD``. ``MARK`` is a file in the run folder, made at a restart.
+line written to ``REPORT_FD``. ``MARK`` is a file in the run folder, made at a restart.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class SessionRank:
         self._may = sys.platform == "linux" and not os.path.exists(f"/proc/{os.getsid(0)}")
 
     def set(self, rank: int) -> None:
-        """Set it, as a nice value; 0 is the default. What the kernel refuses is tried again next time."""
+        """Set it, as a nice value; 0 is the default. If the kernel refuses, it is tried again next time."""
         if self._may and rank != self._rank:
             with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as session:
                 session.write(str(rank))

@@ -295,7 +295,7 @@ class StepTracker(native.Tracker):
         while self.late:
             self._write(self.late.pop(0))
 
-    # -- what is below a step -------------------------------------------------------------------------------
+    # -- spans below a step ---------------------------------------------------------------------------------
 
     def current_span(self) -> Fields | None:
         """Return the open span of the step running in this thread, if any. Announces the step."""

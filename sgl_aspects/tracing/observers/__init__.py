@@ -120,7 +120,7 @@ class WovenLevels:
             )
 
     def remove(self) -> None:
-        """Remove the hooks, for good.
+        """Remove the hooks permanently.
 
         Observers refer to this object and their hooks to them: without hooks here all of them are freed at
         once, also in an engine whose garbage collector does not look at objects as old as these.

@@ -51,7 +51,7 @@ class CallingObserver:
         # Several requests of one call share one trace, even without a caller's context.
         first = calls.live.get(self._group(request) or "")
         call = calls.begin(request, args[0], now, origin=first.origin if first else None)
-        call.exchange = exchange  # for its status, should the request fail
+        call.exchange = exchange  # for its status, if the request fails
         return call, calls.enter(call)
 
     def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:

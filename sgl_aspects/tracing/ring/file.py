@@ -96,7 +96,7 @@ class RingFile:
         self._close()
 
     def close(self) -> None:
-        """In a forked child: release the copy, without marking the file closed."""
+        """Release the copy in a forked child, without marking the file closed."""
         self.words.release()
         self.memory.close()
         self._close()
