@@ -1,8 +1,8 @@
 """The effect of a backend's state on the engine: python -m benchmarks.backends [MINUTES].
 
 A traced engine makes token after token, while its backend is well, slow (two seconds a request), refusing
-(503) or down, in turns of a new order: the time of a step in each state, and what becomes of the collector.
-"well again" is the same as "well": what lies between the two is noise.
+(503) or down, in turns in random order: the time of a step in each state, and the collector's memory.
+"well again" is the same as "well": their difference is noise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 @dataclass
 class State:
-    """By turn: milliseconds of a step, and the collector's megabytes at the end."""
+    """The results by turn: milliseconds of a step, and the collector's megabytes at the end."""
 
     median: list[float] = field(default_factory=list)
     worst: list[float] = field(default_factory=list)

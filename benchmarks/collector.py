@@ -3,9 +3,9 @@
     python -m benchmarks.collector [--level 1] [--rate 10000 --seconds 60 --writers 8]
 
 Writers record requests as an engine's processes do, one in two the process that receives requests, the other
-its scheduler. Without ``--rate`` they fill rings, and each stage takes what the stage before it made; with it
-they go on at that rate while a collector exports to a backend on loopback: what the collector spent, what was
-delivered and what was dropped.
+its scheduler. Without ``--rate`` they fill rings, and each stage takes the output of the one before it; with
+it they record at that rate while a collector exports to a backend on loopback. Shown are the collector's
+processor time, and the spans delivered and dropped.
 """
 
 from __future__ import annotations

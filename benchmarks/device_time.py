@@ -1,4 +1,4 @@
-"""Device time in our forward spans against the torch profiler's, and what tracing costs on a GPU.
+"""Device time in forward spans against the torch profiler's, and the cost of tracing on a GPU.
 
     python -m benchmarks.device_time [--write] [--folder DIR] [--layers N]
 
@@ -158,7 +158,7 @@ def forward_spans(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def compare(folder: Path, counts: dict[str, int]) -> list[str]:
-    """One line a way of running, in the order of ``counts``: both medians, and the passes' ratios."""
+    """Return a line for each execution mode, in the order of ``counts``: both medians, and the ratios."""
     spans = list(forward_spans(folder / "traces.jsonl"))[-sum(counts.values()) :]
     lines = [
         "| forward passes | as labelled | spans, ms | profiler, ms | ratio: median (lowest to highest) |",

@@ -33,7 +33,7 @@ silu_and_mul = OPERATORS["silu_and_mul"].reference
 
 
 class PlainSiluAndMul(nn.Module):
-    """The layer as one writes it without dispatch."""
+    """The layer without dispatch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(x)  # type: ignore[no-any-return]
@@ -85,7 +85,7 @@ def nothing(x: Any) -> None:
 
 
 def overheads() -> dict[str, Callable[[], Any]]:
-    """The same with an implementation that does nothing: what is left is the cost of calling."""
+    """Measure the same with an implementation that does nothing: the cost of the call alone."""
     registry = dispatch.OpRegistry()
     registry.define(dispatch.OperatorSpec("nothing", nothing))
     manager = dispatch.OpManager(registry)

@@ -1,6 +1,6 @@
-"""In a live SGLang's scheduler: exchanges what woven methods run (for :mod:`.interleaved`).
+"""A plugin that exchanges the code of woven methods in a live SGLang scheduler, for :mod:`.interleaved`.
 
-A plugin. SIGRTMIN+3 begins a measurement, as the file $EXCHANGE specifies; its steps are written beside it.
+SIGRTMIN+3 begins a measurement, as the file $EXCHANGE specifies; its steps are written beside it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ clock = time.perf_counter_ns
 
 
 class Watched:
-    """A woven method, called through two functions that time what is spent between them.
+    """A woven method, called through two functions that measure the time between them.
 
-    Where it is off the inner one is called at once. ``own_ns``: since it was set to 0.
+    When off, the inner one is called directly. ``own_ns``: the sum since it was set to 0.
     """
 
     def __init__(self, owner: type, name: str, woven: types.FunctionType) -> None:
@@ -87,7 +87,7 @@ class Watched:
 
 
 def watched_methods() -> list[Watched]:
-    """The methods of SGLang's classes that only observers are on.
+    """Return the methods of SGLang's classes that have observers only.
 
     Hooks are in a kind of tuple of the weaver's, and the original where nothing changes its call.
     """
@@ -105,7 +105,7 @@ def watched_methods() -> list[Watched]:
 
 
 class Exchange:
-    """Stamps each step, and changes what the watched methods run between blocks of them."""
+    """Timestamps each step, and changes the code of the watched methods between blocks of steps."""
 
     def __init__(self, path: Path, step: Callable[..., Any]) -> None:
         self._path, self._step = path, step
@@ -114,7 +114,7 @@ class Exchange:
         self._pending: list[tuple[Watched, Any]] = []
 
     def stamped(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the scheduler's method, between scheduling a batch and running it."""
+        """Replace the scheduler's method that runs between scheduling a batch and running it."""
         if self._until:
             now = clock()
             batch = args[1] if len(args) > 1 else kwargs["batch"]
@@ -132,7 +132,7 @@ class Exchange:
         if not self._passes:
             raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
-        # What runs, nanoseconds of a step, and those of each woven method that are not its own.
+        # The variant, nanoseconds of a step, and those added to each woven method.
         self._steps: list[tuple[str, int, list[int]]] = []
         self._name, self._left, self._before, self._burn_ns = "off", 0, 0, 0
         self._until = clock() + int(wanted["seconds"] * 1e9)

@@ -180,7 +180,7 @@ def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[Row]:
                 while ours.poll(0):
                     ours.recv()
         assert len(scheduler.running) == batch_size
-        # Half of what was added: the lengths grow evenly.
+        # Half of the added length: the lengths grow evenly.
         cached = (
             sum(req.computed_tokens for req in scheduler.running) - ROUNDS * (STEPS + WARM_UP) * batch_size
         )

@@ -1,17 +1,17 @@
-"""The time that tracing adds to a decode step of a live, real SGLang, on a machine that others share:
+"""The time that tracing adds to a decode step of a live SGLang server, on a shared machine:
 
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
 
-:mod:`.sglang_overhead` changes the level in turns of many steps; a host that others use becomes faster and
-slower by more than the budget within a turn. Here one server stays at level 3, and every 4 to 8 steps it is
-changed what the woven methods run (:mod:`.exchange`): SGLang's own ("off"), what level 2 weaves, or all.
+:mod:`.sglang_overhead` changes the level in turns of many steps; the speed of a shared host changes by more
+than the budget within a turn. Here one server stays at level 3, and every 4 to 8 steps the woven methods run
+other code (:mod:`.exchange`): SGLang's own ("off"), that of level 2, or all.
 
-Two figures. "added" is timed around each woven method and inside of it, between the engine's own work with
-its cold caches: woven functions, observers, the device's events. "step" is how much longer steps are, by
-least squares after the steps' own correlation is taken out: it has what the caches lose besides, and a wide
-interval. Not in either: weaving itself, and the collector, a process of its own that reads all the time.
-"burn 10" spends 10 µs in the scheduler's thread: what of it is seen in a step. "empty": observers that do
-nothing. "in Python": woven functions that are not called in C (observers are all the same).
+There are two figures. "added" is timed around each woven method and inside of it, between the engine's own
+work with its cold caches: woven functions, observers, the device's events. "step" is the increase of a step's
+duration, by least squares after removing the steps' autocorrelation: it includes the effect on the caches and
+has a wide interval. Neither includes weaving itself, and the collector, a separate process that always runs.
+"burn 10" spends 10 µs in the scheduler's thread, to show how much of that a step shows. "empty": observers
+that do nothing. "in Python": woven functions that are not called in C (with the same observers).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Exchange:
         self.environment = {"EXCHANGE": str(self._file)}
 
     def measure(self, size: int, variants: Sequence[str], seconds: float) -> Steps:
-        """Steps with ``size`` requests in a batch: what ran, nanoseconds, those added to each method."""
+        """Return steps of ``size`` requests: the variant, nanoseconds, and those added to each method."""
         self._file.write_text(json.dumps({"size": size, "variants": variants, "seconds": seconds}))
         made = self._file.with_suffix(".made")
         made.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def rows(steps: Steps, size: int, variants: Sequence[str]) -> Iterator[str]:
 
 
 def by_method(steps: Steps, methods: Sequence[str], variants: Sequence[str]) -> Iterator[str]:
-    """A line for each variant: what it adds to each woven method."""
+    """Return a line for each variant: the time that it adds to each woven method."""
     for name in variants:
         parts = []
         for at, method in enumerate(methods):
@@ -96,14 +96,14 @@ def _added(steps: Steps, name: str) -> Iterator[float]:
     """Microseconds between the two functions around each woven method, beyond those of "off"."""
     own: dict[str, list[int]] = {"off": [], name: []}
     for (_, _, _), (before, _, _), (one, _, ns) in zip(steps, steps[1:], steps[2:]):
-        if one == before and one in own:  # the first one of a block has the result of another's batch
+        if one == before and one in own:  # the first processes another variant's batch
             own[one].append(sum(ns))
     if own[name] and own["off"]:
         yield (fmean(_without_longest(own[name])) - fmean(_without_longest(own["off"]))) / 1e3
 
 
 def _without_longest(values: Sequence[int]) -> Sequence[int]:
-    """Without the hundredth in which others have interrupted it."""
+    """Drop the longest hundredth, in which other processes have interrupted the step."""
     return sorted(values)[: len(values) - len(values) // 100]
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seconds", type=float, default=60, help="for each size")
     parser.add_argument("--steps", type=Path, help="a file for the steps as they were measured")
-    parser.add_argument("--methods", action="store_true", help="print what is added to each woven method")
+    parser.add_argument("--methods", action="store_true", help="print the time added to each woven method")
     given = parser.parse_args()
     device = make_device(given.device, eager=False, largest_batch=max(given.sizes))
     sglang_server.ARGUMENTS.update(device.arguments)

@@ -1,11 +1,11 @@
-"""The cost of tracing for an engine with a real small model, at each level:
+"""The cost of tracing for the embedded engine with a small real model, at each level:
 
     python -m benchmarks.levels [MINUTES [SUBJECT ...]]
 
 One engine that makes token after token, in turns of a few steps with tracing and without (:mod:`.turns`): its
 level is changed live, so that nothing else differs. The collector, which exports over OTLP, is stopped while
-the level is 0: what it has to do for a level is done in that level's turns. The engine computes on one
-processor, as one does whose model runs on an accelerator.
+the level is 0, so that its work for a level is done in that level's turns. The engine computes on one
+processor, like one whose model runs on an accelerator.
 
 "attached" compares level 0 with hooks and level 0 without any, each function the engine's own again;
 "nothing" compares level 0 with itself: its distance from 0 is noise.
@@ -44,7 +44,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "500"}
 
 
 class Subject:
-    """Pairs of turns with it and without, and the collector's share of a processor meanwhile."""
+    """Pairs of turns with tracing and without, and the collector's share of a processor in them."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
@@ -52,7 +52,7 @@ class Subject:
 
 
 class Traced:
-    """An engine at work, and what switches tracing on and off in it."""
+    """A busy engine in which tracing is switched on and off."""
 
     def __init__(self, engine: Engine, session: TraceSession, switch: Switch) -> None:
         self._engine, self._session, self._switch = engine, session, switch
@@ -82,7 +82,7 @@ class Traced:
 
 
 def measure(minutes: float, subjects: Sequence[str]) -> tuple[dict[str, Subject], float]:
-    """By subject; and the milliseconds of a step."""
+    """Return the measurements by subject, and the milliseconds of a step."""
     found = {subject: Subject() for subject in subjects}
     with tempfile.TemporaryDirectory() as folder, receiver() as url:
         switch = Switch(Path(folder))

@@ -1,6 +1,6 @@
 """Growth of a process's memory, apart from the noise of its allocator.
 
-What a process has for itself is read once a second. After the warm-up, in which caches fill, the readings
+A process's private memory is read once a second. After the warm-up, in which caches fill, the readings
 are cut into parts, whose medians depend little on each other; a straight line through them has a slope and,
 by how far they lie from it, a standard error.
 """
@@ -35,7 +35,7 @@ class Growth:
 
     @classmethod
     def of(cls, readings: Sequence[int], seconds: float) -> Growth:
-        """From readings in bytes, taken evenly over this number of seconds."""
+        """Compute it from readings in bytes, evenly spaced over this number of seconds."""
         size = len(readings) // _PARTS
         medians = [statistics.median(readings[i * size : (i + 1) * size]) / _MIB for i in range(_PARTS)]
         hours = [(i + 0.5) * seconds / 3600 / _PARTS for i in range(_PARTS)]

@@ -1,9 +1,9 @@
-"""Each dispatched operator in each backend on the current platform's device: how exact, how fast.
+"""Accuracy and speed of each dispatched operator in each backend, on the current platform's device.
 
     python -m benchmarks.operators [--write FILE] [--seconds N]
 
 Reference is plain PyTorch, "compiled" the same under torch.compile (where that takes one graph), default
-is FlagGems, vendor whatever else the registry has for the device. Errors are against the reference in
+is FlagGems, vendor any other implementation for the device. Errors are against the reference in
 float64, as shares of the largest value. Times are medians over calls one after the other, launches
 included.
 """
@@ -149,7 +149,7 @@ def microseconds(function: Callable[..., Any], given: dict[str, Any]) -> float:
 
 
 def measure(seconds: float, only: list[str] | None = None, compiles: bool = True) -> list[dict[str, Any]]:
-    """Rows as they come, also on standard output; ends early rather than late."""
+    """Return the rows, also printed as they come; stops before the time limit."""
     manager, availability = get_manager(), Availability()
     device = current_platform.get_device(0)
     dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""The same no-op around hook, attached with other people's tools; None where one is not installed."""
+"""A no-op around hook attached with other libraries; None where one is not installed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A backend on loopback, in a process of its own, that counts the spans it is sent.
 
 python -m benchmarks.receiver PORT well|slow|refusing prints its port. POST /NAME/v1/traces takes OTLP, GET /
-returns the counts by name as JSON; whatever else is posted (ddtrace has an agent protocol of its own) is
-answered and not counted.
+returns the counts by name as JSON; other posts (ddtrace has its own agent protocol) are answered but not
+counted.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ level is changed live, so that nothing else differs. A step goes from one call o
 "nothing" compares level 0 with itself: its distance from 0 is noise. SGLang's own tracing (--enable-trace,
 level 3) is decided with each request: there turns are requests, timed by their client.
 
-All export over OTLP to one receiver. Our collector is stopped while the level is 0: what it has to do for a
+All export over OTLP to one receiver. Our collector is stopped while the level is 0, so that its work for a
 level is done in that level's turns.
 """
 
@@ -45,14 +45,14 @@ from tests.support.sglang_server import Server, serve
 NOTHING, ATTACHED, SGLANGS = "nothing", "attached", "enable-trace"
 SUBJECTS = (NOTHING, ATTACHED, "2", "3", SGLANGS)
 SIZES = (1, 16)
-#: Of a request that is only there for its steps, and of one that is a turn.
+#: Of a request that keeps the server busy, and of one that is a turn itself.
 TOKENS, FEW_TOKENS = 400, 8
 STEP = "sglang.srt.managers.scheduler:Scheduler.process_batch_result"
 ROUNDS = 3
 
 
 class Load:
-    """Requests to a server of which only the steps count."""
+    """Requests that keep a server busy: only its steps are measured."""
 
     def __init__(self, server: Server, tokens: int = TOKENS, few_tokens: int = FEW_TOKENS) -> None:
         self.server, self._tokens, self._few_tokens = server, tokens, few_tokens
@@ -97,7 +97,7 @@ class Load:
 
 
 class Traced(Load):
-    """A traced server, and what switches tracing on and off in it. ``steps``: the seconds of each."""
+    """A traced server in which tracing is switched on and off. ``steps``: the seconds of each."""
 
     def __init__(self, server: Server, switch: Switch, steps: StepTimes, *tokens: int) -> None:
         super().__init__(server, *tokens)
@@ -211,7 +211,7 @@ def make_device(name: str, *, eager: bool, largest_batch: int) -> Device:
 def measure(
     traced: Traced, device: Device, size: int, subjects: Sequence[str], seconds: float
 ) -> Iterator[str]:
-    """The rows of a table, one for each subject: what a step takes beyond one without it."""
+    """Return the rows of a table, one for each subject: the time that it adds to a step."""
     found: dict[str, list[tuple[float, ...]]] = {subject: [] for subject in subjects}
     traced.be("2", False)
     traced.be(SGLANGS, False)
@@ -229,7 +229,7 @@ def measure(
                 found[subject] += compare(traced.requests(size), switch, share, kinds, skip=0, count=2)
                 continue
             with traced.at_work(size):
-                # To take hooks off takes a while: longer turns.
+                # Removing hooks takes time: longer turns.
                 count = device.turn * (3 if subject == ATTACHED else 1)
                 kinds = (statistics.median, statistics.fmean, thread_mean)
                 found[subject] += compare(traced.steps, switch, share, kinds, skip=device.skip, count=count)

@@ -4,7 +4,7 @@
 
 Fails where a request got no answer, a wrong one or no span, a slot of the key-value cache was not given back,
 or the memory of the server, the scheduler or the collector grew (see memory_growth.py). The weights are
-updated by others that are equal, so that every greedy answer can be compared with the first one.
+replaced by equal ones, so that every greedy answer can be compared with the first one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.tiny_models import make_llama
 CLIENTS = 16
 #: Prompt tokens that are computed in one step.
 CHUNK = 512
-#: MiB by which a process may surely grow after the warm-up, for what fills late. What leaks shows in an hour.
+#: MiB by which a process may grow after the warm-up, for caches that fill late. A leak shows in an hour.
 MOST_GROWTH = 3.0
 SHARED = "the quick brown fox jumps over the lazy dog " * 12
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -84,7 +84,7 @@ def activate():
 
 
 class Clients:
-    """Random requests, one after the other in each of several tasks; ``seen`` counts how they ended."""
+    """Tasks that each send random requests one after the other; ``seen`` counts their outcomes."""
 
     def __init__(self, server: Server, end: float) -> None:
         self._client = openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=0, timeout=120)
@@ -99,7 +99,7 @@ class Clients:
             await asyncio.gather(*(self._one(random.Random(number)) for number in range(CLIENTS)))
 
     async def _ask_each_length(self) -> None:
-        """Or nearly: what is compiled for a number of tokens is kept, and chance needs some rarely."""
+        """Request prompts of all lengths, nearly: kernels compiled for them are kept, and chance is slow."""
         for length in (*range(1, 64), *range(64, CHUNK + 1, 8)):
             prompt = [(length + place) % 250 for place in range(length)]  # no two begin alike
             await self._client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
@@ -192,7 +192,7 @@ class Spans:
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         with ThreadingHTTPServer((LOCAL, 0), Handler) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -209,7 +209,7 @@ class Spans:
 
 
 def _collector(endpoint: str) -> psutil.Process:
-    """The one that exports there."""
+    """Return the collector that exports to ``endpoint``."""
     for process in psutil.process_iter():
         try:
             if (
@@ -293,7 +293,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
                 faults.append(f"{process.name} has surely grown by {growth.surely:.1f} MiB after the warm-up")
         if server.stop() != 0:
             faults.append(f"the server ended with status {server.process.returncode}")
-        psutil.wait_procs([processes[-1].process], timeout=60)  # it exports what is left
+        psutil.wait_procs([processes[-1].process], timeout=60)  # it exports the rest
         print(f"{spans.requests} spans of requests were exported")
         if spans.requests != received:
             faults.append(f"{received:.0f} requests were received, {spans.requests} have a span")

@@ -39,7 +39,7 @@ class Result:
 
 
 def _work(name: str, url: str) -> None:
-    """In the tracer's process: a round for each line of standard input."""
+    """Run a round for each line of standard input, in the tracer's process."""
     tracer = TRACERS[name](url)
     print("ready", flush=True)
     collector_before = 0.0
@@ -78,7 +78,7 @@ def processor_seconds(process_id: int) -> float:
 
 
 def measure() -> dict[str, Result]:
-    """By the tracer's name."""
+    """Return the results by the tracer's name."""
     results = {name: Result() for name in TRACERS}
     with receiver() as url:
         workers: dict[str, subprocess.Popen[str]] = {}

@@ -1,4 +1,4 @@
-"""The steps of a live engine, stamped in its own process: what a client sees of them comes unevenly.
+"""The steps of a live engine, timestamped in its own process: clients see them unevenly.
 
 Each step has two times: on the wall, and of the processor in the thread that makes the steps. An engine that
 waits for its device hides host work in the first; the second shows it.
@@ -31,7 +31,7 @@ def activate():
     aspects.weave(aspects.observe(os.environ["STEP_FUNCTION"])(Stamp))
 """
 _STAMP = struct.Struct("<2q")
-_SECONDS = 60  # in which an engine at work makes a step
+_SECONDS = 60  # in which a busy engine makes a step
 
 
 class Step(float):

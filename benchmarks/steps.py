@@ -74,7 +74,7 @@ class Stage:
         self._around = [("schedule", (scheduler,), batch), run, process]
 
     def calls(self, level: int) -> list[tuple[str, Callable[[Any], Any]]]:
-        """Each enter and exit in their order; they hand tokens on through a dictionary."""
+        """Return each enter and exit in order; tokens are passed through a dictionary."""
         found: list[tuple[str, Callable[[Any], Any]]] = []
         for role, args, result in self._around:
             found.append((f"{role} enter", self._enter(role, args)))

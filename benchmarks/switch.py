@@ -1,4 +1,4 @@
-"""Tracing's hooks, taken off every process of a live engine and put on again."""
+"""Switches tracing's hooks off and on in every process of a live engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Switch:
         self.environment = {"PYTHONPATH": path, "SWITCH": str(self._file)}
 
     def turn(self, is_on: bool) -> None:
-        """Returns when every process has done it."""
+        """Switch, and return when every process has followed."""
         wanted = "on" if is_on else "off"
         self._file.write_text(wanted)
         deadline = time.monotonic() + 10

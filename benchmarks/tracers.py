@@ -21,7 +21,7 @@ from sgl_aspects.tracing.records import SpanType
 
 ATTRIBUTES: dict[str, Any] = {"mode": "decode", "size": 12, "tokens": 12, "share": 0.25}
 FORWARD = SpanType("forward", {"mode": str, "size": int, "tokens": int, "share": float})
-QUEUE = 1 << 20  # nothing shall be lost because a benchmark is in a hurry
+QUEUE = 1 << 20  # large enough that nothing is dropped at a benchmark's rate
 
 
 class Tracer(NamedTuple):
@@ -63,7 +63,7 @@ def ours(url: str, current: bool = False) -> Tracer:
 
 
 def ours_current(url: str) -> Tracer:
-    """The same as the current span of a process that uses OpenTelemetry."""
+    """The flight recorder, with its span as OpenTelemetry's current one."""
     return ours(url, current=True)
 
 
@@ -93,7 +93,7 @@ def otel_sdk_nowhere(url: str) -> Tracer:
             return SpanExportResult.SUCCESS
 
         def shutdown(self) -> None:
-            """Nothing to end."""
+            """Do nothing."""
 
     return otel_sdk(Nowhere())
 
@@ -205,7 +205,7 @@ def _flush(provider: Any) -> None:
 
 
 def _installed(requirement: str, module: str) -> None:
-    """Sees to a package that only this comparison needs, in a folder of its own."""
+    """Install a package that only this comparison needs, in a separate folder."""
     with suppress(ModuleNotFoundError):
         importlib.import_module(module)
         return

@@ -1,4 +1,4 @@
-"""Comparing an engine's steps with and without something, on a machine that others disturb."""
+"""Comparing an engine's steps with and without a feature, on a shared machine."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def compare(
 
     :param steps: the seconds of a step, without end. A machine that gets slower or faster for a while does so
         for all parts of a ratio.
-    :param skip: how many steps after each switch do not count.
+    :param skip: the number of steps after each switch that are ignored.
     """
 
     def turn(is_on: bool) -> list[float]:
         switch(is_on)
-        for _ in range(skip + random.randrange(2)):  # no rhythm that something else may have, too
+        for _ in range(skip + random.randrange(2)):  # random, so as not to coincide with other periodic work
             next(steps)
         return [next(steps) for _ in range(count)]
 
@@ -83,9 +83,9 @@ def more(values: Sequence[float]) -> str:
 
 
 def step_aside() -> None:
-    """For a process outside the measurement: it runs only while a processor is idle."""
+    """Lower this process's priority, outside the measurement: it runs only while a processor is idle."""
     with suppress(OSError):
-        os.setsid()  # where Linux shares the processors out by session, one of its own
+        os.setsid()  # Linux with autogroups schedules by session
     with suppress(OSError):
         os.nice(19)
         if sys.platform == "linux":

@@ -31,7 +31,7 @@ STEP = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 
 
 class TracedVllm(Traced):
-    """``other``: a server of the same model with vLLM's own tracing, where that is to be measured."""
+    """``other``: a server of the same model with vLLM's own tracing, if that is measured."""
 
     def __init__(
         self, server: EngineServer, switch: Switch, steps: StepTimes, other: EngineServer | None

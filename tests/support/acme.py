@@ -1,7 +1,7 @@
 """A vendor's package, as one would write it from SGLang's documentation: everything is its own.
 
 Pools take the arguments that SGLang gives, all of them required; the allocator hands high pages out first;
-pieces, collectives and operators are the vendor's. What was used is appended to the file ACME_USED.
+pieces, collectives and operators are the vendor's. Used parts are listed in the file ACME_USED.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class MLATokenToKVPool:
 
 
 class DSATokenToKVPool(MLATokenToKVPool):
-    """And the keys of an indexer."""
+    """The same with the keys of an indexer."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Pieces:
 
 
 class AcmeCommunicator(TorchCommunicator):
-    """Sums what it has gathered."""
+    """Gathers the tensors and sums them."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         used("all_reduce")
@@ -287,7 +287,7 @@ class QuantizedAcmePlatform(AcmePlatform):
 
 
 class ShortAcmePlatform(AcmePlatform):
-    """Sets what the user left open, as small devices do."""
+    """Sets the options that the user left open, like small devices."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         if server_args.context_length is None:
@@ -300,7 +300,7 @@ class WrongAcmePlatform(AcmePlatform):
 
 
 class DyingAcmePlatform(AcmePlatform):
-    """Its attention gives up on long prompts."""
+    """Its attention fails on long prompts."""
 
     def get_default_attention_backend(self) -> str:
         return "acme"

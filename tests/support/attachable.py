@@ -1,4 +1,4 @@
-"""Programs that run without us, and commands that attach to them."""
+"""Programs that run without sgl-aspects, and commands that attach to them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def running(
     prefix: Sequence[str] = (),
     pause: float = 0.001,
 ) -> Iterator[Program]:
-    """The program in a process of its own, with nothing of ours in its environment."""
+    """Run the program in a process whose environment has no variable of sgl-aspects."""
     (folder / "program.py").write_text(textwrap.dedent(source))
     (folder / "aspects.toml").write_text(ASPECTS)
     clean = {
@@ -174,7 +174,7 @@ def _children(parent: int) -> list[int]:
 
 
 def spans_in(file: Path) -> list[dict[str, Any]]:
-    """The spans of an OTLP-JSON file, as they stand there."""
+    """Return the spans of an OTLP-JSON file, as dictionaries."""
     return [
         span
         for line in file.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""A real engine that answers streams while a command attaches to it, and what both saw."""
+"""A real engine that answers streams while a command attaches to it, and the results of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNWHOLE = {"sgl_aspects.attached", "sgl_aspects.detached"}
 
 @dataclass
 class Round:
-    """One run of the command: what it printed, and when, in nanoseconds since the epoch, it began, every
+    """One run of the command: its output, and the times, in nanoseconds since the epoch, when it began, every
     process was woven, and it ended.
     """
 
@@ -45,7 +45,7 @@ class Round:
         return "; ".join(f"{name} {_seen(load, *moments)}" for name, moments in spans.items())
 
     def assert_complete(self, processes: int) -> None:
-        """In each of the processes all hooks were woven, and the originals are back; the spans are whole."""
+        """Check that all hooks were woven in each process, the originals are back, and spans are whole."""
         assert "NOT" not in self.output, self.output
         assert len(re.findall(r": [1-9]\d* originals are back", self.output)) == processes, self.output
         _assert_complete(spans_in(self.file), self.woven_ns)
@@ -70,13 +70,13 @@ class Streams:
         return streams
 
     def attach(self, file: Path) -> None:
-        """Attaches for a while, and goes on for another after that."""
+        """Attaches for a while; the load continues as long afterwards."""
         self.rounds.append(_attach(self.server.process.pid, file))
         time.sleep(SECONDS)
         self.resident.append(_resident(self.server.process.pid))
 
     def end(self, processes: int) -> None:
-        """No request has failed, no answer differs, and every round's spans are whole."""
+        """Check that no request has failed, no answer differs, and every round's spans are whole."""
         found = self.load.end()
         print("before", _seen(found, self.begun_ns, self.rounds[0].begun_ns), self.resident, "MB")
         print(*(f"{each.output}{each.gaps(found)}" for each in self.rounds), sep="\n")
@@ -124,7 +124,7 @@ def _assert_same_answers(found: list[Request]) -> None:
 
 
 def _assert_complete(spans: list[dict[str, Any]], woven_ns: int) -> None:
-    """Requests that began once all was woven, and ended, have every phase; none, of any kind, has failed."""
+    """Check that requests since weaving have every phase when ended, and that none has failed."""
     assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
     requests = [span for span in spans if span["name"].startswith("text_completion")]
     assert any("sgl_aspects.attached" in attribute_names(span) for span in requests), Counter(

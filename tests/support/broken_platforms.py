@@ -74,7 +74,7 @@ class LeavesVariable(LoopbackPlatform):
 
 
 class AcceptsQuantization(LoopbackPlatform):
-    """Promises to run what it cannot."""
+    """Accepts a quantization that it cannot run."""
 
     def verify_quantization(self, quant: str) -> None:
         return None
@@ -140,7 +140,7 @@ class EventKeepsFirst(LoopbackPlatform):
 
 
 class DoesNotWait(LoopbackPlatform):
-    """synchronize returns at once, and the stream takes its time."""
+    """synchronize returns at once, before the stream is done."""
 
     def synchronize(self) -> None:
         return None
@@ -285,7 +285,7 @@ class _PastPages(LoopbackAttention):
     def prepare(self, batch: Any) -> None:
         super().prepare(batch)
         size = self.page_table.page_size
-        # Whole pages, whatever is in them.
+        # Whole pages, including unused slots.
         if batch.num_decodes:
             self._seen = torch.cat((self._seen[:, :1].expand(-1, size), self._seen), 1)[:, :-size]
         rows = zip(batch.rows[batch.num_decodes :].tolist(), batch.lengths[batch.num_decodes :])
@@ -441,7 +441,7 @@ class ManyFaults(NextSlot):
         return "no_such_backend"
 
 
-#: What generates wrong tokens does so with quantized weights, too.
+#: A platform that generates wrong tokens does so with quantized weights, too.
 _WRONG_TOKENS = {"capabilities.quantized"}
 #: Each fault, and the checks that find it, of the groups that need no other process.
 FAULTS: dict[type[LoopbackPlatform], set[str]] = {

@@ -11,7 +11,7 @@ from tests.support.processes import wait_until
 
 
 def kill_collector(session: TraceSession) -> int:
-    """Kills it once it is at work, and returns when the next one is; gives the id of the one that is gone."""
+    """Kill the running collector and return its process id, once the next one runs."""
     process_id = _kill(session)
     wait_until(lambda: _works(session) and session.collector_process_id != process_id)
     return process_id

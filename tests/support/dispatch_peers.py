@@ -1,6 +1,6 @@
-"""Copies with the peers' known faults, one each: what a test must fail on.
+"""Copies with the peers' known faults, one each: a test must fail on it.
 
-Small, and written from descriptions of what goes wrong; none is another project's code.
+They are small and written from descriptions of the faults; none is another project's code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Impl = tuple[str, Callable[..., Any]]
 
 
 class CallOp:
-    """A dispatcher that looks everything up at each call: a lock, a cache by policy, what was called."""
+    """A dispatcher that looks everything up at each call: a lock, a cache by policy, the last call."""
 
     def __init__(self, impls: list[Impl], *, strict: bool = False) -> None:
         import threading
@@ -61,7 +61,7 @@ class StrictIsLenient(CallOp):
 
 
 class FirstCallOnly(CallOp):
-    """Falls back at the first call; afterwards it calls what it has in its cache."""
+    """Falls back at the first call; afterwards it calls the cached implementation."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "op" in self.called:
@@ -77,7 +77,7 @@ class FirstCallOnly(CallOp):
 
 
 class FallsBackAlways(CallOp):
-    """Falls back whatever the failed one has written to."""
+    """Falls back even if the failed one has written to its arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for _, function in self.candidates():
@@ -109,7 +109,7 @@ class ChecksNothing(CallOp):
 
 
 class IgnoresMistakes:
-    """A configuration reader that drops what it does not know."""
+    """A configuration reader that drops unknown keys."""
 
     def __init__(self, path: str | None, tokens: list[str]) -> None:
         import os

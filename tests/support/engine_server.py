@@ -21,8 +21,8 @@ START_SECONDS = 600  # vLLM compiles first, on two busy cores
 
 @dataclass
 class Answer:
-    """What a client saw: text, the engine's own numbers, and between which moments it was sent, and its first
-    chunk came.
+    """A client's view: the text, the engine's own numbers, and the bounds of the times when the request was
+    sent and its first chunk came.
     """
 
     rid: str = ""
@@ -35,7 +35,7 @@ class Answer:
     first_ns: int = 0
 
     def late_ms(self, seconds: float) -> float:
-        """By how many milliseconds its first chunk came later than after these seconds; negative: earlier."""
+        """Return how many milliseconds after these seconds its first chunk came; negative: before."""
         shortest, longest = self.first_from_ns - self.sent_until_ns, self.first_ns - self.sent_ns
         return (min(max(seconds * 1e9, shortest), longest) - seconds * 1e9) / 1e6
 
@@ -63,7 +63,7 @@ class EngineServer:
         return json.loads(content)
 
     def leave(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        """Ask for a streamed answer, and hang up after its first part."""
+        """Request a streamed answer, and hang up after its first part."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
         response = connection.getresponse()
@@ -87,7 +87,7 @@ class EngineServer:
     def chats(
         self, texts: Sequence[str], headers: Sequence[dict[str, str]], *, max_tokens: int = 8
     ) -> list[Answer]:
-        """All at once, each streamed."""
+        """Return the answers to concurrent streamed requests."""
         requests = [
             {
                 "path": "/v1/chat/completions",
@@ -108,13 +108,13 @@ class EngineServer:
         return [_answer(result) for result in results]
 
     def exchange(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All at once, by a client that sees when the first parts come (``streaming_client``)."""
+        """Send all at once, by a client that records the times of the first parts (``streaming_client``)."""
         with self.exchanging(requests) as results:
             return results()
 
     @contextmanager
     def exchanging(self, requests: Sequence[dict[str, Any]]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-        """``exchange`` that goes on in the block; what it yields waits for the answers."""
+        """Run ``exchange`` during the block; yields a function that waits for the answers."""
         client = subprocess.Popen(
             [sys.executable, "-m", "tests.support.streaming_client", str(self.port)],
             stdin=subprocess.PIPE,
@@ -203,7 +203,7 @@ def start_server(
 
 
 def wait_until_ready(server: EngineServer) -> None:
-    """Until it answers; fails with the end of its log where it ends before, or needs too long."""
+    """Wait until it answers; fails with the end of its log if it ends before that or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         assert server.process.poll() is None, server.log.read_text()[-4000:]

@@ -23,7 +23,7 @@ LOCAL = "127.0.0.1"
 
 @dataclass
 class Server:
-    """``log`` holds what it printed; ``model`` is the name that it serves."""
+    """``log`` holds its output; ``model`` is the name that it serves."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -89,7 +89,7 @@ class Server:
         return {name: float(value) for name, _, value in lines}
 
     def is_quiet(self) -> bool:
-        """No request, and every slot of the key-value cache free: by the engine's own counts."""
+        """Return whether the engine's counts show no request, and every slot of the key-value cache free."""
         found = self.metrics()
         scheduler = "sgl_aspects_scheduler_"
         return (

@@ -1,4 +1,4 @@
-"""Real OTLP receivers on loopback, HTTP and gRPC: what they get is decoded protobuf."""
+"""Real OTLP receivers on loopback, HTTP and gRPC, which decode the messages with protobuf."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Point:
 
 @dataclass
 class Receiver:
-    """``requests`` and ``metric_requests`` hold the decoded messages; ``headers`` what came with traces."""
+    """``requests`` and ``metric_requests`` hold the decoded messages; ``headers`` those of traces."""
 
     endpoint: str
     requests: list[ExportTraceServiceRequest] = field(default_factory=list)

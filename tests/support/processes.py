@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Terminate, after 20 seconds kill; it is gone afterwards."""
+    """Terminate the process, after 20 seconds kill it, and wait for its end."""
     process.terminate()
     try:
         process.wait(20)
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def is_running(process_id: int) -> bool:
-    """False for a zombie, too."""
+    """Return whether the process runs; False for a zombie, too."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ def wait_until_gone(process_id: int) -> None:
 
 
 def peak_megabytes(process_id: int | None) -> int:
-    """The most memory that it has had."""
+    """Return the peak of its resident memory."""
     status = Path(f"/proc/{process_id}/status").read_text()
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert found is not None

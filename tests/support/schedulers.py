@@ -66,7 +66,7 @@ def drain(connection: Connection) -> None:
 
 
 class Memory:
-    """Stands for a pool: what was computed into each slot is the tokens up to there, nothing else."""
+    """A fake pool: each slot holds the tokens up to its own, in place of keys and values."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size

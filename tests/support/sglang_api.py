@@ -14,7 +14,7 @@ from sgl_aspects.weaving import State, current_source
 
 
 class Views(type):
-    """The lists that SGLang's registry keeps, made of ours."""
+    """The lists of SGLang's registry, made from this package's."""
 
     @property
     def _hooks(cls) -> dict[str, list[Any]]:
@@ -29,7 +29,7 @@ class Views(type):
 
 
 class Registry(HookRegistry, metaclass=Views):
-    """Ours, with those lists."""
+    """This package's registry, with those lists."""
 
 
 registry: Any = ModuleType("sglang.srt.plugins.hook_registry")
@@ -39,7 +39,7 @@ registry.plugin_hook, registry._current_plugin_source = plugin_hook, current_sou
 
 
 class Plugins(ModuleType):
-    """`sgl_aspects.plugins` by SGLang's names: what a test puts into it is what our functions find."""
+    """`sgl_aspects.plugins` under SGLang's name, whose functions use the attributes that a test sets here."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_plugins_loaded":

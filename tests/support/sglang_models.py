@@ -19,7 +19,7 @@ def make_mini(folder: Path) -> Path:
 
 
 def hugging_face_folder(gguf: Path, folder: Path, *, dtype: str = "float32") -> Path:
-    """Write what the GGUF file holds as config, tokenizer and safetensors that transformers and SGLang read.
+    """Convert the GGUF file to config, tokenizer and safetensors, for transformers and SGLang.
 
     ``dtype``: "float32" (540 MB for SmolLM2) or "bfloat16" (half of that). Done once: a whole folder is kept.
     """

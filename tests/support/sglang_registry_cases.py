@@ -1,7 +1,7 @@
 """The results of SGLang's hook registry, case by case, as JSON: run with its hooks adopted and without.
 
-Each case makes modules of its own. It answers with what calls gave, what the registry lists, or the type of
-an exception; with it the messages of the registry's logger, by level.
+Each case makes its own modules. It returns results of calls, the registry's lists, or the type of an
+exception, with the messages of the registry's logger, by level.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def the_decorator_answers_the_hook_itself() -> Any:
     return [replacement(0), made.f(0), made.Thing is Other]
 
 
-# -- what cannot be -----------------------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------------------------
 
 
 @case

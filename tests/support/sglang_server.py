@@ -34,12 +34,12 @@ class Server(EngineServer):
     """SGLang's own requests: ``/generate``, and an abort by its id."""
 
     def leave_generation(self, text: str, headers: dict[str, str]) -> None:
-        """Ask for a long answer, and hang up after its first part."""
+        """Request a long answer, and hang up after its first part."""
         body = {"text": text, "stream": True, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}}
         self.leave("/generate", body, headers)
 
     def abort(self, path: str, headers: dict[str, str], rid: str) -> None:
-        """Ask for a long streamed answer, and have it aborted by its id after its first part."""
+        """Request a long streamed answer, and abort it by its id after its first part."""
         body = {
             "text": "abort",
             "rid": rid,

@@ -23,7 +23,7 @@ class ForwardMode(enum.IntEnum):
 
 
 class Engine:
-    """A folder on ``sys.path``; what is imported from it is forgotten when the test ends."""
+    """A folder on ``sys.path``; modules imported from it are removed when the test ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -55,7 +55,7 @@ class Load:
 
 
 def longest_gap(requests: list[Request], begin_ns: int, end_ns: int) -> float:
-    """The longest time, in seconds, in which no stream at all got a chunk."""
+    """Return the longest time, in seconds, in which no stream got a chunk."""
     times = sorted(time for request in requests for time in request.chunks_ns if begin_ns <= time <= end_ns)
     return max((late - early for early, late in itertools.pairwise(times)), default=0) / 1e9
 

@@ -3,9 +3,9 @@
 python -m tests.support.streaming_client PORT < requests.json > answers.json
 
 The kernel stamps what it receives (SO_TIMESTAMPNS), so that a client that waits for a processor does not see
-its own waiting as the server's. But what waits to be read is joined and has the stamp of its last part: if
-several parts are read at once, the first came after ``first_from_ns``, when there was nothing yet, and by
-``first_ns``; otherwise the two are equal. Times are nanoseconds since the epoch; ``sent_ns`` and
+its own waiting as the server's. But unread parts are joined and get the stamp of the last one: if several
+are read at once, the first came between ``first_from_ns``, when there was nothing yet, and ``first_ns``;
+otherwise the two are equal. Times are nanoseconds since the epoch; ``sent_ns`` and
 ``sent_until_ns`` are read around the system call that sends the request.
 """
 
@@ -27,7 +27,7 @@ _TIMESTAMP = struct.Struct("qq")
 
 
 class Exchange:
-    """One request and what came back."""
+    """One request and its response."""
 
     def __init__(self, port: int, request: dict[str, Any]) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=120)
@@ -43,12 +43,12 @@ class Exchange:
 
     def send(self) -> None:
         self.sent_ns = time.time_ns()
-        with contextlib.suppress(ConnectionError):  # a server may hang up on what it does not like
+        with contextlib.suppress(ConnectionError):  # a server may hang up on a bad request
             self.socket.sendall(self.message)
         self.sent_until_ns = self.empty_ns = time.time_ns()
 
     def receive(self) -> bool:
-        """Whether there is more to come."""
+        """Return whether more is to come."""
         try:
             data, ancillary, *_ = self.socket.recvmsg(65536, 256)
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made with transformers, and what transformers itself answers with them."""
+"""Tiny random checkpoints, made with transformers, and transformers' own answers with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-#: What the tests' prompts are made of, so that the tokenizer has some merges to do.
+#: The text of the tests' prompts, so that the tokenizer has some merges to do.
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
     "ein Käsebrot für fünf Füchse",
@@ -63,7 +63,7 @@ _MLA: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
 }
-#: By name: transformers' prefix of the classes, and what is set beside the sizes that all have.
+#: By name: transformers' prefix of the classes, and settings beside the common sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma": ("Gemma", {"head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}),

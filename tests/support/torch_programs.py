@@ -1,4 +1,4 @@
-"""Programs in processes of their own that begin with torch imported: forked from one that has done it.
+"""Programs in processes that begin with torch imported, forked from one that has imported it.
 
 Importing torch takes longer than most of what such a program does. A program that must not have torch, or
 must be a fresh interpreter, is started as usual.

@@ -27,7 +27,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def statements(path: Path) -> Iterator[ast.AST]:
-    """Every statement of a module, at any depth; expressions, most of a tree, are passed over."""
+    """Every statement of a module, at any depth, without expressions, which are most of a tree."""
     pending: list[ast.AST] = [tree_of(path)]
     while pending:
         node = pending.pop()

@@ -1,6 +1,6 @@
 """Functions that tests run in other processes: spawned children import their targets by name from here.
 
-Nothing here imports torch at once: most of these processes do without.
+Nothing here imports torch at once: most of these processes do not need it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def own_a_run(ready: Connection, file: str) -> None:
 
 
 def woven_in_a_scheduler_process(results: Connection) -> None:
-    """Does what a scheduler process does first; returns which functions are then not the original ones."""
+    """Run the first steps of a scheduler process; return the functions that are not the originals then."""
     import importlib
 
     from sgl_aspects.plugins import load_plugins
@@ -86,7 +86,7 @@ def woven_in_a_scheduler_process(results: Connection) -> None:
         loaded = importlib.import_module(module)
         owner, _, attribute = path.partition(".")
         function = vars(getattr(loaded, owner.removesuffix("+")))[attribute]
-        # An original object has the code that stands in its module's file, and wraps nothing.
+        # An original function has the code of its module's file, and wraps nothing.
         if hasattr(function, "__wrapped__") or function.__code__.co_filename != loaded.__file__:
             woven.append(name)
     results.send(woven)
@@ -160,7 +160,7 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
         recorder.announce(type, span_id, root_id, parent_id, 5)
         values = values if number % 3 else [*values, [number]]
         writers[type](span_id, root_id, parent_id, 5, 5 + number, values)
-        if number <= 4000:  # what a pipe holds
+        if number <= 4000:  # the capacity of a pipe
             os.write(count, number.to_bytes(8, "little"))
         if roots and number % 20 == 0:
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Modules made of source text for tests of weaving, and hooks that write down what they see."""
+"""Modules made from source text for tests of weaving, and hooks that record their calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hand_on(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Watch:
-    """An observer that writes down every enter and exit."""
+    """An observer that records every enter and exit."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
