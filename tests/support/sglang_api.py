@@ -67,7 +67,7 @@ api: Any = plugins
 api.__class__ = Plugins
 api.envs, api.env, api._current_plugin_source = None, Settings, current_source
 api._get_excluded_dists = plugins.excluded_distributions
-# Its tests give `entry_points` as it is with a group.
+# SGLang's tests replace `entry_points` by a function of the group.
 api._installed = lambda: lambda group: api.entry_points(group=group)
 api.hook_registry, sglang.srt.plugins = registry, api
 sys.modules["sglang.srt.plugins"], sys.modules[registry.__name__] = api, registry
