@@ -1,4 +1,4 @@
-# What a newcomer runs first: `make demo`, then `make test`.
+# To begin: `make demo`, then `make test`.
 # Everything is installed into .venv; `make PYTHON=python3.12 demo` picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +32,7 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/sgl-aspects demo
 
-# Several processes (tests/conftest.py says how many); a file's tests stay together. `pytest` alone runs in one.
+# Several processes (tests/conftest.py sets how many); a file's tests stay together. `pytest` alone runs in one.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
@@ -70,8 +70,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The report page is tested in Chromium, the dashboard with Prometheus. Where they are not here and cannot be
-# installed, those tests are skipped and say so.
+# The report page is tested in Chromium, the dashboard with Prometheus. If they are missing and cannot be
+# installed, those tests are skipped with the reason.
 APT := DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=15
 
 browser:

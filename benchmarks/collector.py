@@ -55,7 +55,7 @@ class Shapes:
         )
 
     def request(self) -> None:
-        """One begins, and the one that began longest ago ends."""
+        """Begin a request, and end the oldest one."""
         recorder, now, rid = self.front, time.time_ns(), f"{self._number}-{self._count:030x}"
         self._count += 1
         span_id = recorder.new_id()

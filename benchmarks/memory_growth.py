@@ -57,7 +57,7 @@ class Watched:
         self.readings.append(self.process.memory_full_info().uss)
 
     def growth(self, seconds: float) -> Growth:
-        """After the warm-up, of ``seconds`` in all."""
+        """Return the growth after the warm-up; ``seconds``: of all readings."""
         steady = self.readings[int(len(self.readings) * WARM_UP_SHARE) :]
         return Growth.of(steady, seconds * len(steady) / len(self.readings))
 

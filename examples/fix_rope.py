@@ -8,7 +8,7 @@ Prints:
     patched by assignment: factory fixed, package slow, llama slow, table slow
     patched by a hook:     factory fixed, package fixed, llama fixed, table fixed
     a model that loads later: fixed
-    taken off again:       factory slow, package slow, llama slow, table slow
+    hook removed:          factory slow, package slow, llama slow, table slow
 """
 
 import importlib
@@ -61,4 +61,4 @@ with tempfile.TemporaryDirectory() as folder:
     show("patched by a hook:    ")
     print("a model that loads later:", importlib.import_module("models.qwen").get_rope(64))
     handle.remove()
-    show("taken off again:      ")
+    show("hook removed:         ")

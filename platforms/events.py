@@ -44,7 +44,7 @@ class DeviceEvent(ABC):
         return None
 
     def timer(self, end: DeviceEvent) -> Callable[[], float]:
-        """``elapsed_ms(end)``, likewise direct."""
+        """``elapsed_ms(end)``, as direct as possible."""
         return functools.partial(self.elapsed_ms, end)
 
 

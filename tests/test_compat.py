@@ -155,7 +155,7 @@ def test_opentelemetry_keeps_its_current_context_where_we_put_ours_on_top(
 
     assert compat.runtime_context_class() is not None
     monkeypatch.setattr(context, "_RUNTIME_CONTEXT", object())
-    assert compat.runtime_context_class() is None  # moved: spans are recorded all the same
+    assert compat.runtime_context_class() is None  # moved: spans are recorded nonetheless
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def write_own(path: Path, text: str) -> bool:
 
 
 def log_to(path: str) -> None:
-    """Append what is resolved to a file, a line each.
+    """Append each resolution to a file, a line each.
 
     :raises ConfigError: the file cannot be opened.
     """

@@ -203,7 +203,7 @@ class Qwen3NextForCausalLM(CausalLM):
         return GatedAttention(config, kv_layer, self.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Here both kinds of attention have one name, and shared experts the name that others use."""
+        """Load ``weights``, with attention and shared experts renamed as in other models."""
         super().load_weights(
             (
                 name.replace(".linear_attn.", ".self_attn.").replace(".shared_expert.", ".shared_experts."),

@@ -67,7 +67,7 @@ class Req:
 
     @property
     def max_new_tokens(self) -> int:
-        """The owner has put a number in the place of None."""
+        """The number that the owner has set if it was None."""
         return self.sampling_params.max_new_tokens or 0
 
     @property

@@ -88,7 +88,7 @@ def engine_of(process: Process) -> str | None:
 
 
 def _programs(words: Sequence[str]) -> list[str]:
-    """Return the module, or the script, and the title: the word in the place of an interpreter's path."""
+    """Return the first word, an interpreter or a title, and the module or script, if any."""
     module_or_script: list[str] = []
     rest = iter(words[1:])
     for word in rest:

@@ -80,7 +80,7 @@ class ContentCapture:
                     raise TypeError(f"it gave {type(clean).__name__}, not a text")
                 shown.append((role, clean[:left]))
                 left -= len(clean)
-        except Exception as error:  # noqa: BLE001 (a user's function; what it was given must not be shown)
+        except Exception as error:  # noqa: BLE001 (a user's function, whose argument must not be shown)
             _warn_once(self._redaction or "", type(error).__name__)
             return None
         return shown[::-1]

@@ -1,4 +1,4 @@
-"""Every span, attribute and metric name, once. docs/tracing.md and docs/metrics.md describe them."""
+"""Every span, attribute and metric name, once. docs/tracing.md describes them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ KV_USAGE = "sgl_aspects.kv.usage"
 DEVICE_NAME = "sgl_aspects.device.name"
 DEVICE_TIME = "sgl_aspects.forward.device_time"
 GRAPH = "sgl_aspects.forward.graph"
-#: For prefill and decode on two servers: the request's shared number, and what is transferred.
+#: For prefill and decode on two servers: the request's shared number, and the transferred bytes.
 BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
 #: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.

@@ -212,7 +212,7 @@ def _without_taken_port(settings: TraceSettings) -> TraceSettings:
     try:
         require_port(settings)
     except ConfigError as error:
-        logger.error("%s; this program's traces are recorded all the same", error)
+        logger.error("%s; this program's traces are recorded nonetheless", error)
         left = tuple(name for name in settings.metric_exporters if name != "prometheus")
         return replace(settings, metric_exporters=left)
     return settings

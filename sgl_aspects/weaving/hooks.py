@@ -28,7 +28,7 @@ Hook = Callable[..., Any]
 
 
 class HookType(enum.Enum):
-    """When a hook runs, and what it may do.
+    """The types of hooks: when they run, and what they may do.
 
     The first four have SGLang's names and signatures.
     """
@@ -40,7 +40,7 @@ class HookType(enum.Enum):
     AROUND = "around"
     """``fn(original_fn, *args, **kwargs) -> result``: may do everything."""
     REPLACE = "replace"
-    """A function, or a class for a class target, that takes the place of the target."""
+    """A function, or a class for a class target, that replaces the target."""
     NATIVE = "native"
     """``fn(proceed, args, kwargs) -> result`` with ``proceed(args, kwargs)``: AROUND without repacking."""
     OBSERVE = "observe"

@@ -228,7 +228,7 @@ class FunctionJoinPoint(JoinPoint):
             type(self.original) is not types.FunctionType
             or self.place.inherited
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
-            or current(self.place.owner, self.place.name) is not self.standing  # not counted
+            or current(self.place.owner, self.place.name) is not self.standing  # it holds another object
         ):
             return -1
         key = (self.installed, self.woven.applied)

@@ -334,7 +334,7 @@ def test_what_a_launcher_leaves_in_the_background_is_traced_to_its_end(tmp_path:
 
 
 def test_programs_of_one_command_share_its_files(tmp_path: Path) -> None:
-    """At the same time and one after the other; what stood there before is gone."""
+    """At the same time and one after the other; earlier contents are removed."""
     (tmp_path / "records.py").write_text(RECORDS)
     file, timeline = tmp_path / "spans.jsonl", tmp_path / "trace.json"
     for path in (file, timeline):

@@ -409,7 +409,7 @@ def test_a_forked_child_registers_nothing_again_and_does_not_hang() -> None:
     held.wait(60)
     try:
         seen = count_after_fork(
-            # A scope that another thread had open is not open here: calls are resolved for good.
+            # A scope that another thread had open is not open here: calls are resolved permanently.
             lambda: len(manager.registry.impls("op")) + 100 * manager.is_scoped,
             lambda: manager.set_policy(SelectionPolicy.of(prefer="reference")),
             lambda: manager.call_op("op", X),

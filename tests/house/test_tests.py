@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
 from functools import cache
 from pathlib import Path
 
-from tests.support.tree import ROOT, imported
+from tests.support.tree import ROOT, imported, tree_of
 
 MOST_LINES = 400
 #: Older files that are longer, with the length that they may not exceed: the list only shrinks.
@@ -89,6 +90,14 @@ PROSE = {
     r"\b(nobody|somebody|anybody)\b": "no process, another user, the caller",
     r"\b(stands? in for|stood in for|stand-ins?)\b": "replaces, a fake",
     r"\b(gives? way|gave way|in vain)\b": "is preempted, fails",
+    r"\b(stand|stands|stood|standing) (there|here)\b": "is installed, is",
+    r"\b(in|takes?|taking) the place of\b": "replaces, instead of",
+    r"\b(take|takes|taken|taking) (\w+ ){0,3}(off|away)\b": "removes",
+    r"\b(lets?|letting) (\w+ )?go\b": "releases",
+    r"\b(sees?|seen|saw) to\b": "handles, installs",
+    r"\b(becomes?|became) of\b": "the outcome, the number",
+    r"\b(all the same|for good|none of both)\b": "nonetheless, permanently, neither",
+    r"[,;.] (would|should|were|had) (the|an?|its?|this|they)\b": "a clause with if",
 }
 FOLDERS = ("sgl_aspects", "platforms", "runtime", "tests", "benchmarks", "examples", "docs")
 #: Rooms with such words, and how many: the list only shrinks.
@@ -124,6 +133,24 @@ def test_texts_are_plain() -> None:
                         faults.setdefault(room, []).append(f"{name}:{number}: {match[0]!r}: say {better}")
     more = [each for room, found in faults.items() if len(found) > LEFT.get(room, 0) for each in found]
     assert not more, "\n".join(more)
+
+
+#: Words with which no verb or noun phrase begins.
+BEGINNINGS = re.compile(
+    r"(What|Whose|Whoever|Whether|Where|When|Likewise|Ours|As|By|Of|Or|And|So|Also|Only|Here)\b"
+)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    faults = []
+    for folder in (*set(FOLDERS) - {"tests"}, "tests/support"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    text = ast.get_docstring(node) or ""
+                    if BEGINNINGS.match(text):
+                        faults.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]!r}")
+    assert not faults, "\n".join(faults)
 
 
 def test_the_earlier_name_of_the_test_server_is_the_same_module() -> None:

@@ -14,7 +14,7 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from tests.support.tiny_models import make_llama
 
 # A plugin runs in the scheduler process before the engine's modules are imported there. This one looks, from
-# inside, at what each module's own code left, and later at what stands there while requests are served.
+# inside, at the namespace of each module after its own code has run, and again while requests are served.
 PROBE = '''
 import importlib.abc, importlib.machinery, json, os, sys, threading
 

@@ -362,7 +362,7 @@ def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch
 def test_a_callers_mistake_is_not_an_error_of_the_server(
     receiver: Receiver, status: int | None, is_error: bool
 ) -> None:
-    """As in the HTTP conventions; the error is recorded all the same."""
+    """As in the HTTP conventions; the error is recorded nonetheless."""
     with attach(endpoint=receiver.endpoint) as session:
         recorder, start = session.recorder, time.time_ns()
         span_id = recorder.new_id()

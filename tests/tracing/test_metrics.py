@@ -163,7 +163,7 @@ def test_steps_become_gauges_and_a_histogram(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
         recorder = session.recorder
         for number, mode in enumerate(("extend", "decode", "decode"), 1):
-            span_id = number if number < 3 else 0  # the last one is not traced, and counts all the same
+            span_id = number if number < 3 else 0  # the last one is not traced, but is counted
             values: list[AttributeValue] = [number, mode, 4, 40 if mode == "extend" else 4, 3, 4, 0.25]
             recorder.spans(STEP)(span_id, span_id, 0, 0, SECOND // 50, values)
         # Values from a damaged ring do no harm.

@@ -1,4 +1,4 @@
-"""A traced server: every request ends its spans with a status and a reason, whatever becomes of it."""
+"""A traced server: every request ends its spans with a status and a reason, whatever its outcome."""
 
 from __future__ import annotations
 

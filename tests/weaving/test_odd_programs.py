@@ -311,7 +311,7 @@ def test_parts_of_an_inherited_property_run_the_hooks_of_the_base_class() -> Non
 
 
 def test_a_method_of_the_modules_own_class() -> None:
-    """As in a module that puts an instance of its own kind of module in its place."""
+    """As in a module that replaces itself by an instance of its own module class."""
 
     class Kind(types.ModuleType):
         def f(self, x: int) -> list[Any]:

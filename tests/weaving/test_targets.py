@@ -1,4 +1,4 @@
-"""Targets: what their text means, which modules they cover, and what becomes of those that are not there."""
+"""Targets: how they are parsed, which modules they cover, and the states of missing ones."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_inspect_gives_the_users_code(mod: Any, path: str) -> None:
         variables = inspect.getclosurevars(function)
         if sys.version_info >= (3, 14):  # it reads the instructions there, which are ours
             variables = variables._replace(globals={}, builtins={}, unbound=set())
-        # Where torch._dynamo is loaded, three names are there that it reads in the place of constants.
+        # Where torch._dynamo is loaded, there are three names that it reads instead of constants.
         known = {name: value for name, value in variables.globals.items() if name != "__sgl_aspects__"}
         unbound = {name for name in variables.unbound if not re.fullmatch(r"compiling|chain_\d+", name)}
         return [

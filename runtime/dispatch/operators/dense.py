@@ -41,7 +41,7 @@ def rms_norm(
 def gemma_rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`rms_norm`, with ``1 + weight``; rounded to x's type once, at the end."""
+    """Like :func:`rms_norm`, with ``1 + weight``; rounded to x's type once, at the end."""
     total = x if residual is None else x + residual
     exact = total.double() if total.dtype == torch.float64 else total.float()
     normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)

@@ -36,7 +36,7 @@ def grouped_topk(
     renormalize: bool = True,
     scoring: str = "softmax",
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`topk`, with experts from the best ``topk_groups`` of ``num_groups`` groups only.
+    """Like :func:`topk`, with experts from the best ``topk_groups`` of ``num_groups`` groups only.
 
     ``correction_bias`` [experts] is added to the scores to choose by, not to the weights. A group is as good
     as its best expert, or as the sum of its best two where ``group_by_top2``.

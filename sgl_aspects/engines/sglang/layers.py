@@ -106,7 +106,7 @@ def topk(
 
 
 def fused_moe(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Any:
-    """As SGLang's ``moe_forward_native``: stacked weights in ``w13_weight`` and ``w2_weight``."""
+    """Like SGLang's ``moe_forward_native``: stacked weights in ``w13_weight`` and ``w2_weight``."""
     config = moe_runner_config
     plain = config.activation in ("silu", "gelu") and not config.apply_router_weight_on_input
     odd = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "routed_scaling_factor")

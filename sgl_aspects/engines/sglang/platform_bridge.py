@@ -52,7 +52,7 @@ _FACTORIES = (
     "verify_quantization",
     "supports_speculative_algorithm",
 )
-#: Likewise, returning a class or its name.
+#: The same for methods that return a class or its name.
 _CLASS_FACTORIES = (
     "get_paged_allocator_cls",
     "get_graph_runner_cls",

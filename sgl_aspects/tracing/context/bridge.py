@@ -77,7 +77,7 @@ def _join() -> None:
     if base is None:
         logger.warning(
             "this version of OpenTelemetry keeps its current context elsewhere: spans of your own are not "
-            "children of the engine's, which are recorded all the same"
+            "children of the engine's, which are recorded nonetheless"
         )
         return
     (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())

@@ -1,4 +1,4 @@
-/* What the files in C share. */
+/* Declarations shared by the C files. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -28,7 +28,7 @@ typedef struct {
 static PyTypeObject *watched_type;
 static vectorcallfunc plain_call;
 
-/* What `failed` makes of the exception that is set, as in an except block: NULL if it is not an Exception, or
+/* The result of `failed` for the exception that is set, as in an except block: NULL if it is not an Exception, or
    `failed` raises. */
 static PyObject *
 contain(PyObject *failed)
@@ -112,7 +112,7 @@ call_watched(PyObject *function, PyObject *const *args, size_t nargsf, PyObject 
     Py_ssize_t last = PyTuple_GET_SIZE(constants) - 1;
     if (last < 0 || !Py_IS_TYPE(PyTuple_GET_ITEM(constants, last), watched_type))
         return plain_call(function, args, nargsf, names);
-    /* The call goes on with the hooks that it begins with. */
+    /* The call keeps the hooks with which it begins. */
     WatchedCall *self = (WatchedCall *)Py_NewRef(PyTuple_GET_ITEM(constants, last));
     self->calls++;
     PyObject *result = NULL, *token = begin(self, args, PyVectorcall_NARGS(nargsf), names);

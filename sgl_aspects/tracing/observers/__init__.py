@@ -178,8 +178,8 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
 def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterator[Callable[[], None]]:
     """Weave the functions that the configuration file declares; yield functions that undo it.
 
-    A function that cannot be woven is logged and stays in the report; the engine's own are traced all the
-    same.
+    A function that cannot be woven is logged and stays in the report; the engine's own are traced
+    nonetheless.
     """
 
     def span_of(rid: Any) -> OpenSpan | None:

@@ -1,4 +1,4 @@
-"""Decodes the slots of a ring file into :mod:`..records`, skipping what is damaged."""
+"""Decodes the slots of a ring file into :mod:`..records`, skipping damaged ones."""
 
 from __future__ import annotations
 

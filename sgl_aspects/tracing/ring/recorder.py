@@ -51,7 +51,7 @@ class RingRecorder:
     """The recorder of this process: a :class:`~sgl_aspects.tracing.recorder.Recorder` over a ring.
 
     The file is made by ``open()`` or with the first record. A missing run folder means that the run has
-    ended: recording then stops for good. ``level`` and ``sample`` come from the control block.
+    ended: recording then stops permanently. ``level`` and ``sample`` come from the control block.
     """
 
     def __init__(self, folder: str, level: int = 4, sample: float = 1.0) -> None:

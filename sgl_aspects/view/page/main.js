@@ -1,4 +1,4 @@
-// Puts the page together. What is open stands in the address (#request=12, #step=34): "back" works.
+// Assembles the page. The open item is in the address (#request=12, #step=34), so that "back" works.
 
 function build(run) {
   const go = (kind, item) => (location.hash = item ? `${kind}=${item.index}` : "");

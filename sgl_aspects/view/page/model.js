@@ -8,7 +8,7 @@ async function unpack() {
   return JSON.parse(await new Response(stream).text());
 }
 
-// What the scheduler calls its batches, and what people call the phase. Texts of a trace are looked up in maps only.
+// The scheduler's names of batches, and the displayed names of phases. Texts of a trace are looked up in maps only.
 const MODES = new Map([["extend", "prefill"], ["mixed", "mixed"], ["decode", "decode"]]);
 const PHASES = ["tokenize", "queue", "prefill", "between", "decode", "other"];
 const PARTS = ["schedule", "forward", "run_batch", "sample", "process_result", "other"];
