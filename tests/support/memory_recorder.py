@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_aspects.tracing.context.current import enter_span
+from sgl_aspects.tracing.context import enter_span
 from sgl_aspects.tracing.recorder import SpanWriter, span_writer
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout

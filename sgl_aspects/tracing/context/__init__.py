@@ -1,16 +1,13 @@
 """Context: W3C headers, the tracer's current span, and the bridge to OpenTelemetry."""
 
-from sgl_aspects.tracing.context.bridge import bridge_opentelemetry, from_current_span, of_request
-from sgl_aspects.tracing.context.current import (
-    Fields,
-    Opened,
-    OpenSpan,
-    add_source,
+from sgl_aspects.tracing.context.bridge import (
+    bridge_opentelemetry,
     enter,
     enter_span,
-    innermost,
-    leave,
+    from_current_span,
+    of_request,
 )
+from sgl_aspects.tracing.context.current import Fields, Opened, OpenSpan, add_source, innermost, leave
 from sgl_aspects.tracing.context.w3c import (
     TraceContext,
     from_headers,

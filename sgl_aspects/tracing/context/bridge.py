@@ -13,19 +13,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_aspects import compat
-from sgl_aspects.tracing.context import current
-from sgl_aspects.tracing.context.current import Fields, OpenSpan, current_fields
+from sgl_aspects.tracing.context.current import Fields, Opened, OpenSpan, current_fields, set_current
 from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new, of_shared
+from sgl_aspects.tracing.records import SpanType
 
 logger = logging.getLogger(__name__)
 
+_modules = sys.modules
 _joining = threading.Lock()
 _is_bridged = False
 
 
+def enter(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
+    """Make a span of the tracer the current one until ``leave`` is called with the result."""
+    if not _is_bridged and "opentelemetry.trace" in _modules:
+        bridge_opentelemetry()
+    return set_current((root_id, span_id, trace, span, current_fields()))
+
+
+def enter_span(
+    type: SpanType,
+    span_id: int,
+    root_id: int,
+    parent_id: int,
+    start_ns: int,
+    trace: TraceContext | None = None,
+) -> Opened:
+    """The body of :func:`enter` as a recorder's ``enter``, without the time of a second call."""
+    if not _is_bridged and "opentelemetry.trace" in _modules:
+        bridge_opentelemetry()
+    return set_current((root_id, span_id, trace, None, current_fields()))
+
+
 def from_current_span() -> TraceContext | None:
     """The context of the OpenTelemetry span open in this thread; None if OpenTelemetry is not in use."""
-    trace = sys.modules.get("opentelemetry.trace")
+    trace = _modules.get("opentelemetry.trace")
     if trace is None:
         return None
     context = trace.get_current_span().get_span_context()
@@ -62,12 +84,12 @@ def of_request(
 def bridge_opentelemetry() -> None:
     """Make the tracer's open spans OpenTelemetry's current span; no-op while OpenTelemetry is not loaded."""
     global _is_bridged
-    if _is_bridged or not hasattr(sys.modules.get("opentelemetry.trace"), "set_span_in_context"):
+    if _is_bridged or not hasattr(_modules.get("opentelemetry.trace"), "set_span_in_context"):
         return  # or half loaded
     with _joining:
         if not _is_bridged:
             _join()
-            _is_bridged = current.is_bridged = True
+            _is_bridged = True
 
 
 def _join() -> None:

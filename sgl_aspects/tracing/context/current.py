@@ -1,18 +1,16 @@
 """The tracer's current span.
 
-A span that is entered is current in its context until it is left. The open span of a scheduler's step is
+A span that :mod:`.bridge` enters is current in its context until it is left. The open span of a step is
 computed on demand (:func:`add_source`), so that entering it costs nothing.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, TypeAlias
 
 from sgl_aspects.tracing.context.w3c import TraceContext, trace_id_of_root
-from sgl_aspects.tracing.records import SpanType
 
 
 class OpenSpan(NamedTuple):
@@ -39,38 +37,10 @@ Fields: TypeAlias = "tuple[int, int, TraceContext | None, Any, Any]"
 Opened: TypeAlias = "Token[Fields | None]"
 
 _fields: ContextVar[Fields | None] = ContextVar("sgl_aspects_open_span", default=None)
-_get, _set, _restore = _fields.get, _fields.set, _fields.reset
+_get, _restore = _fields.get, _fields.reset
+#: Makes the span with these fields the current one until ``leave`` is called with the result.
+set_current: Callable[[Fields], Opened] = _fields.set
 _sources: list[Callable[[], Fields | None]] = []
-_modules = sys.modules
-#: Whether the bridge to OpenTelemetry is installed.
-is_bridged = False
-
-
-def enter(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
-    """Make a span of the tracer the current one until ``leave`` is called with the result."""
-    if not is_bridged and "opentelemetry.trace" in _modules:
-        _bridge()
-    return _set((root_id, span_id, trace, span, current_fields()))
-
-
-def enter_span(
-    type: SpanType,
-    span_id: int,
-    root_id: int,
-    parent_id: int,
-    start_ns: int,
-    trace: TraceContext | None = None,
-) -> Opened:
-    """The body of :func:`enter` as a recorder's ``enter``, without the time of a second call."""
-    if not is_bridged and "opentelemetry.trace" in _modules:
-        _bridge()
-    return _set((root_id, span_id, trace, None, current_fields()))
-
-
-def _bridge() -> None:
-    from sgl_aspects.tracing.context.bridge import bridge_opentelemetry
-
-    bridge_opentelemetry()
 
 
 def leave(opened: Opened) -> None:
