@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,22 @@ def test_a_server_starts_without_a_device_named(name: str, tmp_path: Path) -> No
     assert answer.usage["completion_tokens"] == 8
     assert "chat mini" in spans.read_text()
     assert "ASPECTS" not in log.read_text()  # SGLang warns of each variable that begins with SGL_
+
+
+def test_a_live_server_on_a_vendors_platform_names_its_calls_of_cuda(tmp_path: Path) -> None:
+    model, log = make_mini(tmp_path / "model"), tmp_path / "log"
+    doctor = [sys.executable, "-m", "sgl_aspects", "doctor", "--json", "--platform", "loopback", "--"]
+    environment = vendor_package(tmp_path / "site")
+    with serve(model, log, prefix=doctor, without=["--device"], environment=environment) as server:
+        assert server.chat("the quick brown fox").usage["completion_tokens"] == 8
+        os.killpg(server.process.pid, signal.SIGINT)
+        server.process.wait(120)
+    text = log.read_text()
+    calls = json.loads(text[text.index("[\n") : text.rindex("]") + 1])
+    assert len({each["process_id"] for each in calls}) > 1
+    # At work, not while a module is imported.
+    called = {each["call"] for each in calls if "<module>" not in each["caller"]}
+    assert "torch.cuda.is_available" in called
 
 
 DEVICE = """
