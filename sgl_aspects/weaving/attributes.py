@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,12 @@ _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 class OwnDict(dict[Any, Any]):
     """A dictionary that keeps originals: rebinding recognises it by its type."""
+
+    __slots__ = ()
+
+
+class Attributes(OwnDict):
+    """The attributes of a woven function: an original as ``__wrapped__``, and what rebinding changes."""
 
     __slots__ = ()
 
@@ -126,7 +133,7 @@ def namespace(owner: Any) -> dict[str, Any]:
     if issubclass(kind, type):
         return dict(_CLASS_NAMESPACE.__get__(owner))
     # C descriptors only: a property named `__dict__` would run foreign code.
-    found: Any = _among(kind.__mro__, "__dict__")
+    found: Any = _among(bases(kind), "__dict__")
     try:
         found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
     except AttributeError:  # a proxy in C around an object without a dictionary
@@ -270,6 +277,12 @@ def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
             yield from _walk(place.raw, rest)
 
 
+_DESCRIPTORS = (
+    *(classmethod, staticmethod, property),
+    *(functools.cached_property, functools.partialmethod, functools.singledispatchmethod),
+)
+
+
 def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
     if "*" in segment:
         regex = segment_regex(segment)
@@ -277,7 +290,7 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
         for name, raw in list(namespace(owner).items()):
             # A wildcard covers what the module defines, not what it imports.
             defined = module_name is None or _module_of(raw) == module_name
-            hookable = is_a(raw, (classmethod, staticmethod, property)) or callable(raw)
+            hookable = is_a(raw, _DESCRIPTORS) or callable(raw)
             if regex.fullmatch(name) and not name.startswith("__") and defined and hookable:
                 yield AttributeReference(owner, name, raw)
         return
@@ -296,7 +309,7 @@ def inherited(owner: Any, name: str) -> Any:
     if is_module(owner):
         return _among([cls for cls in bases(type(owner)) if not derives(types.ModuleType, cls)], name)
     if not is_class(owner):
-        return _among(type(owner).__mro__, name)
+        return _among(bases(type(owner)), name)
     raw = _among(bases(owner)[1:], name)
     if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
         # Special methods of a metaclass apply to the class itself, not to its instances.
@@ -321,7 +334,8 @@ def _module_of(obj: Any) -> Any:
         return _module_of(obj.__func__)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType)):
         return obj.__module__
-    return class_module(obj) if is_class(obj) else None
+    # What `functools` makes of a function has the function's own names.
+    return class_module(obj) if is_class(obj) else namespace(obj).get("__module__")
 
 
 def _with_subclasses(cls: type) -> list[type]:

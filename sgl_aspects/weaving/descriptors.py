@@ -101,6 +101,8 @@ def _next_in_line(
             return inherited(subject, *args, **kwargs)
         if is_a(found, property):
             return getattr(found, place.part or "fget")(subject, *args, **kwargs)
+        if is_a(found, functools.cached_property):
+            return found.func(subject)
         return getattr(super(owner, subject), name)(
             *([subject] if name == "__new__" else []), *args, **kwargs
         )

@@ -22,7 +22,7 @@ import types
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from sgl_aspects.weaving.attributes import OwnDict, claims_to_be
+from sgl_aspects.weaving.attributes import Attributes, OwnDict, claims_to_be, is_a
 from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink
 
 Observers = tuple[tuple[Any, Any, Any], ...]
@@ -47,13 +47,20 @@ class FunctionKind(enum.Enum):
         """Return the kind of a function, a partial or method around one, or an instance's ``__call__``."""
         if claims_to_be(function, (functools.partial, types.MethodType)):
             return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
-        if not claims_to_be(function, types.FunctionType):
+        code: Any = function.__code__ if claims_to_be(function, types.FunctionType) else None
+        if is_a(code, types.CodeType):
+            kind = _kind_of_code(code)
+        else:  # a mock object's is none
             call = inspect.getattr_static(type(function), "__call__", None)
-            return cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        kind = _kind_of_code(function.__code__)
-        # `inspect.markcoroutinefunction` marks a function in its dictionary.
-        is_marked = kind is cls.PLAIN and function.__dict__ and inspect.iscoroutinefunction(function)
-        return cls.COROUTINE if is_marked else kind
+            kind = cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
+        return cls.COROUTINE if kind is cls.PLAIN and _is_marked(function) else kind
+
+
+def _is_marked(function: Any) -> bool:
+    try:
+        return inspect.iscoroutinefunction(function)
+    except Exception:  # noqa: BLE001  an object may answer in any way
+        return False
 
 
 def _kind_of_code(code: types.CodeType) -> FunctionKind:
@@ -92,7 +99,7 @@ class WovenFunction:
     """
 
     __slots__ = (
-        *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature"),
+        *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature", "_taken"),
         *("applied", "function", "kind"),
     )
 
@@ -102,6 +109,7 @@ class WovenFunction:
         self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
         self._in_c: Any = None
         self._signature: _Signature | None = None
+        self._taken: dict[str, Any] = OwnDict()
         self._compiled: CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
         self._model = code
@@ -160,6 +168,9 @@ class WovenFunction:
 
     def take_attributes(self, original: types.FunctionType) -> None:
         """Copy the attributes of ``original`` to the woven function."""
+        self._taken = OwnDict({name: getattr(original, name) for name in _ATTRIBUTES})
+        for name, value in self._taken.items():
+            setattr(self.function, name, value)
         _copy_attributes(original, self.function)
         self.function.__dict__["__wrapped__"] = original
         # Unless the original has them: `inspect` then follows those.
@@ -170,22 +181,16 @@ class WovenFunction:
         """Copy the attributes that were set on the woven function back to ``original``."""
         if self.function.__dict__.get("__signature__") is self._signature:
             self.function.__dict__.pop("__signature__", None)
+        for name, value in self._taken.items():
+            if getattr(self.function, name) is not value:
+                setattr(original, name, getattr(self.function, name))
         _copy_attributes(self.function, original)
 
     def _imitate(self, original: types.FunctionType) -> None:
         function = self.function
-        function.__dict__ = OwnDict()
-        function.__name__ = original.__name__
-        function.__qualname__ = original.__qualname__
-        function.__module__ = original.__module__
-        function.__doc__ = original.__doc__
-        # No effect on calls, without parameters of these names; tools and rebinding read them.
-        function.__defaults__ = original.__defaults__
-        function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
-        function.__annotations__ = original.__annotations__
-        if hasattr(original, "__type_params__"):  # Python 3.12
-            function.__type_params__ = original.__type_params__
+        function.__dict__ = Attributes()
         self._signature = _Signature.of(function)
+        self.take_attributes(original)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """Return the code of ``shape`` with these hooks, and the model's names and lines."""
@@ -260,6 +265,14 @@ def _apart_from(taken: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ..
     while not set(names).isdisjoint(taken):
         names = tuple(f"_{name}" for name in names)
     return names
+
+
+# Without parameters of their names, the defaults fill in nothing; tools and rebinding look at them.
+_ATTRIBUTES = (
+    *("__name__", "__qualname__", "__module__", "__doc__"),
+    *("__defaults__", "__kwdefaults__", "__annotations__"),
+    *(("__type_params__",) if sys.version_info >= (3, 12) else ()),
+)
 
 
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:

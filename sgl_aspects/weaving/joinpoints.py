@@ -14,8 +14,8 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     AttributeReference,
     OwnDict,
+    class_name,
     current,
-    is_class,
 )
 from sgl_aspects.weaving.descriptors import open_attribute, rebuild
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
@@ -331,8 +331,8 @@ class Slot:
             delattr(owner, name)
         else:
             setattr(owner, name, wanted)
-            if is_class(owner) and current(owner, name) is present:
-                raise AttributeError(f"its metaclass {type(owner).__qualname__} ignores assignments")
+            if current(owner, name) is present:
+                raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
         self._occupants = occupants
         self.standing = wanted
 

@@ -28,7 +28,10 @@ from typing import Any, NamedTuple
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
+    MISSING,
+    Attributes,
     bases,
+    class_module,
     class_name,
     derives,
     filled_slots,
@@ -57,11 +60,13 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
                 kind.__setitem__(referrer, index, new(value))
     elif is_a(referrer, set):
         for value in [value for value in set.__iter__(referrer) if new(value) is not value]:
-            # In one step: another thread may be iterating over the set, and its size must not change.
-            set.symmetric_difference_update(referrer, {value, new(value)})
+            # Out and in, in one step of C: another thread may be iterating over the set, and its size must not
+            # change. Not both at once: a proxy is equal to the object that it wraps.
+            list(map(set.symmetric_difference_update, (referrer, referrer), ({value}, {new(value)})))
     elif is_a(referrer, dict):
+        kept = "__wrapped__" if type(referrer) is Attributes else MISSING
         for key, value in list(dict.items(referrer)):
-            if new(value) is not value:
+            if new(value) is not value and key is not kept:
                 dict.__setitem__(referrer, key, new(value))
         if is_a(referrer, collections.defaultdict):
             _FACTORY.__set__(referrer, new(_FACTORY.__get__(referrer)))
@@ -92,9 +97,12 @@ def _replace_in_class(cls: type, new: New) -> None:
 
 def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> int:
     """Change functions and partials that own the tuple; returns how many ``owners`` need no report."""
-    functions = [f for f in owners if is_a(f, types.FunctionType) and f.__defaults__ is referrer]
+    functions = [f for f in owners if is_a(f, types.FunctionType) and f.__closure__ is not referrer]
     for function in functions:
-        function.__defaults__ = tuple(new(value) for value in referrer)
+        if function.__defaults__ is referrer:
+            function.__defaults__ = tuple(new(value) for value in referrer)
+        else:  # names and annotations: a dictionary from now on, since someone asks
+            _replace_in_mutable(function.__annotations__, new)
     partials = [p for p in owners if is_a(p, functools.partial) and p.args is referrer]
     for partial in partials:
         _replace_in_partial(partial, new)
@@ -193,6 +201,8 @@ def rebind(pairs: Iterable[Pair]) -> list[Stale]:
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
     found: dict[int, int] = {}
     for module in list(sys.modules.values()):
+        if is_class(module):
+            continue  # step three changes classes
         names = namespace(module)
         # A copy: another thread may be importing into this module. The next line runs entirely in C.
         held = dict.copy(names)
@@ -327,8 +337,9 @@ class _Collected:
 
 def _is_ours(referrer: Any) -> bool:
     """Return whether the referrer belongs to the weaver, which holds originals on purpose."""
-    home = dict.get(referrer, "__name__") if type(referrer) is dict else type(referrer).__module__
-    return isinstance(home, str) and home.startswith("sgl_aspects.weaving") and type(referrer) is not Result
+    home = dict.get(referrer, "__name__") if type(referrer) is dict else class_module(type(referrer))
+    is_own = isinstance(home, str) and home.startswith("sgl_aspects.weaving")
+    return is_own and type(referrer) not in (Attributes, Result)
 
 
 def _needs_owner(referrer: Any) -> bool:
@@ -443,14 +454,15 @@ def describe(obj: Any) -> str:
         return class_name(obj) if is_class(obj) else f"{obj.__module__}:{obj.__qualname__}"
     # From the dictionary, without getattr(), which may run foreign code.
     names, kind = namespace(obj), type(obj)
-    return f"{names.get('__module__', kind.__module__)}:{names.get('__qualname__', kind.__qualname__)}"
+    module, _, name = class_name(kind).partition(":")
+    return f"{names.get('__module__', module)}:{names.get('__qualname__', name)}"
 
 
 def _described(referrer: Any) -> str:
     if is_a(referrer, (tuple, frozenset)):
         return f"a {type(referrer).__name__} of {len(referrer)}"
     named = namespace(referrer).get("__qualname__")
-    return f"a {type(referrer).__module__}.{type(referrer).__qualname__}" + (f" ({named})" if named else "")
+    return f"a {class_name(type(referrer)).replace(':', '.')}" + (f" ({named})" if named else "")
 
 
 def _where(owners: list[Any]) -> str:

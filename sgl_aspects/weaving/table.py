@@ -98,7 +98,7 @@ class JoinPointTable:
         hooks below it.
 
         :param rerun: the module's code has just run again: the object at ``place`` is new, not a patch.
-        :raises HookError: the object at ``place`` cannot take this hook.
+        :raises HookError: the object at ``place`` cannot take this hook, for any error.
         """
         here = self._here.get(place.key, ())
         if not rerun and any(advice in point.advices for point in here):
@@ -106,9 +106,14 @@ class JoinPointTable:
         point = self.known(place)
         if point is not None and advice in point.advices:
             return None
-        if point is None:
-            point = self._point_for(place)
-        point.add(advice)
+        try:
+            if point is None:
+                point = self._point_for(place)
+            point.add(advice)
+        except HookError:
+            raise
+        except Exception as error:
+            raise HookError(f"{place} cannot be hooked: {error!r}") from error
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
             give_original(advice.hook, point.standing, point.original)
@@ -139,18 +144,10 @@ class JoinPointTable:
             self._by_original[id(point.original)] = point
 
     def _point_for(self, place: AttributeReference) -> JoinPoint:
-        """Create a point, before anything is registered.
-
-        :raises HookError: any error with the object at ``place``.
-        """
-        try:
-            if is_class(place.raw):
-                return ClassJoinPoint(place)
-            return FunctionJoinPoint(place, self._slot_of(place))
-        except HookError:
-            raise
-        except Exception as error:
-            raise HookError(f"{place} cannot be hooked: {error!r}") from error
+        """Create a point, before anything is registered."""
+        if is_class(place.raw):
+            return ClassJoinPoint(place)
+        return FunctionJoinPoint(place, self._slot_of(place))
 
     def _slot_of(self, place: AttributeReference) -> Slot | None:
         """Return the slot of another part of the same property, if there is one."""

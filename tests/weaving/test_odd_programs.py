@@ -70,7 +70,7 @@ def test_a_metaclass_that_ignores_what_is_set_is_named(engine: Any) -> None:
         "    def m(self): return 'm'\n",
         vars(engine),
     )
-    with pytest.raises(HookError, match="its metaclass Ignoring ignores assignments"):
+    with pytest.raises(HookError, match="its type engine:Ignoring ignores assignments"):
         aspects.weave(around("engine:Fixed.m", hooked))
 
 
