@@ -222,6 +222,7 @@ def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
     for name, value in namespace(descriptor).items():
         if name not in anew.__dict__ or (kind is functools.cached_property and name != "func"):
             anew.__dict__[name] = value
-    if kind is property and sys.version_info >= (3, 13) and anew.__name__ != descriptor.__name__:
-        anew.__name__ = descriptor.__name__
+    title = getattr(descriptor, "__name__", None) if kind is property else None  # Python 3.13
+    if title is not None and getattr(anew, "__name__", None) != title:
+        anew.__name__ = title
     return anew

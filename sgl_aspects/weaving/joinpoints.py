@@ -216,7 +216,8 @@ class FunctionJoinPoint(JoinPoint):
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
         if not self.place.inherited:
             yield Pair(before, after, extra, exclude)
-            if self.inner is self.original:
+            # What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
+            if type(self.inner) is not types.FunctionType or self.inner is self.original:
                 return
         exclude |= {id(self.original), id(self.replacement)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None

@@ -198,3 +198,34 @@ def test_annotations_follow_a_class_that_is_replaced(engine: Any) -> None:
         assert engine.typed.__annotations__ == {"x": Replacement, "return": Replacement}
         assert aspects.report().stale == ()
     assert engine.typed.__annotations__ == {"x": original, "return": original}
+
+
+ODD_PARTS = """
+import functools, operator
+class A:
+    z = 'z'
+    made = staticmethod(dict)
+    size = property(len)
+    listed = functools.cached_property(list)
+    part = property(functools.partial(lambda *args: 'part'))
+    got = property(operator.attrgetter('z'))
+    def __len__(self): return 2
+    def __iter__(self): return iter('ab')
+"""
+
+
+@pytest.mark.parametrize("name", ["made", "size", "listed", "part", "got"])
+def test_a_descriptor_around_what_others_use_too(name: str) -> None:
+    """Neither `len` nor `dict` is hooked in the whole process with it."""
+
+    def read() -> Any:
+        found = getattr(module.A(), name)
+        return found() if callable(found) else found
+
+    with module_of(ODD_PARTS) as module:
+        raw, bare = vars(module.A)[name], read()
+        with aspects.woven(around(f"engine:A.{name}", hooked)):
+            assert read() == ("hooked", bare)
+            assert len([1]) == 1
+            assert type({}) is dict
+        assert vars(module.A)[name] is raw
