@@ -101,7 +101,7 @@ def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> in
     for function in functions:
         if function.__defaults__ is referrer:
             function.__defaults__ = tuple(new(value) for value in referrer)
-        else:  # names and annotations: a dictionary from now on, since someone asks
+        else:  # names and annotations: from now on a dictionary
             _replace_in_mutable(function.__annotations__, new)
     partials = [p for p in owners if is_a(p, functools.partial) and p.args is referrer]
     for partial in partials:

@@ -186,7 +186,7 @@ def test_what_ignores_assignments_is_named(engine: Any, target: str) -> None:
 
 
 def test_annotations_follow_a_class_that_is_replaced(engine: Any) -> None:
-    """CPython keeps them as a tuple until someone asks."""
+    """CPython keeps them as a tuple until they are read."""
     source = "def typed(x: A) -> A: return x"
     exec(compile(source, "<typed>", "exec", dont_inherit=True), vars(engine))
     original = engine.A
