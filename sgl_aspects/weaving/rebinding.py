@@ -60,8 +60,8 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
                 kind.__setitem__(referrer, index, new(value))
     elif is_a(referrer, set):
         for value in [value for value in set.__iter__(referrer) if new(value) is not value]:
-            # Out and in, in one step of C: another thread may be iterating over the set, and its size must not
-            # change. Not both at once: a proxy is equal to the object that it wraps.
+            # In one step of C: another thread may be iterating over the set, and its size must not change.
+            # Out and then in: a proxy is equal to the object that it wraps.
             list(map(set.symmetric_difference_update, (referrer, referrer), ({value}, {new(value)})))
     elif is_a(referrer, dict):
         kept = "__wrapped__" if type(referrer) is Attributes else MISSING
