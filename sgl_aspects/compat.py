@@ -20,6 +20,15 @@ import wrapt.importer  # type: ignore[import-untyped]
 logger = logging.getLogger(__name__)
 
 
+# CPython 3.12 starts with some hundred frozen objects of its own; an engine's heap has many thousands.
+_FROZEN_AT_START = 2_000
+
+
+def is_heap_frozen() -> bool:
+    """Return whether ``gc.freeze()`` was called. Counts the frozen objects one by one."""
+    return gc.get_freeze_count() > _FROZEN_AT_START
+
+
 def weak_methods(function: types.FunctionType) -> list[Any]:
     """Return the `weakref.WeakMethod` objects for methods of ``function``."""
     references = weakref.getweakrefs(function)

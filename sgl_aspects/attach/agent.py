@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sgl_aspects as aspects
-from sgl_aspects import config, engines, env
+from sgl_aspects import compat, config, engines, env
 from sgl_aspects.errors import AspectsError, AttachError
 from sgl_aspects.tracing import session as tracing
 from sgl_aspects.tracing.run_folder import collector_state
@@ -165,15 +165,15 @@ def _beside_the_engine(pieces: Pieces) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     with pieces.one():
-        frozen = gc.get_freeze_count()  # counts them one by one
-    if frozen:
+        is_frozen = compat.is_heap_frozen()
+    if is_frozen:
         with pieces.one():
             gc.collect()
         gc.unfreeze()
     try:
         yield
     finally:
-        if frozen:
+        if is_frozen:
             gc.collect(1)
             gc.freeze()
         if was_enabled:

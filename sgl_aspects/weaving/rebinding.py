@@ -414,7 +414,7 @@ def unfrozen() -> Iterator[None]:
 
     Afterwards all live objects are frozen, including those created since the engine froze the heap.
     """
-    if not gc.get_freeze_count():
+    if not compat.is_heap_frozen():
         yield
         return
     gc.collect()  # garbage must not be frozen

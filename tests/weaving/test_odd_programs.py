@@ -141,20 +141,25 @@ import sgl_aspects as aspects
 from sgl_aspects import HookType
 import engine
 held = {"f": engine.f}
-gc.freeze()
+"freezes" in sys.argv and gc.freeze()
 before = gc.get_freeze_count()
 hook = lambda original: ("hooked", original())
 with aspects.woven(aspects.Advice(aspects.Target.parse("engine:f"), HookType.AROUND, hook)):
     seen = held["f"]()
-print(json.dumps([seen, held["f"](), gc.get_freeze_count() >= before]))
+print(json.dumps([seen, held["f"](), gc.get_freeze_count() - before]))
 """
 
 
-def test_holders_that_the_engine_has_frozen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("freezes", ["freezes", ""])
+def test_a_heap_is_frozen_afterwards_if_the_engine_has_frozen_it(freezes: str, tmp_path: Path) -> None:
+    """CPython 3.12 has frozen some objects of its own before any program runs."""
     (tmp_path / "engine.py").write_text("def f(): return 'f'\n")
-    done = subprocess.run([sys.executable, "-c", FREEZING], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-c", FREEZING, freezes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [["hooked", "f"], "f", True]
+    seen, after, more = json.loads(done.stdout)
+    assert (seen, after) == (["hooked", "f"], "f")
+    assert more >= 0 if freezes else more == 0
 
 
 def test_changes_from_within_a_change_come_after_it(engine: Any) -> None:
