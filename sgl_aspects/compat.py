@@ -127,8 +127,8 @@ def imported_elsewhere(names: Iterable[str]) -> list[str]:
     """Return those of ``names`` whose modules other threads are importing."""
     locks = _bootstrap._module_locks
     held = {name: locks.get(name, lambda: None)() for name in locks.keys() & names}
-    nobody_else = (None, threading.get_ident())
-    return [name for name, lock in held.items() if getattr(lock, "owner", None) not in nobody_else]
+    ours_or_free = (None, threading.get_ident())
+    return [name for name, lock in held.items() if getattr(lock, "owner", None) not in ours_or_free]
 
 
 def is_initializing(spec: Any) -> bool:

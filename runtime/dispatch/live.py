@@ -115,7 +115,7 @@ def _work(name: str) -> None:
             done = request.get("serial")
             if request.get("pid") in (None, os.getpid()):
                 try:
-                    obey(request, manager)
+                    apply(request, manager)
                     error = None
                 except AspectsError as wrong:
                     error = str(wrong)
@@ -129,31 +129,31 @@ def _work(name: str) -> None:
         time.sleep(_SECONDS)
 
 
-def obey(request: dict[str, Any], manager: OpManager) -> None:
+def apply(request: dict[str, Any], manager: OpManager) -> None:
     """Apply ``set``: keys and values; ``shadow``, ``rate``, ``summaries``: the watch; empty values end it.
 
     All of it is applied, or nothing.
 
     :raises ConfigError: an unknown key, one that is read at start only, or a value that is not allowed.
     """
-    said = from_words(request.get("set") or {})
-    for key in said:
+    changes = from_words(request.get("set") or {})
+    for key in changes:
         if key not in (*POLICY_KEYS, *WATCH_KEYS):
             choices = ", ".join((*POLICY_KEYS, *WATCH_KEYS))
             raise ConfigError(f"--set {key}: it is read at start only; choose from {choices}")
     for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate"), ("summaries", "summaries")):
         if request.get(flag) is not None:
-            said[key] = Value(USUAL if request[flag] == "" else request[flag], f"--{flag}")
+            changes[key] = Value(USUAL if request[flag] == "" else request[flag], f"--{flag}")
     current, watch = Settings(manager.process_policy), manager.watch
     if watch is not None:
         shadow, summaries = tuple(watch.shadow.items()), frozenset(watch.summaries)
         current = Settings(manager.process_policy, shadow, watch.rate, summaries)
-    wanted = merged([said], manager.registry, current)
-    if set(said).intersection(WATCH_KEYS) == {"shadow_rate"} and watch is None:
+    wanted = merged([changes], manager.registry, current)
+    if set(changes).intersection(WATCH_KEYS) == {"shadow_rate"} and watch is None:
         raise ConfigError("--rate: nothing is watched: name operators with --shadow or --summaries")
     if wanted.policy != current.policy:
         manager.set_policy(wanted.policy)
-    if any(key in said for key in WATCH_KEYS):
+    if any(key in changes for key in WATCH_KEYS):
         manager.set_watch(watch_of(wanted))
 
 
@@ -168,7 +168,7 @@ def state(manager: OpManager) -> dict[str, Any]:
     }
 
 
-def ask(folder: Path, **request: Any) -> str:
+def send_request(folder: Path, **request: Any) -> str:
     """Write a request; returns its serial."""
     prepare_folder(folder)
     serial = f"{time.time_ns()}-{os.getpid()}"

@@ -131,7 +131,7 @@ def _finish(collector: CollectorProcess | None, settings: TraceSettings) -> int:
         print("the collector has not ended yet")
         return 1
     summary = TraceSummary.from_json(report)
-    if not (summary.has_losses or settings.tells_summary):  # otherwise the collector has printed it
+    if not (summary.has_losses or settings.prints_summary):  # otherwise the collector has printed it
         print(summary)
     return int(bool(summary.problem))
 

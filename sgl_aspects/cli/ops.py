@@ -180,7 +180,7 @@ def _live(arguments: argparse.Namespace) -> int:
         )
     if len(request) > bool(arguments.pid):
         # The live processes check names of operators and vendors: they may have others than this one.
-        serial = live.ask(folder, **request)
+        serial = live.send_request(folder, **request)
         deadline = time.monotonic() + arguments.wait
         while time.monotonic() < deadline:
             states = _chosen(live.states(folder), arguments.pid)

@@ -112,7 +112,7 @@ class TraceSettings:
     service_name: str | None = None
     flush_seconds: int = 3
     keep_run_folder: bool = False
-    tells_summary: bool = False
+    prints_summary: bool = False
     run_folder: str | None = None
     #: Whether processes record what only metrics need. Set by the first process for its children.
     has_metrics: bool = False
@@ -151,7 +151,7 @@ class TraceSettings:
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
-            tells_summary=env.flag("SGL_ASPECTS_TRACE_SUMMARY"),
+            prints_summary=env.flag("SGL_ASPECTS_TRACE_SUMMARY"),
             run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
             has_metrics=env.flag("SGL_ASPECTS_TRACE_METRICS"),
         )

@@ -148,7 +148,7 @@ class LiveRun:
             alive = ring.is_alive()
             self._read(name, ring, alive)
             if not alive:
-                self._let_go(name, ring)
+                self._retire(name, ring)
         oldest = int(time.time()) - self.window
         for number in [number for number in self.seconds if number < oldest]:
             del self.seconds[number]
@@ -207,7 +207,7 @@ class LiveRun:
             self._heard[name] = now
             ring.skip_to_newest()
 
-    def _let_go(self, name: str, ring: RingReader) -> None:
+    def _retire(self, name: str, ring: RingReader) -> None:
         ring.close()
         del self.rings[name]
         self.gauges.pop(name, None)

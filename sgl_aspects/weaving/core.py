@@ -174,9 +174,9 @@ class Weaver:
         if module is not None and not is_ready(module):
             when_ready(module, self._module_loaded)
         elif module is not None:
-            self._tell_listeners(name, module)
+            self._notify_listeners(name, module)
 
-    def _tell_listeners(self, name: str, module: Any) -> None:
+    def _notify_listeners(self, name: str, module: Any) -> None:
         with self.lock:
             callbacks = self._listeners.pop(name, [])
             if not self._advices:
@@ -242,7 +242,7 @@ class Weaver:
             return
         self._changes.run_or_defer(self._weave_loaded, [name, module])
         if name in self._listeners:
-            self._tell_listeners(name, module)
+            self._notify_listeners(name, module)
 
     def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
         name, module = loaded
@@ -382,7 +382,7 @@ class Weaver:
         if strict:
             raise fault
         if not known:
-            self._tell_lost(advice, "failed")
+            self._report_lost(advice, "failed")
 
     def _note_missing(self, advice: Advice, rank: int, detail: str) -> None:
         if self._table.of(advice):
@@ -396,9 +396,9 @@ class Weaver:
             return
         advice.state = State.MISSING
         if not known and not advice.required:
-            self._tell_lost(advice, "is not woven")
+            self._report_lost(advice, "is not woven")
 
-    def _tell_lost(self, advice: Advice, what: str) -> None:
+    def _report_lost(self, advice: Advice, what: str) -> None:
         if advice.on_lost is not None:
             advice.on_lost(advice.detail)
         else:

@@ -484,7 +484,7 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
     manager = dispatch.get_manager()
 
     def after(**said: str) -> str:
-        live.obey({"set": said}, manager)
+        live.apply({"set": said}, manager)
         return manager.policy.describe()
 
     assert (
@@ -511,17 +511,17 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
 
     after(per_op_order="rms_norm=reference", shadow="topk=reference", shadow_rate="0.5")
     assert watching() == ({"topk": REFERENCE}, 0.5, ())
-    live.obey({"rate": 0.25}, manager)
+    live.apply({"rate": 0.25}, manager)
     assert watching() == ({"topk": REFERENCE}, 0.25, ())
     after(shadow="")
     assert watching() is None
-    live.obey({"shadow": "topk=reference", "summaries": "topk"}, manager)
+    live.apply({"shadow": "topk=reference", "summaries": "topk"}, manager)
     assert watching() == ({"topk": REFERENCE}, 0.01, ("topk",))
-    live.obey({"shadow": "", "summaries": ""}, manager)
+    live.apply({"shadow": "", "summaries": ""}, manager)
     assert watching() is None
     before = manager.policy
     with pytest.raises(ConfigError, match="--rate: nothing is watched"):
-        live.obey({"set": {"prefer": "reference"}, "rate": 0.5}, manager)
+        live.apply({"set": {"prefer": "reference"}, "rate": 0.5}, manager)
     assert manager.policy == before, "all of a request or nothing"
 
 
@@ -530,14 +530,14 @@ def test_requests_of_others_and_broken_ones_are_refused(
 ) -> None:
     manager: OpManager = dispatch.get_manager()
     with pytest.raises(ConfigError, match="--set: unknown key 'preffer'"):
-        live.obey({"set": {"preffer": "vendor"}}, manager)
+        live.apply({"set": {"preffer": "vendor"}}, manager)
     with pytest.raises(ConfigError, match="--rate: 7: write a share"):
-        live.obey({"shadow": "rms_norm=reference", "rate": 7}, manager)
+        live.apply({"shadow": "rms_norm=reference", "rate": 7}, manager)
     with pytest.raises(ConfigError, match="--rate: nothing is watched: name operators with --shadow"):
-        live.obey({"rate": 0.5}, manager)
+        live.apply({"rate": 0.5}, manager)
     for key in ("log", "control"):
         with pytest.raises(ConfigError, match=f"--set {key}: it is read at start only; choose from prefer"):
-            live.obey({"set": {key: "x"}}, manager)
+            live.apply({"set": {key: "x"}}, manager)
     (tmp_path / "request.json").write_text("[1")
     assert live.read_own_json(tmp_path / "request.json") is None
     (tmp_path / "request.json").write_text("{}")

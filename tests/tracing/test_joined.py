@@ -127,7 +127,7 @@ class Writer:
     """The part of a ring's reader that the joiner uses."""
 
     process_id = 1
-    was_let_go = False
+    was_detached = False
 
     def __init__(self, name: str) -> None:
         self.name, self.last_ns = name, 9

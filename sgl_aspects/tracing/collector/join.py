@@ -306,7 +306,7 @@ class Joiner:
         # One of several answers to a request is not a server span of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
         # A request seen only in part, before attach or after detach, has no valid figures.
-        if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_let_go):
+        if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_detached):
             attributes[DETACHED_FLAG] = True
         in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes
         if root.group is None and not in_part and not self._is_replaying and self._on_request is not None:
@@ -351,7 +351,7 @@ class Joiner:
         if not decider.is_sampled:
             self.not_sampled += 1
             return
-        if record.error == UNFINISHED and not writer.was_let_go:
+        if record.error == UNFINISHED and not writer.was_detached:
             self.unfinished += 1
         self.recorded += 1
         if root.room is not None:

@@ -306,7 +306,7 @@ def main(arguments: Sequence[str]) -> int:
         forget_collector_settings(folder)
         if not settings.keep_run_folder:
             remove_run_folder(folder)
-    if settings.tells_summary or summary.has_losses:
+    if settings.prints_summary or summary.has_losses:
         report_line(str(summary))
     report = int(arguments[1]) if len(arguments) == 2 else sys.stdout.fileno()
     with contextlib.suppress(BrokenPipeError):

@@ -77,11 +77,11 @@ class RunReader:
         """Return the writers whose processes are gone and that are read to their end, each once."""
         ended = [writer for writer in self.writers.values() if writer.is_exhausted]
         for writer in ended:
-            self._let_go(writer)
+            self._retire(writer)
         self.has_more = self.has_more or (self._is_full and bool(ended))
         return ended
 
-    def _let_go(self, writer: RingReader) -> None:
+    def _retire(self, writer: RingReader) -> None:
         """Close the older rings of ended processes; the latest stay open for dumps."""
         del self.writers[writer.name]
         self._gone.append(writer)

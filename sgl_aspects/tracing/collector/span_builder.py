@@ -124,7 +124,7 @@ class SpanBuilder:
             known = zip(names, values)
             attributes |= {key: value for key, value in known if value is not None}
             attributes |= self._ranks.get(writer.name, _NO_RANK)
-            if error == UNFINISHED and writer.was_let_go:
+            if error == UNFINISHED and writer.was_detached:
                 attributes[schema.DETACHED_FLAG] = True
             elif error == UNFINISHED:
                 attributes |= {schema.ERROR_TYPE: UNFINISHED, schema.UNFINISHED_FLAG: True}

@@ -97,7 +97,7 @@ class RingReader:
         return began and began + _signed(words[layout.WORD_CLOCK_OFFSET_NS])
 
     @property
-    def was_let_go(self) -> bool:
+    def was_detached(self) -> bool:
         """Return whether its process goes on untraced, so that its open spans have not failed."""
         return self._header()[layout.WORD_CLOSED] == layout.DETACHED
 
