@@ -48,6 +48,11 @@ def hand_on(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
+def hooked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Mark the result: an AROUND hook whose calls a test can tell from those of the original."""
+    return ("hooked", original(*args, **kwargs))
+
+
 class Watch:
     """An observer that records every enter and exit."""
 

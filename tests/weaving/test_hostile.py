@@ -14,7 +14,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State
-from tests.support.woven_modules import Watch, advice, around, module_of, no_hook_is_left, stored
+from tests.support.woven_modules import Watch, advice, around, hooked, module_of, no_hook_is_left, stored
 
 __all__ = ["no_hook_is_left"]
 
@@ -84,10 +84,6 @@ armed = True
 def engine() -> Iterator[Any]:
     with module_of(SOURCE) as module:
         yield module
-
-
-def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return ("hooked", original(*args, **kwargs))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State, compat
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.modules import ModuleWatcher, when_ready
-from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
+from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
 
@@ -29,10 +29,6 @@ __all__ = ["no_hook_is_left"]
 def engine() -> Iterator[Any]:
     with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
         yield module
-
-
-def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return ("hooked", original(*args, **kwargs))
 
 
 def test_classes_without_a_hash_or_a_comparison(engine: Any) -> None:

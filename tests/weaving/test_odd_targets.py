@@ -18,7 +18,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType, State
 from sgl_aspects.errors import HookError
-from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
+from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
 
@@ -46,10 +46,6 @@ class Diamond(Sub, Other): pass
 def engine() -> Iterator[Any]:
     with module_of(SOURCE) as module:
         yield module
-
-
-def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return ("hooked", original(*args, **kwargs))
 
 
 def test_a_set_keeps_what_is_equal_to_its_proxy(engine: Any) -> None:

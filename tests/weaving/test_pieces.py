@@ -11,13 +11,9 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects.weaving import Pieces, in_pieces
-from tests.support.woven_modules import around, module_of, no_hook_is_left
+from tests.support.woven_modules import around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
-
-
-def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return ("hooked", original(*args, **kwargs))
 
 
 def _tuple_made_meanwhile(wait: Callable[[], object]) -> object:

@@ -21,7 +21,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType
 from sgl_aspects.weaving import in_pieces
-from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
+from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
 
@@ -43,10 +43,6 @@ class C:
 def engine() -> Iterator[Any]:
     with module_of(SOURCE) as module:
         yield module
-
-
-def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return ("hooked", original(*args, **kwargs))
 
 
 # -- the matrix of referrers: each takes a copy of `f`, and has a way to call it and to read it ---------

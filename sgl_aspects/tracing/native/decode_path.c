@@ -712,11 +712,11 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t *words = words_of(step);
     if (words == NULL)
         return OTHER_CASE;
-    int replays = self->expects >> (words[STEP_MODE] & 63) & 1;
-    int is_timed = self->has_events && !(replays && tracker->level < 4 && (self->replays + 1) & tracker->untimed);
+    int is_expected = self->expects >> (words[STEP_MODE] & 63) & 1;
+    int is_timed = self->has_events && !(is_expected && tracker->level < 4 && (self->replays + 1) & tracker->untimed);
     if (is_timed && !has_any(tracker->spare_events))
         return OTHER_CASE;
-    self->replays += (unsigned)replays;
+    self->replays += (unsigned)is_expected;
     Py_INCREF(step);
     step->child = CHILD_FORWARD;
     words[FORWARD_START] = now_ns();
@@ -727,7 +727,7 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         self->events = take(tracker->spare_events, PyList_GET_SIZE(tracker->spare_events) - 1);
         Py_XDECREF(before);
         self->has_begun = self->has_ended = self->has_parts = 0;
-        if (!replays && !begin_on_device(self)) {
+        if (!is_expected && !begin_on_device(self)) {
             Py_DECREF(step);
             return NULL;
         }
