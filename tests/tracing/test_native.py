@@ -83,7 +83,7 @@ running = []
 woven = types.ModuleType("woven")
 
 def weave(role):
-    def function(*args):
+    def function(*args, **kwargs):
         inside, result, error = running.pop()
         inside()
         if error is not None:
@@ -94,10 +94,10 @@ def weave(role):
     advice.caller = found[role].caller
     weave_advice(advice)
 
-def call(role, args, result=None, error=None, inside=lambda: None):
+def call(role, args, result=None, error=None, inside=lambda: None, **kwargs):
     running.append((inside, result, error))
     try:
-        getattr(woven, role)(*args)
+        getattr(woven, role)(*args, **kwargs)
     except (ValueError, KeyError) as raised:
         assert raised is error
 
@@ -110,11 +110,12 @@ def step(number, error=None, processing=None, size=4, level=3):
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs[:size] if size < 4 else reqs,
                             step_id=number, num_tokens=size)
     result = object()
-    call("schedule", (scheduler,), batch)
+    call("schedule", (scheduler,), batch, last_batch=None)
     replay = lambda: call("graph_launch", (object(),))
     inside = replay if number % 3 else lambda: None
-    forward = lambda: call("forward", (runner, batch), inside=inside, error=error)
-    call("run_batch", (scheduler, batch), result, error, inside=forward)
+    forward = lambda: call("forward", (runner,), inside=inside, error=error, batch=batch)
+    launched = ((scheduler,), {"batch": batch}) if number in (7, 8) else ((scheduler, batch), {})
+    call("run_batch", launched[0], result, error, inside=forward, **launched[1])
     if error is None:
         call("process_batch_result", (scheduler, batch, result), None, processing)
 

@@ -41,9 +41,9 @@ class Step(native.Step):
     """A batch from its launch to its result. ``id`` 0: untraced, with figures for the metrics only.
 
     ``words[block + …]`` are its timestamps and figures (:mod:`..ring.format`), at ``offset`` in the memory.
-    ``child``: its open child span, 0: none. ``number``: the engine's. ``batch``, ``result``: keys for the
-    processing of the result. ``prefill``: the observer's chunks of prompts; ``events``: the device's. Objects
-    are reused: a decode step allocates none.
+    ``child``: its open child span, 0: none. ``batch``, ``result``: keys for the processing of the result.
+    ``prefill``: the observer's chunks of prompts; ``events``: the device's. Objects are reused: a decode step
+    allocates none.
     """
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class Step(native.Step):
     def __init__(self, steps: OpenSteps, block: int) -> None:
         self.steps, self.words, self.block, self.offset = steps, steps.words, block, block * 8
         self.id = self.child = 0
-        self.number = self.batch = self.result = self.prefill = self.events = self.opened = None
+        self.batch = self.result = self.prefill = self.events = self.opened = None
         self.is_announced, self.is_recorded = False, True
         self.spans = {}
 
@@ -240,7 +240,7 @@ class StepTracker(native.Tracker):
         self._give_back(step)
 
     def _give_back(self, step: Step) -> None:
-        step.batch = step.result = step.prefill = step.events = step.number = None
+        step.batch = step.result = step.prefill = step.events = None
         if step.is_announced:
             step.is_announced, step.opened, step.spans = False, None, {}
         if step.steps is self.steps and step.is_recorded:
@@ -255,8 +255,8 @@ class StepTracker(native.Tracker):
             return
         now = time_ns()
         pack_begin(steps.memory, block * 8, KIND_STEP, 0, 0, now, 0, 0, 0, 1, 0)
-        figures = 0, figure(waiting), figure(running), usage_figure(usage)
-        pack_queues(steps.memory, block * 8 + 8 * layout.STEP_NUMBER, *figures)
+        figures = figure(waiting), figure(running), usage_figure(usage)
+        pack_queues(steps.memory, block * 8 + 8 * layout.STEP_WAITING, *figures)
         steps.words[block + PROCESS_END] = now
         self._recorder.end_step(steps, block)
         steps.give_back(block)

@@ -101,7 +101,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *steps, *words, *batch, *result, *prefill, *events, *number, *opened, *spans;
+    PyObject *steps, *words, *batch, *result, *prefill, *events, *opened, *spans;
     unsigned long long id;
     Py_ssize_t block, offset, child;
     char is_announced, is_recorded;
@@ -148,12 +148,9 @@ typedef struct {
 
 static Kind blocks_kind, slots_kind, step_kind, tracker_kind;
 
-static inline int
-is_a(PyObject *object, Kind *kind)
+static COLD int
+meet(PyTypeObject *type, Kind *kind)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    if (type == kind->met)
-        return 1;
     if (!PyType_IsSubtype(type, kind->base))
         return 0;
     PyTypeObject *before = kind->met;
@@ -162,15 +159,35 @@ is_a(PyObject *object, Kind *kind)
     return 1;
 }
 
+static inline int
+is_a(PyObject *object, Kind *kind)
+{
+    return Py_IS_TYPE(object, kind->met) || meet(Py_TYPE(object), kind);
+}
+
 /* Takes an item out of a list, with the list's reference. */
 static inline PyObject *
 take(PyObject *list, Py_ssize_t at)
 {
-    PyObject **place = ((PyListObject *)list)->ob_item + at, *item = *place;
-    Py_ssize_t left = PyList_GET_SIZE(list) - at - 1;
-    memmove(place, place + 1, (size_t)left * sizeof(*place));
-    Py_SET_SIZE(list, at + left);
+    PyObject **items = ((PyListObject *)list)->ob_item, *item = items[at];
+    Py_ssize_t left = PyList_GET_SIZE(list) - 1;
+    for (; at < left; at++)
+        items[at] = items[at + 1];
+    Py_SET_SIZE(list, left);
     return item;
+}
+
+/* As PyList_Append(), but a call into Python's code only where the list has to grow. */
+static inline int
+append(PyObject *list, PyObject *item)
+{
+    PyListObject *self = (PyListObject *)list;
+    Py_ssize_t size = PyList_GET_SIZE(list);
+    if (size >= self->allocated)
+        return PyList_Append(list, item);
+    self->ob_item[size] = Py_NewRef(item);
+    Py_SET_SIZE(list, size + 1);
+    return 0;
 }
 
 /* The words of a step's block; NULL if they are not, or no longer, a ring's memory. */
@@ -197,7 +214,7 @@ read_from(PyObject *object, PyObject *source)
                                         : PyObject_CallOneArg(source, object);
 }
 
-static PyObject *
+static COLD PyObject *
 call_method(PyObject *self, PyObject *name, PyObject *const *args, Py_ssize_t count)
 {
     PyObject *all[4] = {self, NULL, NULL, NULL};
@@ -205,14 +222,13 @@ call_method(PyObject *self, PyObject *name, PyObject *const *args, Py_ssize_t co
     return PyObject_VectorcallMethod(name, all, (size_t)count + 1, NULL);
 }
 
+/* As a step's record has it: 0 is unknown. */
 static inline uint64_t
 number_of(PyObject *object)
 {
     uint64_t number = is_none(object) ? 0 : PyLong_AsUnsignedLongLong(object) + 1;
-    if (PyErr_Occurred()) {
+    if (!number)
         PyErr_Clear();
-        return 0;
-    }
     return number;
 }
 
@@ -320,11 +336,10 @@ COLLECTED(Slots, mapped, 1)
 
 static PyMemberDef Step_members[] = {
     OBJECT(Step, steps), OBJECT(Step, words), OBJECT(Step, batch), OBJECT(Step, result),
-    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, number), OBJECT(Step, opened),
-    OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, offset), SIZE(Step, child),
+    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, offset), SIZE(Step, child),
     FLAG(Step, is_announced), FLAG(Step, is_recorded), END};
 static PyMethodDef Step_methods[] = {{NULL, NULL, 0, NULL}};
-COLLECTED(Step, steps, 9)
+COLLECTED(Step, steps, 8)
 
 static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
@@ -337,7 +352,7 @@ COLLECTED(Tracker, steps, 7)
 static inline int
 has_any(PyObject *list)
 {
-    return list != NULL && PyList_Check(list) && PyList_GET_SIZE(list) > 0;
+    return list != NULL && PyList_CheckExact(list) && PyList_GET_SIZE(list) > 0;
 }
 
 /* The tracker if its fields have the types that the functions below need; else NULL. */
@@ -347,8 +362,8 @@ tracker_in(PyObject *object)
     Tracker *tracker = (Tracker *)object;
     if (is_none(object) || !is_a(object, &tracker_kind) || is_none(tracker->steps)
         || !is_a(tracker->steps, &blocks_kind) || ((Blocks *)tracker->steps)->words == NULL
-        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_Check(tracker->in_flight)
-        || !PyList_Check(tracker->spare))
+        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_CheckExact(tracker->in_flight)
+        || !PyList_CheckExact(tracker->spare))
         return NULL;
     return tracker;
 }
@@ -411,11 +426,11 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     if (count != 3 || tracker == NULL
         || (is_idle
             && (!is_none(self->busy) || has_any(tracker->details) || has_any(tracker->late)
-                || is_none(self->requests) || !PyDict_Check(self->requests)
+                || is_none(self->requests) || !PyDict_CheckExact(self->requests)
                 || PyDict_GET_SIZE(self->requests))))
         return call_method(object, s_schedule_exit, args, count);
     unsigned long long start = PyLong_AsUnsignedLongLong(args[0]);
-    if (PyErr_Occurred())
+    if (start == (unsigned long long)-1 && PyErr_Occurred())
         return NULL;
     tracker->schedule_start = start;
     tracker->schedule_end = now;
@@ -429,7 +444,7 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t now = now_ns();
     Tracker *tracker = tracker_in(self->tracker);
     if (tracker == NULL || !self->is_plain || !self->decodes || count <= self->ran_at || is_none(self->preempted)
-        || !PyAnySet_Check(self->preempted) || PySet_GET_SIZE(self->preempted) || has_any(tracker->details))
+        || !PySet_CheckExact(self->preempted) || PySet_GET_SIZE(self->preempted) || has_any(tracker->details))
         goto slow;
     PyObject *batch = args[self->ran_at];
     uint64_t *words = ((Blocks *)tracker->steps)->words;
@@ -474,7 +489,8 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     }
     take(tracker->spare, spare - 1);
     words += step->block;
-    memset(words, 0, SLOT_BYTES);
+    for (int word = 0; word < STEP_FIELDS; word++)
+        words[word] = 0;
     words[STEP_SPAN_ID] = id;
     words[STEP_GROUP] = tracker->group;
     words[SCHEDULE_START] = tracker->schedule_start;
@@ -518,11 +534,11 @@ StepPath_run_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
         goto slow;
     }
     words[RUN_END] = now;
-    replace(&step->number, number);
+    words[STEP_NUMBER] = number_of(number);
     Py_DECREF(number);
     replace(&tracker->running, NULL);
     replace(&step->result, args[1]);
-    if (PyList_Append(tracker->in_flight, (PyObject *)step) < 0)
+    if (append(tracker->in_flight, (PyObject *)step) < 0)
         return NULL;
     Py_RETURN_NONE;
 slow:
@@ -573,7 +589,8 @@ write_step(Slots *slots, Tracker *tracker, Step *step)
     char *slot = slots->address + slots->offset;
     uint64_t number = slots->number++;
     slots->offset += SLOT_BYTES;
-    memcpy(slot, words, MARK_OFFSET);
+    for (int word = 0; word < STEP_FIELDS; word++)
+        ((uint64_t *)slot)[word] = words[word];
     __atomic_store_n((uint64_t *)(slot + MARK_OFFSET), number, __ATOMIC_RELEASE);
     words[STEP_HEAD] = 0;
     if (step->is_announced) {
@@ -585,11 +602,11 @@ write_step(Slots *slots, Tracker *tracker, Step *step)
         replace(&step->spans, spans);
         Py_DECREF(spans);
     }
-    return step->steps != tracker->steps || PyList_Append(tracker->spare, (PyObject *)step) == 0;
+    return step->steps != tracker->steps || append(tracker->spare, (PyObject *)step) == 0;
 }
 
 /* Records the first late steps whose times are available; calls the method in Python if too many are late. */
-static PyObject *
+static __attribute__((noinline)) PyObject *
 read_late(StepPath *self, Tracker *tracker)
 {
     Slots *slots = (Slots *)self->slots;
@@ -602,7 +619,7 @@ read_late(StepPath *self, Tracker *tracker)
             break;
         words[STEP_DEVICE_TIME] = (uint64_t)(milliseconds * 1e6) + 1;
         tracker->untimed = words[STEP_DEVICE_TIME] <= SHORT_REPLAY_NS ? UNTIMED_REPLAYS : 0;
-        if (PyList_Append(tracker->spare_events, step->events) < 0)
+        if (append(tracker->spare_events, step->events) < 0)
             return NULL;
         Py_CLEAR(step->events);
         if (!write_step(slots, tracker, step))
@@ -625,16 +642,15 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Tracker *tracker = tracker_in(self->tracker);
     Slots *slots = (Slots *)self->slots;
     if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
-        || is_none(tracker->late) || !PyList_Check(tracker->late) || now - self->read_ns >= READING_NS || is_none(self->slots)
-        || is_none(self->requests) || !PyDict_Check(self->requests) || PyDict_GET_SIZE(self->requests) != self->known
+        || is_none(tracker->late) || !PyList_CheckExact(tracker->late) || now - self->read_ns >= READING_NS || is_none(self->slots)
+        || is_none(self->requests) || !PyDict_CheckExact(self->requests) || PyDict_GET_SIZE(self->requests) != self->known
         || !is_a(self->slots, &slots_kind) || slots->address == NULL || slots->number > slots->last)
         goto slow;
     Step *step = (Step *)args[0];
     uint64_t *words = words_of(step);
     if (words == NULL || !step->is_recorded || !is_none(step->prefill)
-        || is_none(tracker->spare_events) || !PyList_Check(tracker->spare_events))
+        || is_none(tracker->spare_events) || !PyList_CheckExact(tracker->spare_events))
         goto slow;
-    words[STEP_NUMBER] = number_of(step->number);
     words[STEP_WAITING] = self->waiting;
     words[STEP_RUNNING] = self->running;
     words[STEP_KV_USAGE] = self->usage;
@@ -644,9 +660,8 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     replace(&tracker->running, NULL);
     Py_CLEAR(step->batch);
     Py_CLEAR(step->result);
-    Py_CLEAR(step->number);
     if (!is_none(step->events))
-        return PyList_Append(tracker->late, (PyObject *)step) < 0 ? NULL : read_late(self, tracker);
+        return append(tracker->late, (PyObject *)step) < 0 ? NULL : read_late(self, tracker);
     if (!write_step(slots, tracker, step))
         return NULL;
     Py_RETURN_NONE;

@@ -51,8 +51,8 @@ class Step:
     """The fields of a batch from its launch to its result."""
 
     __slots__ = (
-        *("batch", "block", "child", "events", "id", "is_announced", "is_recorded", "number", "offset"),
-        *("opened", "prefill", "result", "spans", "steps", "words"),
+        *("batch", "block", "child", "events", "id", "is_announced", "is_recorded", "offset", "opened"),
+        *("prefill", "result", "spans", "steps", "words"),
     )
 
     steps: Any
@@ -61,7 +61,6 @@ class Step:
     result: Any
     prefill: Any
     events: Any
-    number: Any
     opened: Any
     spans: dict[int, Any]
     id: int

@@ -7,6 +7,8 @@
 
 #include "layout.h"
 
+#define COLD __attribute__((noinline, cold))
+
 /* A function in C that sees a call begin, by what was passed by position: a token, NULL with an exception set,
    or OTHER_CASE, with nothing changed, where its Python method has to be called. */
 typedef PyObject *(*entry)(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -30,7 +30,7 @@ static vectorcallfunc plain_call;
 
 /* The result of `failed` for the exception that is set, as in an except block: NULL if it is not an Exception, or
    `failed` raises. */
-static PyObject *
+static COLD PyObject *
 contain(PyObject *failed)
 {
     if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -45,7 +45,7 @@ contain(PyObject *failed)
 }
 
 /* The arguments as Python hooks see them: a tuple, and a dictionary of their own. */
-static PyObject *
+static __attribute__((noinline)) PyObject *
 call_packed(PyObject *enter, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     PyObject *token = NULL, *packed[2] = {PyTuple_New(count), PyDict_New()};
@@ -68,9 +68,7 @@ begin(WatchedCall *self, PyObject *const *args, Py_ssize_t count, PyObject *name
 {
     if (self->enter == Py_None)
         return Py_NewRef(Py_None);
-    PyObject *token = OTHER_CASE;
-    if (self->entry != NULL && names == NULL)
-        token = self->entry(self->entering, args, count);
+    PyObject *token = self->entry == NULL ? OTHER_CASE : self->entry(self->entering, args, count);
     if (token == OTHER_CASE)
         token = call_packed(self->enter, args, count, names);
     return token == NULL ? contain(self->failed) : token;
@@ -91,7 +89,7 @@ end(WatchedCall *self, PyObject *token, PyObject *result, PyObject *error)
 }
 
 /* The end of a call that has raised; the exception is set again, or another. */
-static void
+static COLD void
 end_raising(WatchedCall *self, PyObject *token)
 {
     PyObject *error = PyErr_GetRaisedException(), *outer = PyErr_GetHandledException();

@@ -22,9 +22,10 @@ from sgl_aspects.tracing.ring.format import (
     CHILD_RUN_BATCH,
     PROCESS_START,
     RUN_END,
+    STEP_NUMBER,
 )
 
-pack_queues, QUEUES = layout.STEP_QUEUES.pack_into, 8 * layout.STEP_NUMBER
+pack_queues, QUEUES = layout.STEP_QUEUES.pack_into, 8 * layout.STEP_WAITING
 # Disaggregated engines schedule in functions of their own.
 _SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 
@@ -185,7 +186,7 @@ class StepObserver(native.StepPath):
             return
         now = time_ns()
         step.words[step.block + RUN_END] = now
-        step.number = self._step_number(step.batch)
+        step.words[step.block + STEP_NUMBER] = figure(self._step_number(step.batch))
         if error is None:
             self.tracker.launched(step, result)
             return
@@ -292,8 +293,7 @@ class StepObserver(native.StepPath):
             self.waiting, self.running = figure(waiting), figure(running)
             self.usage = usage_figure(self._kv_usage(scheduler))
             bridge_opentelemetry()  # OpenTelemetry may have been imported meanwhile
-        figures = figure(step.number), self.waiting, self.running, self.usage
-        pack_queues(step.steps.memory, step.offset + QUEUES, *figures)
+        pack_queues(step.steps.memory, step.offset + QUEUES, self.waiting, self.running, self.usage)
         if error is not None:
             tracker.fail(step, 1 << CHILD_PROCESS_RESULT, error_type(error))
         if self.measures:

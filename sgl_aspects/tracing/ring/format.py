@@ -108,14 +108,14 @@ def span_struct(codes: str, has_error: bool, links: int) -> struct.Struct:
     STEP_DEVICE_NAME,
     STEP_ERROR,
     STEP_FAILED,
-) = range(25)
+) = range(STEP_FIELDS := 25)
 STEP_WORDS = SLOT_BYTES // 8
 #: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000
 #: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
 STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
-#: Known at its end, from ``STEP_NUMBER`` on: number, waiting, running, usage.
-STEP_QUEUES = struct.Struct("<4Q")
+#: Known at its end, from ``STEP_WAITING`` on: waiting, running, usage.
+STEP_QUEUES = struct.Struct("<3Q")
 #: Its forward pass, from ``STEP_GRAPH`` on: graph mode, name of the device.
 STEP_LABEL = struct.Struct("<2Q")
 
