@@ -92,19 +92,23 @@ HOOKS: dict[aspects.HookType, Callable[[], Any]] = {
 }
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    module: Any = types.ModuleType("compiled_engine")
-    sys.modules["compiled_engine"] = module
+    # torch.compile keeps the first module of a name.
+    module: Any = types.ModuleType(f"compiled_engine_{next(_numbers)}")
+    sys.modules[module.__name__] = module
     exec(SOURCE, module.__dict__)
     torch._dynamo.reset()
     yield module
-    del sys.modules["compiled_engine"]
+    del sys.modules[module.__name__]
     torch._dynamo.reset()
 
 
-def _advice(target: str, hook_type: aspects.HookType) -> aspects.Advice:
-    return aspects.Advice(aspects.Target.parse(f"compiled_engine:{target}"), hook_type, HOOKS[hook_type]())
+def _advice(engine: Any, target: str, hook_type: aspects.HookType) -> aspects.Advice:
+    return aspects.Advice(aspects.Target.parse(f"{engine.__name__}:{target}"), hook_type, HOOKS[hook_type]())
 
 
 def _compiled_cases() -> list[Any]:
@@ -131,7 +135,7 @@ def test_compiled_code_runs_the_hooks_that_eager_code_runs(
     # Compiled before the hook came: what is compiled already notices hooks that come and go.
     compiled = torch.compile(caller, backend="eager", fullgraph=fullgraph)
     assert torch.equal(compiled(*arguments), bare)
-    with aspects.woven(_advice(target, hook_type)):
+    with aspects.woven(_advice(engine, target, hook_type)):
         hooked = caller(*arguments)
         assert torch.equal(compiled(*arguments), hooked)
         # Compiled while the hook is there.
@@ -150,7 +154,7 @@ def test_compiled_code_runs_the_hooks_that_eager_code_runs(
 
 def test_a_chain_of_every_type_compiles_into_one_graph(engine: Any) -> None:
     arguments = (engine.Layer(), torch.arange(3.0))
-    advices = [_advice("Layer.method", kind) for kind in HOOKS if kind is not aspects.HookType.REPLACE]
+    advices = [_advice(engine, "Layer.method", kind) for kind in HOOKS if kind is not aspects.HookType.REPLACE]
     with aspects.woven(*advices):
         compiled = torch.compile(engine.call_method, backend="eager", fullgraph=True)
         assert torch.equal(compiled(*arguments), engine.call_method(*arguments))
@@ -160,7 +164,7 @@ def test_observers_stand_aside_while_compiling_and_look_at_eager_calls(engine: A
     arguments = (engine.Layer(), torch.arange(3.0))
     watch = Watch()
     advice = aspects.Advice(
-        aspects.Target.parse("compiled_engine:Layer.method"), aspects.HookType.OBSERVE, watch
+        aspects.Target.parse(f"{engine.__name__}:Layer.method"), aspects.HookType.OBSERVE, watch
     )
     with aspects.woven(advice):
         torch.compile(engine.call_method, backend="eager", fullgraph=True)(*arguments)
@@ -190,14 +194,14 @@ def test_hooking_what_no_compiled_code_holds_recompiles_nothing(
     compiled = torch.compile(engine.call_method, backend=backend, fullgraph=True)  # before any hook
     bare = compiled(*arguments)
     for target in ("Other.plan", "plan", "Layer.static"):
-        handle = aspects.weave(_advice(target, hook_type))
+        handle = aspects.weave(_advice(engine, target, hook_type))
         assert torch.equal(compiled(*arguments), bare)
         handle.disable()
         handle.enable()
         handle.remove()
         assert torch.equal(compiled(*arguments), bare)
     assert backend.compiled == 1
-    with aspects.woven(_advice("Layer.method", hook_type)):
+    with aspects.woven(_advice(engine, "Layer.method", hook_type)):
         assert torch.equal(compiled(*arguments), engine.call_method(*arguments))
     assert torch.equal(compiled(*arguments), bare)
 
@@ -209,9 +213,9 @@ def test_a_function_of_a_module_recompiles_its_callers_only(engine: Any, hook_ty
     others(*arguments)
     compiled = torch.compile(engine.call_function, backend="eager", fullgraph=True)
     bare = compiled(*arguments)
-    with aspects.woven(_advice("function", hook_type)):
+    with aspects.woven(_advice(engine, "function", hook_type)):
         assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
-        with aspects.woven(_advice("function", aspects.HookType.AFTER)) as handle:
+        with aspects.woven(_advice(engine, "function", aspects.HookType.AFTER)) as handle:
             assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
             handle.disable()
             assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
