@@ -29,12 +29,8 @@ AUTO, CACHED, OFF = "auto", "cached", "off"
 _NAME = "_decode_path"
 _FOLDER = Path(__file__).parent
 _SOURCES = sorted(_FOLDER.glob("*.c"))
-_FLAGS = (
-    *("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w"),
-    # Each call and each look at a type is more cold memory: plain loops stay loops, Python's macros check
-    # nothing, and calls of other libraries go straight to them.
-    *("-fno-tree-loop-distribute-patterns", "-DNDEBUG", "-fno-plt"),
-)
+# Python's macros look at the types of what they read unless NDEBUG is defined: more cold memory.
+_FLAGS = ("-O2", "-DNDEBUG", "-fno-plt", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _DIGEST_BYTES = 32
 _SECONDS = 120  # time limit of the compiler, on a machine that starts an engine
 

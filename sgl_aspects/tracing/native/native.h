@@ -1,5 +1,8 @@
 /* Declarations shared by the C files. */
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-tree-loop-distribute-patterns") /* short loops call no other library's memmove() */
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
