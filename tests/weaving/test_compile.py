@@ -154,7 +154,8 @@ def test_compiled_code_runs_the_hooks_that_eager_code_runs(
 
 def test_a_chain_of_every_type_compiles_into_one_graph(engine: Any) -> None:
     arguments = (engine.Layer(), torch.arange(3.0))
-    advices = [_advice(engine, "Layer.method", kind) for kind in HOOKS if kind is not aspects.HookType.REPLACE]
+    kinds = [kind for kind in HOOKS if kind is not aspects.HookType.REPLACE]
+    advices = [_advice(engine, "Layer.method", kind) for kind in kinds]
     with aspects.woven(*advices):
         compiled = torch.compile(engine.call_method, backend="eager", fullgraph=True)
         assert torch.equal(compiled(*arguments), engine.call_method(*arguments))
