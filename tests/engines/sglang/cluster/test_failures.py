@@ -27,10 +27,10 @@ from tests.support.sglang_cluster import (
     balancer,
     between,
     disaggregated,
-    install_plugin,
     traced,
 )
 from tests.support.sglang_models import make_mini
+from tests.support.sglang_server import install_plugin
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
 
