@@ -26,7 +26,6 @@ LONGER = {
     "runtime/test_server.py": 450,
     "support/broken_platforms.py": 493,
     "support/sglang_registry_cases.py": 774,
-    "test_plugins.py": 403,
     "tracing/test_collector.py": 426,
     "tracing/test_current.py": 495,
     "tracing/test_engine.py": 455,

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.distributions import install_plugin
 from tests.support.engine_server import wait_until_ready
 from tests.support.processes import end, free_port
-from tests.support.sglang_server import Server, install_plugin, serve
+from tests.support.sglang_server import Server, serve
 
 # KV caches travel over TCP: there is no RDMA device, and no host but this one.
 LOOPBACK = {

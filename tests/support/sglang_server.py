@@ -85,12 +85,3 @@ def serve(
     settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", **(environment or {})}
     with start_server(Server, words, port, log, settings, waits=waits) as server:
         yield server
-
-
-def install_plugin(folder: Path, name: str, code: str, group: str = "sgl_aspects.plugins") -> None:
-    """A distribution with one module, whose ``activate`` is a plugin of this group."""
-    (folder / f"{name}.py").write_text(code)
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:activate\n")

@@ -19,9 +19,10 @@ pytest.importorskip("sglang")
 
 from sgl_aspects import process_reports
 from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
+from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.sglang_models import make_mini
-from tests.support.sglang_server import SGLANG_SERVE, Answer, Server, install_plugin, serve
+from tests.support.sglang_server import SGLANG_SERVE, Answer, Server, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

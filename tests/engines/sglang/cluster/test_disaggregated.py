@@ -19,10 +19,10 @@ pytest.importorskip("sglang")
 pytest.importorskip("sglang_router")
 
 from tests.support.callers import CALLER, parent, trace_id
+from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.sglang_cluster import balancer, between, disaggregated, traced
 from tests.support.sglang_models import make_mini
-from tests.support.sglang_server import install_plugin
 
 
 def _has_mooncake() -> bool:
