@@ -61,13 +61,8 @@ class Site:
 
     def load(self, script: str = LOAD, **environment: str) -> tuple[Any, str]:
         """Run ``script``; what it printed as JSON, and its log."""
-        clean = {
-            "SGLANG_PLUGINS": "",
-            "SGLANG_PLATFORM": "",
-            "SGL_ASPECTS_CONFIG": "",
-            "SGL_ASPECTS_REPORT": "",
-        }
-        ended = self.engine.run(script, **{**clean, **environment})
+        names = ("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGL_ASPECTS_CONFIG", "SGL_ASPECTS_REPORT")
+        ended = self.engine.run(script, **{**dict.fromkeys(names, ""), **environment})
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout), ended.stderr
 

@@ -435,8 +435,7 @@ def test_a_class_inside_a_class_is_found(site: Site) -> None:
 def test_concurrent_threads_get_one_object_and_one_activation(site: Site) -> None:
     log = site.folder / "activations"
     site.install(
-        "acme",
-        f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.2); {HERE.format('acme')}",
+        "acme", f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.2); {HERE.format('acme')}"
     )
     code = """
 import threading

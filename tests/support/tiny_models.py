@@ -108,11 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v3": (
         "DeepseekV3",
-        {
-            **_MLA,
-            "attention_bias": True,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+        {**_MLA, "attention_bias": True, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "deepseek v3.2": (
         "DeepseekV32",

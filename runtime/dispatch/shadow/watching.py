@@ -287,10 +287,7 @@ class _WatchedCall:
         return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
 
     def _look(
-        self,
-        of: tuple[int, str],
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        found: list[torch.Tensor],
+        self, of: tuple[int, str], given: tuple[tuple[Any, ...], dict[str, Any]], found: list[torch.Tensor]
     ) -> None:
         place, layer = of
         if self._sums_up:
