@@ -36,7 +36,7 @@ def pytest_xdist_auto_num_workers() -> int:
 LONGEST = (
     *("conformance", "vendor_platform", "grafana", "report_page", "demo", "processes", "server_processes"),
     *("run", "discovery", "engine", "growth", "soak", "smollm2", "graphs", "watch", "server", "collector"),
-    *("examples", "otlp", "vendor", "profile", "models", "metrics", "device_calls", "targets"),
+    *("examples", "otlp", "models", "vendor", "profile", "metrics", "device_calls", "targets"),
 )
 
 
