@@ -30,11 +30,7 @@ WELL = ("well", "well again")
 STATES = (*WELL, "slow", "refusing", "down")
 TURN_SECONDS = 10
 # The queue is small, so that a turn fills it.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OTEL_BSP_SCHEDULE_DELAY": "100",
-    "OTEL_BSP_MAX_QUEUE_SIZE": "1024",
-}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_BSP_MAX_QUEUE_SIZE": "1024"}
 
 
 @dataclass

@@ -30,6 +30,7 @@ import psutil
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from benchmarks.memory_growth import Watched, watch
+from tests.support.distributions import install
 from tests.support.http_server import LOCAL, Server, serving, wait_for
 from tests.support.tiny_models import make_llama
 
@@ -237,10 +238,7 @@ def main() -> None:
 def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str]:
     make_llama(folder / "tiny", max_position_embeddings=2048)
     (folder / "soak_hooks.py").write_text(PLUGIN)
-    info = folder / "soak_hooks-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: soak-hooks\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nsoak = soak_hooks:activate\n")
+    install(folder, "soak-hooks", "[sgl_aspects.plugins]\nsoak = soak_hooks:activate\n")
     updates = folder / "updates"
     updates.write_text("")
 

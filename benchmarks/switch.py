@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.distributions import install_plugin as add_plugin
+
 # In each process of the engine: a thread that follows the file, and confirms it.
 _PLUGIN = """
 import os, threading, time
@@ -28,15 +30,6 @@ def follow():
 def activate():
     threading.Thread(target=follow, daemon=True).start()
 """
-
-
-def add_plugin(folder: Path, name: str, source: str) -> None:
-    """A plugin of that name, for processes with ``folder`` on their path; ``source`` has ``activate()``."""
-    (folder / f"{name}.py").write_text(source)
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[sgl_aspects.plugins]\n{name} = {name}:activate\n")
 
 
 class Switch:

@@ -37,11 +37,11 @@ class TracedVllm(Traced):
         self, server: EngineServer, switch: Switch, steps: StepTimes, other: EngineServer | None
     ) -> None:
         super().__init__(server, switch, steps)
-        self._other, self._asked = other, server
+        self._other, self._target = other, server
 
     def be(self, subject: str, is_on: bool) -> None:
         if subject == OWN:
-            self._asked = self._other if is_on and self._other is not None else self.server
+            self._target = self._other if is_on and self._other is not None else self.server
         else:
             super().be(subject, is_on)
 
@@ -54,7 +54,7 @@ class TracedVllm(Traced):
             "temperature": 0,
             "stream": True,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self._asked.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self._target.port, timeout=120)
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         yield from connection.getresponse()
         connection.close()

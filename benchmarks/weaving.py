@@ -60,10 +60,7 @@ for number in range(COUNT):
 print(json.dumps([elapsed]))
 """
 
-IMPORTS = {
-    "import wrapt": "import wrapt",
-    "import sgl_aspects": "import sgl_aspects",
-}
+IMPORTS = {"import wrapt": "import wrapt", "import sgl_aspects": "import sgl_aspects"}
 
 
 @dataclass(frozen=True)

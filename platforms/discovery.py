@@ -111,7 +111,7 @@ def choose_platform() -> PlatformChoice:
     wanted = env.text(PLATFORM_VARIABLE)
     plugins = find_plugins()
     if wanted is None:
-        return _choose_by_asking(plugins)
+        return _choose_by_query(plugins)
     name, separator, class_name = wanted.partition("=")
     if separator:
         return _choose_class(name.strip(), class_name.strip(), plugins)
@@ -141,7 +141,7 @@ def resolve_qualified_name(name: str | type) -> type:
     return found
 
 
-def _choose_by_asking(plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
+def _choose_by_query(plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
     answers = [(plugin, plugin.activate()) for plugin in plugins]
     active = [(plugin, class_name) for plugin, class_name in answers if class_name is not None]
     if len(active) > 1:
@@ -159,12 +159,12 @@ def _choose_by_asking(plugins: Sequence[PlatformPlugin]) -> PlatformChoice:
     if active:
         plugin, class_name = active[0]
         chosen = Candidate(plugin.name, plugin.distribution, True, "the only plugin that found its hardware")
-        not_asked = [
+        not_queried = [
             Candidate(row.name, "built-in", False, "not queried: a plugin comes first")
             for row in BUILTIN_PLATFORMS
         ]
         platform = _create(class_name, f"plugin {plugin}")
-        return PlatformChoice(plugin.name, platform, (chosen, *absent, *not_asked))
+        return PlatformChoice(plugin.name, platform, (chosen, *absent, *not_queried))
     return _choose_builtin(absent)
 
 
@@ -198,7 +198,7 @@ def _choose_by_name(wanted: str, plugins: Sequence[PlatformPlugin]) -> PlatformC
         named = [plugin for plugin in find_plugins(SGLANG_PLATFORMS_GROUP) if plugin.name == wanted]
     _check_one_provider(named)
     reason = f"{PLATFORM_VARIABLE}={wanted}"
-    others = _not_asked(plugins, except_for=wanted, because=f"not queried: {reason}")
+    others = _not_queried(plugins, except_for=wanted, because=f"not queried: {reason}")
     if named:
         plugin = named[0]
         class_name = plugin.activate()
@@ -257,11 +257,13 @@ def _choose_class(name: str, class_name: str, plugins: Sequence[PlatformPlugin])
     if not name or not class_name:
         raise PlatformError(f"{reason}: write {PLATFORM_VARIABLE}=name=pkg.mod:Cls, or a name alone.")
     chosen = Candidate(name, PLATFORM_VARIABLE, True, reason)
-    others = _not_asked(plugins, except_for=None, because=f"not queried: {reason}")
+    others = _not_queried(plugins, except_for=None, because=f"not queried: {reason}")
     return PlatformChoice(name, _create(class_name, reason), (chosen, *others))
 
 
-def _not_asked(plugins: Sequence[PlatformPlugin], *, except_for: str | None, because: str) -> list[Candidate]:
+def _not_queried(
+    plugins: Sequence[PlatformPlugin], *, except_for: str | None, because: str
+) -> list[Candidate]:
     found = [(plugin.name, plugin.distribution) for plugin in plugins]
     found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
     return [Candidate(name, source, False, because) for name, source in found if name != except_for]

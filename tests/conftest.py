@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -27,21 +28,21 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """A process of tests for each core, up to four."""
-    return min(os.cpu_count() or 1, 4)
+    """One process of tests more than cores, up to four: tests wait for the processes that they start."""
+    return min((os.cpu_count() or 1) + 1, 4)
 
 
 #: Files that take longest, which a run of several processes begins with: none is left with one at the end.
 LONGEST = (
-    *("test_conformance.py", "test_vendor_platform.py", "test_demo.py", "test_smollm2.py", "test_served.py"),
-    *("test_server_processes.py", "test_processes.py", "test_grafana.py", "test_report_page.py"),
-    *("test_profile.py", "test_ranks.py", "test_models.py", "test_vendor.py", "test_watch.py"),
+    *("conformance", "vendor_platform", "grafana", "report_page", "demo", "processes", "server_processes"),
+    *("run", "discovery", "engine", "growth", "soak", "smollm2", "graphs", "watch", "server", "collector"),
+    *("examples", "otlp", "models", "vendor", "profile", "metrics", "device_calls", "targets"),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files of LONGEST first; the rest keep their order."""
-    place = {name: number for number, name in enumerate(LONGEST)}
+    place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
@@ -71,6 +72,19 @@ def smollm2_path() -> Path:
     from sgl_aspects.cli.models import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture(scope="module")
+def forked_schedulers() -> Iterator[None]:
+    """Engines of this module start their schedulers by forking: see tests/support/forked_schedulers.py."""
+    from tests.support.forked_schedulers import ForkedContext
+
+    fake = types.SimpleNamespace(
+        get_context=lambda _: ForkedContext(), resource_tracker=multiprocessing.resource_tracker
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sgl_aspects.runtime.processes.ranks.multiprocessing", fake)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

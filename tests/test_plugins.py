@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.distributions import install
 from tests.support.stand_ins import Engine
 
 REGISTERING = """
@@ -48,13 +49,10 @@ class Site:
         marker = self.engine.folder / f"{name}.imported"
         source = f"open({str(marker)!r}, 'a').write('x')\n" + textwrap.dedent(module)
         self.engine.write(f"{name}_plugin.py", source.replace("{name}", name))
-        info = self.engine.folder / f"{name}_dist-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-dist\nVersion: 1.2\n")
         entries = f"[{group}]\n{name} = {entry or f'{name}_plugin:activate'}\n"
         if platforms:
             entries += f"[sgl_aspects.platforms]\n{platforms} = {name}_plugin:platform\n"
-        (info / "entry_points.txt").write_text(entries)
+        install(self.engine.folder, f"{name}-dist", entries, version="1.2")
 
     def imports(self, name: str) -> int:
         """How many processes imported the plugin's module."""
@@ -63,13 +61,8 @@ class Site:
 
     def load(self, script: str = LOAD, **environment: str) -> tuple[Any, str]:
         """Run ``script``; what it printed as JSON, and its log."""
-        clean = {
-            "SGLANG_PLUGINS": "",
-            "SGLANG_PLATFORM": "",
-            "SGL_ASPECTS_CONFIG": "",
-            "SGL_ASPECTS_REPORT": "",
-        }
-        ended = self.engine.run(script, **{**clean, **environment})
+        names = ("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGL_ASPECTS_CONFIG", "SGL_ASPECTS_REPORT")
+        ended = self.engine.run(script, **{**dict.fromkeys(names, ""), **environment})
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout), ended.stderr
 

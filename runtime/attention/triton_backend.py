@@ -103,10 +103,10 @@ class TritonBackend(TorchNativeBackend):
         places = self._places
         tokens = places.table.shape[1] * places.page_size
         fitness = torch.empty(requests, tokens, dtype=torch.float32, device=keys.device)
-        asked = index.query.contiguous(), index.weights.contiguous()
+        inputs = index.query.contiguous(), index.weights.contiguous()
         block = 64
         index_scores[(requests, triton.cdiv(tokens, block))](
-            *asked,
+            *inputs,
             keys,
             places.table,
             places.rows,

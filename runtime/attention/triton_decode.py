@@ -78,7 +78,7 @@ def decode_splits(
     is_member = members < GROUP
     place = (request * (tl.num_programs(1) // HEAD_BLOCKS) + kv_head) * GROUP + members
     width = DIM + OTHER_DIM if COMPRESSED else DIM
-    asked = _read(query + place * width, is_member, dims, in_dim)
+    q = _read(query + place * width, is_member, dims, in_dim)
     if COMPRESSED:
         asked_other = _read(query + place * width + DIM, is_member, other_dims, in_other)
     if STORES:
@@ -104,7 +104,7 @@ def decode_splits(
             is_newest = (present == newest)[:, None]
             key = tl.where(is_newest, new_key[None, :], key)
             other = tl.where(is_newest, new_other[None, :], other)
-        scores = tl.dot(asked, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if COMPRESSED:
             scores = tl.dot(asked_other, tl.trans(other), scores, input_precision="ieee")
             value = key
@@ -203,8 +203,8 @@ def index_scores(
         pages = table + tl.load(rows + request) * table_stride
         slots = _slots_of(pages, tokens, length, PAGE_SIZE)
         key = _read(keys + slots * key_slot_stride, tokens < length, dims, in_dim)
-        asked = _read(query + (request * HEADS + heads) * DIM, is_head, dims, in_dim)
+        q = _read(query + (request * HEADS + heads) * DIM, is_head, dims, in_dim)
         weight = tl.load(weights + request * HEADS + heads, is_head, 0.0)
-        each = tl.maximum(tl.dot(asked, tl.trans(key), input_precision="ieee") * scale, 0.0)
+        each = tl.maximum(tl.dot(q, tl.trans(key), input_precision="ieee") * scale, 0.0)
         scores = tl.where(tokens < length, tl.sum(each * weight[:, None], 0), scores)
     tl.store(fitness + request * tokens_at_most + tokens, scores, mask=tokens < tokens_at_most)

@@ -13,13 +13,7 @@ from sgl_aspects.runtime.execution.communicator import Communicator
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.models.decoder import CausalLM
-from sgl_aspects.runtime.ops import (
-    Attention,
-    MergedLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    RowParallelLinear,
-)
+from sgl_aspects.runtime.ops import Attention, MergedLinear, RMSNorm, RotaryEmbedding, RowParallelLinear
 
 
 class LlamaAttention(nn.Module):

@@ -56,8 +56,8 @@ def problem_of(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed at this request; see its log")
 
 
-def no_such_model(asked: str, served: str) -> ApiError:
-    message = f"model={asked[:100]!r} is not served here: this server's is {served!r}"
+def no_such_model(requested: str, served: str) -> ApiError:
+    message = f"model={requested[:100]!r} is not served here: this server's is {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -38,7 +38,7 @@ def prepare() -> None:
     path = os.path.join(folder, str(os.getpid()))
     _control = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(_control, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    signal.signal(SIGNAL, _asked)
+    signal.signal(SIGNAL, _on_signal)
 
 
 def _remove_dead(folder: str) -> None:
@@ -48,7 +48,7 @@ def _remove_dead(folder: str) -> None:
                 os.unlink(os.path.join(folder, name))
 
 
-def _asked(number: int, frame: object) -> None:
+def _on_signal(number: int, frame: object) -> None:
     """Run the requested script in a thread, which ends; called between two bytecodes of the main thread."""
     path = os.pread(_control, _LONGEST, 0).decode()
     os.ftruncate(_control, 0)

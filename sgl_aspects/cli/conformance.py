@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the engine to run on the platform: embedded (the default), or an installed one that has checks",
     )
     parser.add_argument(
-        "--only",
-        metavar="CHECKS",
-        help="groups or checks, comma-separated (attention,memory.peak)",
+        "--only", metavar="CHECKS", help="groups or checks, comma-separated (attention,memory.peak)"
     )
     parser.add_argument(
         "--reference",

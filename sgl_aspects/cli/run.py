@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FOLDER", help="where each process writes a report of its hooks")
     parser.add_argument("--summary", action="store_true", help="print the number of delivered and lost spans")
     parser.add_argument(
-        "--dormant",
-        action="store_true",
-        help="trace nothing, but allow sgl-aspects attach without ptrace",
+        "--dormant", action="store_true", help="trace nothing, but allow sgl-aspects attach without ptrace"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 

@@ -45,8 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
     settings = dataclass_flags.given(arguments, ServerSettings)
     # Other users of the machine see command lines, but not the environment.
     settings.setdefault("api_key", env.text("SGL_ASPECTS_API_KEY"))
-    run_server(
-        ServerArgs(**dataclass_flags.given(arguments, ServerArgs)),
-        ServerSettings(**settings),
-    )
+    run_server(ServerArgs(**dataclass_flags.given(arguments, ServerArgs)), ServerSettings(**settings))
     return 0

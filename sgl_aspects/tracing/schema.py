@@ -145,14 +145,7 @@ SCHEDULE = SpanType("schedule")
 RUN_BATCH = SpanType("run_batch")
 FORWARD = SpanType(
     "forward",
-    {
-        MODE: str,
-        BATCH_SIZE: int,
-        BATCH_TOKENS: int,
-        DEVICE_NAME: str,
-        DEVICE_TIME: float,
-        GRAPH: str,
-    },
+    {MODE: str, BATCH_SIZE: int, BATCH_TOKENS: int, DEVICE_NAME: str, DEVICE_TIME: float, GRAPH: str},
 )
 SAMPLE = SpanType("sample")
 PROCESS_RESULT = SpanType("process_result")

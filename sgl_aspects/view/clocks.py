@@ -16,10 +16,7 @@ from sgl_aspects.view.spans import Span
 
 # Of one request on two servers: events on the first that precede events on the second, each as (phase,
 # whether its end is meant).
-_BEFORE_DECODE = (
-    (("prefill", True), ("decode", False)),
-    (("kv_transfer", False), ("kv_transfer", True)),
-)
+_BEFORE_DECODE = ((("prefill", True), ("decode", False)), (("kv_transfer", False), ("kv_transfer", True)))
 _BEFORE_PREFILL = ((("kv_transfer", False), ("kv_transfer", True)),)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.distributions import install
+
 PLUGIN = """
 import sgl_aspects as aspects
 
@@ -52,10 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "hooks_of_victim.py").write_text(PLUGIN)
     (site / "victim.py").write_text(VICTIM)
     (site / "program.py").write_text(PROGRAM)
-    info = site / "hooks_of_victim-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hooks-of-victim\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nvictim = hooks_of_victim:activate\n")
+    install(site, "hooks-of-victim", "[sgl_aspects.plugins]\nvictim = hooks_of_victim:activate\n")
     options = ["--level", "0", "--report", str(site / "reports")]
     subprocess.run(
         [sys.executable, "-m", "sgl_aspects", "run", *options, "--", sys.executable, "program.py"],

@@ -12,6 +12,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach
+from tests.support.distributions import install
 from tests.support.processes import free_port
 
 PROGRAM = """
@@ -69,10 +70,7 @@ def site(tmp_path: Path) -> Path:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "victim.py").write_text(VICTIM)
     (tmp_path / "victim_hooks.py").write_text(PLUGIN)
-    info = tmp_path / "victim_hooks-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: victim-hooks\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nvictim = victim_hooks:activate\n")
+    install(tmp_path, "victim-hooks", "[sgl_aspects.plugins]\nvictim = victim_hooks:activate\n")
     return tmp_path
 
 

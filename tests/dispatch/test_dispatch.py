@@ -41,6 +41,7 @@ from sgl_aspects.runtime.dispatch.configuration import (
 from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.process import new_registry
 from sgl_aspects.runtime.ops import Linear, RMSNorm, SiluAndMul
+from tests.support.distributions import install
 from tests.support.operator_cases import cases, flat, in_type
 
 X = torch.randn(4, 8)
@@ -596,13 +597,12 @@ def test_a_vendor_with_the_wrong_signature_is_an_error_at_start(
 
 def test_vendors_are_found_by_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "acme_kernels.py").write_text(VENDOR_FOLDER.format(arguments="x"))
-    info = tmp_path / "acme_kernels-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.operators]\nacme = acme_kernels:register\n")
+    entry_points = install(
+        tmp_path, "acme-kernels", "[sgl_aspects.operators]\nacme = acme_kernels:register\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "acme" in new_registry().vendors()
-    (info / "entry_points.txt").write_text("[sgl_aspects.operators]\nacme = acme_kernels:nothing\n")
+    entry_points.write_text("[sgl_aspects.operators]\nacme = acme_kernels:nothing\n")
     with pytest.raises(OperatorError, match=r"entry point 'acme' of acme-kernels 1.0"):
         new_registry()
 

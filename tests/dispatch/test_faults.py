@@ -141,10 +141,7 @@ class Numbered(CpuPlatform):
 
 def test_architectures_and_devices_are_checked_at_selection() -> None:
     manager = manager_of()
-    for name, options in {
-        "new": {"min_arch": (9, 0)},
-        "other": {"device_types": frozenset({"npu"})},
-    }.items():
+    for name, options in {"new": {"min_arch": (9, 0)}, "other": {"device_types": frozenset({"npu"})}}.items():
         manager.registry.register(
             OpImpl("op", f"vendor.{name}", ImplKind.VENDOR, failing, vendor=name, **options)  # type: ignore[arg-type]
         )

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.distributions import install
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "new-engine.md"
 
 
@@ -27,10 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = (found / "pyproject.toml").read_text()
     (group,) = re.findall(r'entry-points\."(.*)"\]', project)
     (point,) = re.findall(r'^(hare) = "(.*)"$', project, re.MULTILINE)
-    info = found / "hare_room-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hare-room\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{point[0]} = {point[1]}\n")
+    install(found, "hare-room", f"[{group}]\n{point[0]} = {point[1]}\n")
     return found
 
 

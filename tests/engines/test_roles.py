@@ -12,6 +12,7 @@ from sgl_aspects.engines import VLLM, Engine, Outcome, Role
 from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.options import TraceOptions
+from tests.support.distributions import install
 from tests.support.memory_recorder import Memory
 from tests.support.stand_ins import Engine as StandIn
 
@@ -73,10 +74,7 @@ def test_a_room_that_fails_is_logged_and_the_others_are_traced(
         "tame_room.py", HARE + "ENGINE = Engine('tame', 'tame', {'run_batch': Role('other:step')})"
     )
     for name in ("hare", "tame"):
-        info = stand_in.folder / f"{name}_room-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-room\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[sgl_aspects.engines]\n{name} = {name}_room:ENGINE\n")
+        install(stand_in.folder, f"{name}-room", f"[sgl_aspects.engines]\n{name} = {name}_room:ENGINE\n")
     step = stand_in.load("other").step
     undo = observers.weave_observers(Memory())
     is_traced = stand_in.load("other").step is not step

@@ -14,6 +14,7 @@ from sgl_aspects.engines import SGLANG
 from sgl_aspects.engines.base import AttributeReader, Engine, Role
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
+from tests.support.distributions import install
 
 MODULES = {
     "engine/__init__.py": "raise SystemExit('this was run')",
@@ -140,10 +141,7 @@ def test_an_engine_of_a_package_is_found_by_its_entry_point(
         "ROLES = {'run_batch': Role(('engine.loop:Loop.step',), required=True)}\n"
         "ENGINE = Engine('theirs', 'theirs', ROLES)\n"
     )
-    info = tmp_path / "their_room-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-room\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.engines]\ntheirs = their_room:ENGINE\n")
+    install(tmp_path, "their-room", "[sgl_aspects.engines]\ntheirs = their_room:ENGINE\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = wheel(tmp_path, "engine-1.2-py3-none-any.whl", MODULES)
     assert main(["doctor", "--engine", str(path)]) == 0

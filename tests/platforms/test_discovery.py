@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import pytest
 
+from tests.support.distributions import install
 from tests.support.torch_programs import run_with_torch
 
 GOOD = """
@@ -54,10 +55,7 @@ class Site:
             f"import pathlib\npathlib.Path({str(marker)!r}).touch()\ndef activate():\n    {activate}\n"
         )
         (self.folder / package / "platform.py").write_text(module.format(name=name))
-        info = self.folder / f"{name}_dist-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-dist\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\n{platform} = {package}:activate\n")
+        install(self.folder, f"{name}-dist", f"[{group}]\n{platform} = {package}:activate\n", version="1.2")
 
     def imported(self) -> set[str]:
         return {file.stem for file in self.folder.glob("*.imported")}
@@ -437,8 +435,7 @@ def test_a_class_inside_a_class_is_found(site: Site) -> None:
 def test_concurrent_threads_get_one_object_and_one_activation(site: Site) -> None:
     log = site.folder / "activations"
     site.install(
-        "acme",
-        f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.2); {HERE.format('acme')}",
+        "acme", f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.2); {HERE.format('acme')}"
     )
     code = """
 import threading

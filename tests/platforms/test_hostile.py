@@ -22,6 +22,8 @@ from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 from tests.support.acme import AcmePlatform
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 
 class PanicException(BaseException):
     """As extensions written in Rust raise."""

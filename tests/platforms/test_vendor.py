@@ -18,6 +18,8 @@ from tests.support.acme import AcmePlatform
 from tests.support.schedulers import prompts_of, run_in_process
 from tests.support.tiny_models import greedy, make_llama, make_model
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 NEW_TOKENS = 10
 
 

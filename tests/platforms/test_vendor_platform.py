@@ -156,9 +156,7 @@ def test_the_traced_runtime_generates_on_it(environment: Environment, tmp_path: 
     script.write_text(GENERATE)
     traces = tmp_path / "traces.jsonl"
     done = environment.run(
-        *(str(script), str(tmp_path / "model"), str(traces)),
-        platform="loopback",
-        SGL_ASPECTS_TRACE_LEVEL="3",
+        *(str(script), str(tmp_path / "model"), str(traces)), platform="loopback", SGL_ASPECTS_TRACE_LEVEL="3"
     )
     assert done.returncode == 0, done.stderr
     forwards = [span for span in spans(traces) if span["name"] == "forward"]

@@ -14,6 +14,8 @@ from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs
 from tests.support.schedulers import NEW_TOKENS, prompts_of, run_in_process
 from tests.support.tiny_models import VARIANTS, greedy, make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 
 class ReferenceCpu(CpuPlatform):
     """Every operator in its reference form."""

@@ -61,11 +61,7 @@ def args_for(folder: Path, **fields: Any) -> ServerArgs:
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_replayed_steps_answer_as_transformers(
-    variant: str,
-    page_size: int,
-    platform: SRTPlatform,
-    replays: list[tuple[int, int]],
-    tmp_path: Path,
+    variant: str, page_size: int, platform: SRTPlatform, replays: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     model = make_llama(tmp_path, **VARIANTS[variant])
     prompts = prompts_of(model.config.vocab_size)

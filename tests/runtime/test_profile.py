@@ -18,6 +18,8 @@ from tests.support.http_server import serving
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 

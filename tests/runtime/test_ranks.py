@@ -16,6 +16,8 @@ from tests.support.processes import wait_until_gone
 from tests.support.schedulers import prompts_of
 from tests.support.tiny_models import FAMILIES, greedy, make_model
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 

@@ -17,6 +17,8 @@ from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 LONG = SamplingParams(max_new_tokens=15000, ignore_eos=True)
 PROMPTS = [[5 + i] * (1 + 3 * i) for i in range(8)]
 

@@ -19,6 +19,8 @@ from sgl_aspects.runtime.sampling.sampler import Sampler
 from sgl_aspects.runtime.scheduling.batch import Req
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 EOS = 2
 CPU = torch.device("cpu")
 

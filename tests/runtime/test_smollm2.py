@@ -1,8 +1,14 @@
-"""The real model: SmolLM2 from its GGUF file, against transformers' own route for GGUF."""
+"""The real model: SmolLM2 from its GGUF file, against transformers' own route for GGUF.
+
+transformers takes half a minute for the file: what it gives is kept beside this file, and ``make test-slow``
+compares the two.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +23,11 @@ from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
 from tests.support.tiny_models import greedy
 
 NEW_TOKENS = 32
+REFERENCE = Path(__file__).with_name("smollm2_reference.json")
 pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forked_schedulers"),
     # transformers' loader reads arrays of the file that cannot be written to.
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
 ]
@@ -67,15 +75,6 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _file_parsed_once() -> Iterator[None]:
-    """transformers parses the file at each look at it, and makes the map of names for each module."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("GGUFReader", "get_tensor_name_map"):
-            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
-        yield
-
-
 @pytest.fixture(scope="module")
 def engine(smollm2_path: Path) -> Iterator[Engine]:
     with Engine(model_path=smollm2_path, dtype="float32", max_total_tokens=4096) as engine:
@@ -83,16 +82,16 @@ def engine(smollm2_path: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def reference_tokenizer(smollm2_path: Path) -> Any:
-    from transformers import AutoTokenizer
+def reference() -> dict[str, Any]:
+    """What transformers gives, by the names of :func:`made_by_transformers`."""
+    found: dict[str, Any] = json.loads(REFERENCE.read_text())
+    return found
 
-    reference = AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
-    # The model was trained with a step that transformers drops in its GGUF route: each digit on its own.
-    backend = reference.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
-    )
-    return reference
+
+@pytest.fixture(scope="module")
+def expected(reference: dict[str, Any]) -> list[list[int]]:
+    answers: list[list[int]] = reference["answers"]
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -100,26 +99,12 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
     return open_checkpoint(str(smollm2_path)).load_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def expected(smollm2_path: Path, reference_tokenizer: Any) -> list[list[int]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    # What from_pretrained(gguf_file=...) does, which insists on the accelerate package for nothing here.
-    config = LlamaConfig(**load_gguf_checkpoint(str(smollm2_path))["config"])
-    model = LlamaForCausalLM(config)
-    loaded = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model)
-    missing, unexpected = model.load_state_dict(loaded["tensors"], strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return greedy(model.eval(), [reference_tokenizer.encode(prompt) for prompt in PROMPTS], NEW_TOKENS)
-
-
 def test_eight_prompts_in_one_batch_answer_as_transformers(engine: Engine, expected: list[list[int]]) -> None:
     results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
     assert [result.output_ids for result in results] == expected
 
 
+@pytest.mark.slow
 def test_each_prompt_alone_answers_as_transformers(engine: Engine, expected: list[list[int]]) -> None:
     results = [engine.generate(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in PROMPTS]
     assert [result.output_ids for result in results] == expected
@@ -153,28 +138,70 @@ def test_chat_answers_in_english(engine: Engine) -> None:
     assert result.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("text", CORPUS)
+def digest(texts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
 def test_the_rebuilt_tokenizer_cuts_text_as_transformers_does(
-    tokenizer: Tokenizer, reference_tokenizer: Any, text: str
+    tokenizer: Tokenizer, reference: dict[str, Any]
 ) -> None:
-    ids = tokenizer.encode(text)
-    assert ids == reference_tokenizer.encode(text)
-    assert tokenizer.decode(ids) == reference_tokenizer.decode(ids, skip_special_tokens=True)
+    for text, (ids, decoded) in zip(CORPUS, reference["corpus"], strict=True):
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == decoded
 
 
 def test_every_single_token_decodes_as_in_transformers(
-    tokenizer: Tokenizer, reference_tokenizer: Any
+    tokenizer: Tokenizer, reference: dict[str, Any]
 ) -> None:
-    ids = range(0, len(reference_tokenizer), 7)
-    assert [tokenizer.decode([i]) for i in ids] == [
-        reference_tokenizer.decode([i], skip_special_tokens=True) for i in ids
+    texts = [tokenizer.decode([i]) for i in range(0, reference["vocabulary"], 7)]
+    assert digest(texts) == reference["single tokens"]
+
+
+def test_chat_prompts_are_those_of_transformers(tokenizer: Tokenizer, reference: dict[str, Any]) -> None:
+    for messages, (text, ids) in zip(CONVERSATIONS, reference["conversations"], strict=True):
+        assert tokenizer.render_chat(messages) == text
+        assert tokenizer.encode_chat(messages) == ids
+
+
+def made_by_transformers(path: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    # The model was trained with a step that transformers drops in its GGUF route: each digit on its own.
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+    )
+    # What from_pretrained(gguf_file=...) does, which insists on the accelerate package for nothing here.
+    model = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(str(path))["config"]))
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(loaded["tensors"], strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    chats = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for messages in CONVERSATIONS
     ]
+    cut = [tokenizer.encode(text) for text in CORPUS]
+    return {
+        "answers": greedy(model.eval(), [tokenizer.encode(prompt) for prompt in PROMPTS], NEW_TOKENS),
+        "corpus": [[ids, decode(ids)] for ids in cut],
+        "conversations": [[text, tokenizer.encode(text, add_special_tokens=False)] for text in chats],
+        "vocabulary": len(tokenizer),
+        "single tokens": digest([decode([i]) for i in range(0, len(tokenizer), 7)]),
+    }
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_chat_prompts_are_those_of_transformers(
-    tokenizer: Tokenizer, reference_tokenizer: Any, messages: list[dict[str, str]]
+@pytest.mark.slow
+def test_the_reference_is_what_transformers_gives(
+    smollm2_path: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = reference_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.render_chat(messages) == text
-    assert tokenizer.encode_chat(messages) == reference_tokenizer.encode(text, add_special_tokens=False)
+    # transformers parses the file at each look at it, and makes the map of names for each module.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+    assert made_by_transformers(smollm2_path) == reference

@@ -11,6 +11,7 @@ import pytest
 
 from sgl_aspects.engines.embedded import EMBEDDED
 from sgl_aspects.runtime import Engine, SamplingParams
+from tests.support.distributions import install_plugin
 from tests.support.tiny_models import make_llama
 
 # A plugin runs in the scheduler process before the engine's modules are imported there. This one looks, from
@@ -78,11 +79,7 @@ def test_the_schedulers_functions_are_the_original_objects(
         if "request_manager" not in target and "+" not in target  # a family: a class for each platform
     ]
     assert len(scheduler_side) >= 5
-    info = tmp_path / "probe-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nprobe = probe:activate\n")
-    (tmp_path / "probe.py").write_text(PROBE)
+    install_plugin(tmp_path, "probe", PROBE)
     out = tmp_path / "answer.json"
     monkeypatch.syspath_prepend(str(tmp_path))  # a spawned child gets the parent's path
     monkeypatch.setenv("PROBE_OWNER", str(os.getpid()))

@@ -24,6 +24,7 @@ from tests.support.tiny_models import greedy, make_model, make_tokenizer
 NEW = 24
 PROMPTS = [[5 + i] * (1 + 7 * i) for i in range(8)]
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,19 @@ def answers(folders: tuple[Path, Path]) -> list[list[list[int]]]:
     return [greedy(model, PROMPTS, NEW, ignore_eos=True) for model in models]
 
 
-@pytest.fixture
-def engine(folders: tuple[Path, Path], answers: object) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def shared_engine(folders: tuple[Path, Path], answers: object) -> Iterator[Engine]:
     with Engine(model_path=folders[0], max_total_tokens=300, chunked_prefill_size=16) as engine:
         yield engine
-        stats = engine.stats()
-        assert stats["kv_available_tokens"] == stats["kv_total_tokens"]
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, folders: tuple[Path, Path]) -> Iterator[Engine]:
+    """It has the weights of the first model, and no prefixes."""
+    shared_engine.update_weights(folders[0])
+    yield shared_engine
+    stats = shared_engine.stats()
+    assert stats["kv_available_tokens"] == stats["kv_total_tokens"]
 
 
 def outputs(engine: Engine) -> list[list[int]]:
@@ -146,12 +154,12 @@ def test_the_checkpoint_may_be_in_several_files(
 def test_an_update_waits_for_the_requests_that_have_begun(
     engine: Engine, folders: tuple[Path, Path], answers: list[list[list[int]]]
 ) -> None:
-    long = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    long, most_steps = SamplingParams(max_new_tokens=200, ignore_eos=True), engine.stats()["steps"] + 20
     stream = engine.stream(PROMPTS[1], long)
     tokens = list(next(stream).token_ids)
     updating = threading.Thread(target=engine.update_weights, args=(folders[1],))
     updating.start()
-    while (stats := engine.stats())["running_requests"] and stats["steps"] < 20:
+    while (stats := engine.stats())["running_requests"] and stats["steps"] < most_steps:
         pass
     later = engine.generate(PROMPTS[2], PARAMS)  # waits, and is of the new weights
     updating.join()

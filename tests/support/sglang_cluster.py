@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.distributions import install_plugin
 from tests.support.engine_server import wait_until_ready
 from tests.support.processes import end, free_port
 from tests.support.sglang_server import Server, serve
@@ -103,15 +104,6 @@ class Disaggregated:
         meeting = {"bootstrap_host": _BOOTSTRAP_HOST, "bootstrap_port": self.bootstrap_port}
         bodies = [{**body, **meeting, "bootstrap_room": room} for room in rooms]
         return [{"path": "/generate", "headers": headers or {}, "body": each} for each in bodies]
-
-
-def install_plugin(folder: Path, name: str, code: str, group: str = "sgl_aspects.plugins") -> None:
-    """A distribution with one module, whose ``activate`` is a plugin of this group."""
-    (folder / f"{name}.py").write_text(code)
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:activate\n")
 
 
 def traced(endpoint: str, *options: str, level: int = 3) -> list[str]:
@@ -243,17 +235,3 @@ def _wait_until_routed(server: Server) -> None:
             return
         assert time.monotonic() < deadline, server.log.read_text()[-4000:]
         time.sleep(0.5)
-
-
-__all__ = [
-    "HELD_TRANSFERS",
-    "LOOPBACK",
-    "Disaggregated",
-    "balancer",
-    "between",
-    "disaggregated",
-    "install_plugin",
-    "nodes",
-    "replicas",
-    "traced",
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v3": (
         "DeepseekV3",
-        {
-            **_MLA,
-            "attention_bias": True,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+        {**_MLA, "attention_bias": True, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "deepseek v3.2": (
         "DeepseekV32",
@@ -184,10 +181,20 @@ def make_model(
     return model.eval()
 
 
+_ANSWERS: weakref.WeakKeyDictionary[Any, dict[str, list[list[int]]]] = weakref.WeakKeyDictionary()
+
+
 def greedy(
     model: Any, prompts: list[list[int]], max_new_tokens: int, *, ignore_eos: bool = False
 ) -> list[list[int]]:
-    """transformers' greedy answers to ``prompts``, as one batch padded on the left."""
+    """transformers' greedy answers to ``prompts``, as one left-padded batch; computed once per model."""
+    known, call = _ANSWERS.setdefault(model, {}), repr((prompts, max_new_tokens, ignore_eos))
+    if call not in known:
+        known[call] = _greedy(model, prompts, max_new_tokens, ignore_eos)
+    return known[call]
+
+
+def _greedy(model: Any, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool) -> list[list[int]]:
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.span import ReadableExporter
 from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
+from tests.support.distributions import install
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin, collected
@@ -70,10 +71,7 @@ def test_a_package_s_exporter_that_fails_costs_the_others_nothing(
     part: str,
 ) -> None:
     (tmp_path / "theirs.py").write_text(EXPORTER.format(init=init, export=export, shutdown=shutdown))
-    info = tmp_path / "theirs-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[opentelemetry_traces_exporter]\ntheirs=theirs:Exporter\n")
+    install(tmp_path, "theirs", "[opentelemetry_traces_exporter]\ntheirs=theirs:Exporter\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with attach(exporters=["otlp-json-file", "theirs"], file=str(tmp_path / "spans")) as session:

@@ -24,6 +24,8 @@ from tests.support.processes import command, is_running, wait_until
 from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 spawn = multiprocessing.get_context("spawn")
 
 

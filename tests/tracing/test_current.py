@@ -31,6 +31,7 @@ from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving import weaver
+from tests.support.distributions import install
 from tests.support.stand_ins import Engine, ForwardMode
 
 MANAGER = """
@@ -350,10 +351,7 @@ def test_a_scheduler_without_opentelemetry_logs_its_steps(tmp_path: Path) -> Non
         "def activate():\n"
         "    aspects.weave(say)\n"
     )
-    info = plugin / "logging_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: logging-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sgl_aspects.plugins]\nlogs = logging_plugin:activate\n")
+    install(plugin, "logging-plugin", "[sgl_aspects.plugins]\nlogs = logging_plugin:activate\n")
     with pytest.MonkeyPatch.context() as patch:
         import os
 

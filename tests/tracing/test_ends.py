@@ -17,6 +17,8 @@ from tests.support.otlp_receiver import Span, spans_of
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 ODD = {
     "ü-日本": "ü-日本",
     "a\nb\tc\x00d": "a\nb\tc\x00d",

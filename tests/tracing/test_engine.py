@@ -337,10 +337,7 @@ def test_the_file_parses_back_into_what_the_receiver_got(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("level", "names"),
-    [
-        (1, {COMPLETION} | CHILDREN),
-        (3, {COMPLETION, "load_model"} | CHILDREN | STEPS | {"forward"}),
-    ],
+    [(1, {COMPLETION} | CHILDREN), (3, {COMPLETION, "load_model"} | CHILDREN | STEPS | {"forward"})],
 )
 def test_levels_over_grpc(model: Path, monkeypatch: pytest.MonkeyPatch, level: int, names: set[str]) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")

@@ -31,6 +31,8 @@ from tests.support.processes import free_port, wait_until
 from tests.support.sessions import run_scheduler
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 SECOND = 1_000_000_000
 COMMON = {
     "gen_ai.operation.name": "chat",

@@ -32,6 +32,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.export import otlp
+from tests.support.distributions import install
 from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin
@@ -404,12 +405,11 @@ def test_an_exporter_that_a_package_registers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.joinpath("vendor_exporter.py").write_text(REGISTERED)
-    information = tmp_path / "vendor_exporter-1.dist-info"
-    information.mkdir()
-    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vendor-exporter\nVersion: 1\n")
-    information.joinpath("entry_points.txt").write_text(
+    install(
+        tmp_path,
+        "vendor-exporter",
         "[opentelemetry_traces_exporter]\nVendor=vendor_exporter:Spans\nbroken=vendor_exporter:Broken\n"
-        "[opentelemetry_metrics_exporter]\nreader=vendor_exporter:Reader\n"
+        "[opentelemetry_metrics_exporter]\nreader=vendor_exporter:Reader\n",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -44,10 +44,7 @@ def answer_to(server: Server, number: int, **body: object) -> tuple[int, bytes]:
 
 def ask(server: Server, number: int, **body: object) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
-    headers = {
-        "content-type": "application/json",
-        "traceparent": f"00-{number:032x}-00f067aa0ba902b7-01",
-    }
+    headers = {"content-type": "application/json", "traceparent": f"00-{number:032x}-00f067aa0ba902b7-01"}
     asked = {"model": server.model, "prompt": SECRET, "ignore_eos": True, "temperature": 0, **body}
     connection.request("POST", "/v1/completions", json.dumps(asked), headers)
     return connection

@@ -35,6 +35,8 @@ from tests.support.rings import PLAIN, read_all
 from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 spawn = multiprocessing.get_context("spawn")
 
 

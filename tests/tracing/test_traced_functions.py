@@ -28,6 +28,8 @@ from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Span, spans_of
 from tests.support.sessions import read_file
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 WORK = """
 import asyncio, enum, threading
 

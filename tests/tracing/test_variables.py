@@ -161,8 +161,7 @@ def test_gzip_is_all_that_grpc_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"OTEL_SDK_DISABLED": "TRUE"}, {"SGL_ASPECTS_RECORDER": "off"}, {"SGL_ASPECTS_TRACE": "off"}],
+    "values", [{"OTEL_SDK_DISABLED": "TRUE"}, {"SGL_ASPECTS_RECORDER": "off"}, {"SGL_ASPECTS_TRACE": "off"}]
 )
 def test_what_is_turned_off_complains_of_nothing(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, str]

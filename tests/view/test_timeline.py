@@ -16,6 +16,8 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.context import root_of_trace_id, trace_id_of_root
 from sgl_aspects.tracing.export.chrome_trace import Timeline
 
+pytestmark = pytest.mark.usefixtures("forked_schedulers")
+
 Event = dict[str, Any]
 
 

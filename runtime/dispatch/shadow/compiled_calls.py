@@ -42,7 +42,7 @@ def numbered(who: Looks) -> int:
     return number
 
 
-def tell(
+def record_call(
     number: int,
     written: torch.Tensor,
     layer: torch.Tensor,

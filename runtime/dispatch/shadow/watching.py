@@ -255,7 +255,7 @@ class _WatchedCall:
         if is_compiling:
             number = self._watch.layers.compiling()
             layer_number = self._no_layer if number is None else number
-            compiled_calls.tell(self._number, self._written, layer_number, *given, found)
+            compiled_calls.record_call(self._number, self._written, layer_number, *given, found)
         else:
             self._look(layer, given, found)
         return result
@@ -287,10 +287,7 @@ class _WatchedCall:
         return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
 
     def _look(
-        self,
-        of: tuple[int, str],
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        found: list[torch.Tensor],
+        self, of: tuple[int, str], given: tuple[tuple[Any, ...], dict[str, Any]], found: list[torch.Tensor]
     ) -> None:
         place, layer = of
         if self._sums_up:

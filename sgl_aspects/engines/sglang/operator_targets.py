@@ -20,17 +20,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
 
 #: Operator → functions that compute it.
 FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "topk": (
-        "sglang.srt.layers.moe.topk:fused_topk_torch_native",
-        "sglang.srt.layers.moe.topk:fused_topk",
-    ),
+    "topk": ("sglang.srt.layers.moe.topk:fused_topk_torch_native", "sglang.srt.layers.moe.topk:fused_topk"),
     "fused_moe": ("sglang.srt.layers.moe.fused_moe_native:moe_forward_native",),
 }
 
 #: Function of layers.py → the method of SGLang that it replaces. On GPUs a method runs the experts, and the
 #: kernels depend on how their weights were repacked.
 METHODS: dict[str, tuple[str, ...]] = {
-    "fused_moe_method": ("sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cuda",),
+    "fused_moe_method": ("sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cuda",)
 }
 #: And the operator that it calls.
 METHOD_OPERATORS = {"fused_moe_method": "fused_moe"}

@@ -268,10 +268,7 @@ SGLANG = Engine(
         ),
         **{
             f"update_weights_from_{source}": Role(
-                (
-                    f"{_UPDATER}.update_weights_from_{source}",
-                    f"{_SCHEDULER}.update_weights_from_{source}",
-                ),
+                (f"{_UPDATER}.update_weights_from_{source}", f"{_SCHEDULER}.update_weights_from_{source}"),
                 ("updater:self", "message:recv_req"),
             )
             for source in ("disk", "distributed", "tensor", "ipc")

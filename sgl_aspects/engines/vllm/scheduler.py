@@ -33,10 +33,7 @@ class Scheduled:
     def observations(self, trackers: Trackers) -> Iterable[Observation]:
         self._begun.clear()
         self._transfers = Transfers(trackers)
-        return [
-            Observation("schedule", _scheduler_of, self._schedule_exit),
-            *self._transfers.observations(),
-        ]
+        return [Observation("schedule", _scheduler_of, self._schedule_exit), *self._transfers.observations()]
 
     def _schedule_exit(self, scheduler: Any, batch: Any, error: BaseException | None) -> None:
         if error is not None:

@@ -27,15 +27,10 @@ _LINK = struct.Struct(">H16sHQ").pack
 _TIMES = struct.Struct("<BBBQBQHI").pack
 _FLAGS_TAG = 0x0185
 _LINK_FLAGS = struct.Struct("<BI").pack
-_FLAGS = (0x100, 0x300)  # whether a parent or a linked span is remote: no, yes
-_KINDS = {
-    SpanKind.INTERNAL: 1,
-    SpanKind.SERVER: 2,
-    SpanKind.CLIENT: 3,
-    SpanKind.PRODUCER: 4,
-    SpanKind.CONSUMER: 5,
-}
-_CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
+# OTLP's numbers; those of FLAGS: whether a parent or a linked span is remote: no, yes
+FLAGS = (0x100, 0x300)
+KINDS = {kind: kind.value + 1 for kind in SpanKind}
+CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
 _UNSET = b"\x7a\x00"
 _MASK = (1 << 64) - 1
 # Cap on cached values of one attribute, such as modes and models; short texts only.
@@ -151,7 +146,7 @@ class SpanEncoder:
             root.in_spans or _keep_trace(root),
             _OWN_AND_PARENT(0x1208, span_id, 0x2208, parent_id) if parent_id else _OWN(0x1208, span_id),
             self._names.get(name) or self._keep_name(name),
-            _TIMES(0x30, _KINDS[kind], 0x39, start_ns, 0x41, end_ns, _FLAGS_TAG, _FLAGS[is_remote]),
+            _TIMES(0x30, KINDS[kind], 0x39, start_ns, 0x41, end_ns, _FLAGS_TAG, FLAGS[is_remote]),
         ]
         if attributes is None:
             encoders = self._types.get(id(names)) or self._keep_type(names)
@@ -208,7 +203,11 @@ def _value(value: Any) -> bytes:
         return _field(b"\x2a", b"".join(_field(b"\x0a", _value(each)) for each in value))
     if value is None:
         return b""
-    raise TypeError(f"OTLP has no form for {value!r}: write a text, a number, a boolean or a list of these")
+    raise no_form(value)
+
+
+def no_form(value: Any) -> TypeError:
+    return TypeError(f"OTLP has no form for {value!r}: write a text, a number, a boolean or a list of these")
 
 
 def _keep_trace(root: RootContext) -> bytes:
@@ -220,10 +219,10 @@ def _keep_trace(root: RootContext) -> bytes:
 
 def _keep_link(root: RootContext) -> bytes:
     ids = _LINK(0x0A10, root.trace_id.to_bytes(16, "big"), 0x1208, root.span_id)
-    root.in_links = _field(b"\x6a", ids + _LINK_FLAGS(0x35, _FLAGS[root.is_remote]))
+    root.in_links = _field(b"\x6a", ids + _LINK_FLAGS(0x35, FLAGS[root.is_remote]))
     return root.in_links
 
 
 def _status(status: Status) -> bytes:
     text = _field(b"\x12", status.description.encode()) if status.description else b""
-    return _field(b"\x7a", text + b"\x18" + _SMALL[_CODES[status.status_code]])
+    return _field(b"\x7a", text + b"\x18" + _SMALL[CODES[status.status_code]])

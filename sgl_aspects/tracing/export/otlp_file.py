@@ -9,13 +9,10 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanContext, SpanKind, StatusCode
+from opentelemetry.trace import SpanContext
 
+from sgl_aspects.tracing.export.otlp_encoder import CODES, FLAGS, KINDS, no_form
 from sgl_aspects.tracing.export.shared_file import SharedFile
-
-_KINDS = {kind: kind.value + 1 for kind in SpanKind}
-_CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
-_FLAGS = (0x100, 0x300)  # whether a parent or a linked span is remote: no, yes
 
 
 class OtlpJsonFileExporter(SpanExporter):
@@ -76,7 +73,7 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
         message["parentSpanId"] = f"{parent.span_id:016x}"
     if span.name:
         message["name"] = span.name
-    message["kind"] = _KINDS[span.kind]
+    message["kind"] = KINDS[span.kind]
     message["startTimeUnixNano"] = str(span.start_time or 0)
     message["endTimeUnixNano"] = str(span.end_time or 0)
     message |= _attributes(span.attributes)
@@ -84,7 +81,7 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
         message["droppedAttributesCount"] = span.dropped_attributes
     if span.links:
         message["links"] = [
-            _ids(link.context) | _attributes(link.attributes) | {"flags": _FLAGS[link.context.is_remote]}
+            _ids(link.context) | _attributes(link.attributes) | {"flags": FLAGS[link.context.is_remote]}
             for link in span.links
         ]
     if span.dropped_links:
@@ -92,9 +89,9 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
     message["status"] = {}
     if status.description:
         message["status"]["message"] = status.description
-    if status.status_code in _CODES:
-        message["status"]["code"] = _CODES[status.status_code]
-    message["flags"] = _FLAGS[parent is not None and parent.is_remote]
+    if status.status_code in CODES:
+        message["status"]["code"] = CODES[status.status_code]
+    message["flags"] = FLAGS[parent is not None and parent.is_remote]
     return message
 
 
@@ -122,7 +119,7 @@ def _value(value: Any) -> dict[str, Any]:
         return {"arrayValue": {"values": [_value(each) for each in value]} if value else {}}
     if value is None:
         return {}
-    raise TypeError(f"OTLP has no form for {value!r}: write a text, a number, a boolean or a list of these")
+    raise no_form(value)
 
 
 _NOT_FINITE = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}

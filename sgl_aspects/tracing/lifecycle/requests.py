@@ -175,11 +175,7 @@ class RequestTracker:
         self._announce(PHASES[phase], span_id, request.key, request.key, now)
 
     def _close(
-        self,
-        request: ScheduledRequest,
-        now: int,
-        values: tuple[AttributeValue, ...] = (),
-        problem: str = "",
+        self, request: ScheduledRequest, now: int, values: tuple[AttributeValue, ...] = (), problem: str = ""
     ) -> None:
         phase, key, start_ns = request.phase, request.key, request.phase_ns
         if phase:

@@ -68,12 +68,7 @@ class TracedFunction:
     """Records the calls of one function."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        type: SpanType,
-        level: int,
-        readers: Sequence[Reader],
-        is_generator: bool,
+        self, recorder: Recorder, type: SpanType, level: int, readers: Sequence[Reader], is_generator: bool
     ) -> None:
         self._recorder, self._readers = recorder, readers
         self._level, self._type = level, type

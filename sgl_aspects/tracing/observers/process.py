@@ -8,13 +8,7 @@ from typing import Any
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.records import ProcessDescribed
-from sgl_aspects.tracing.schema import (
-    DISAGGREGATION_MODE,
-    NODE_RANK,
-    RANK,
-    SERVICE_NAME,
-    TRANSFER_BACKEND,
-)
+from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 
 _ROLES = "describe"
 #: The keys of a description, and the resource attribute for each.

@@ -15,6 +15,7 @@ pytest.importorskip("sglang")
 
 from sgl_aspects.platforms.device_mixin import DeviceMixin
 from sgl_aspects.platforms.identity import PlatformEnum
+from tests.support.distributions import install
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,13 +24,13 @@ VENDOR = ROOT / "examples" / "vendor_platform"
 
 def run_kit(tmp_path: Path, platform: str, *only: str) -> dict[str, Any]:
     """The loopback vendor's entry points are there as its installation writes them."""
-    metadata = tmp_path / "site" / "loopback_platform-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loopback-platform\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(
+    install(
+        tmp_path / "site",
+        "loopback-platform",
         "[sgl_aspects.platforms]\nloopback = loopback_platform:activate\n"
         "[sglang.srt.platforms]\nloopback = loopback_platform:activate_for_sglang\n"
-        "[sglang.multimodal_gen.platforms]\nloopback = loopback_platform:activate_for_multimodal\n"
+        "[sglang.multimodal_gen.platforms]\nloopback = loopback_platform:activate_for_multimodal\n",
+        version="0.1.0",
     )
     paths = [str(tmp_path / "site"), str(VENDOR), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

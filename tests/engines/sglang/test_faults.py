@@ -23,23 +23,15 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from tests.support.callers import CALLER, by_trace, one, parent, trace_id
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import Server, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-CALLER = "00f067aa0ba902b7"
 CHILDREN = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 NAMES = "text_completion mini"
-
-
-def trace_id(number: int) -> str:
-    return f"{number + 1:032x}"
-
-
-def parent(number: int, **more: str) -> dict[str, str]:
-    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01", **more}
 
 
 def generate(headers: dict[str, str], *, tokens: int = 4, **body: Any) -> dict[str, Any]:
@@ -153,17 +145,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with http_receiver() as receiver:
-        launcher = [
-            sys.executable,
-            "-m",
-            "sgl_aspects",
-            "run",
-            "--level",
-            "4",
-            "--endpoint",
-            receiver.endpoint,
-        ]
-        with serve(model, folder / "log", prefix=[*launcher, "--"]) as server:
+        launcher = [sys.executable, "-m", "sgl_aspects", "run", "--level", "4"]
+        launcher += ["--endpoint", receiver.endpoint, "--"]
+        with serve(model, folder / "log", prefix=launcher) as server:
             attached = ask_everything(server)
             log = server.log.read_text()
             killed = kill_scheduler_while_it_works(server)
@@ -171,10 +155,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             lambda spans: any(span.trace_id == trace_id(60) and span.name == NAMES for span in spans)
         )
         receiver.wait_for(lambda spans: any(span.attributes.get("sgl_aspects.unfinished") for span in spans))
-        found = Run(attached, receiver, {}, log, killed)
-        for span in receiver.spans:
-            found.traces.setdefault(span.trace_id, []).append(span)
-        yield found
+        yield Run(attached, receiver, by_trace(receiver.spans), log, killed)
 
 
 def kill_scheduler_while_it_works(server: Server) -> str:
@@ -200,11 +181,6 @@ def kill_scheduler_while_it_works(server: Server) -> str:
     while server.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     return "ended" if server.process.poll() is not None else "still there"
-
-
-def one(spans: list[Span], name: str) -> Span:
-    (span,) = [span for span in spans if span.name == name]
-    return span
 
 
 def root_of(run: Run, number: int) -> Span:

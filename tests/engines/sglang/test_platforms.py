@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from tests.support.distributions import install
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import serve
 
@@ -22,13 +23,12 @@ VENDOR = Path(__file__).resolve().parents[3] / "examples" / "vendor_platform"
 
 def vendor_package(folder: Path) -> dict[str, str]:
     """Entry points of the vendor's package and of a bridge to CUDA, as their installation writes them."""
-    metadata = folder / "vendors-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vendors\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
+    install(
+        folder,
+        "vendors",
         "[sglang.srt.platforms]\n"
         "loopback = loopback_platform:activate_for_sglang\n"
-        "oot_cuda = vendors:activate\n"
+        "oot_cuda = vendors:activate\n",
     )
     (folder / "vendors.py").write_text("def activate():\n    return 'vendors_cuda.Cuda'\n")
     (folder / "vendors_cuda.py").write_text(

@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_aspects import process_reports
+from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
+from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import SGLANG_SERVE, Answer, Server, serve
@@ -25,7 +27,6 @@ from tests.support.sglang_server import SGLANG_SERVE, Answer, Server, serve
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPTS = [f"the quick brown fox number {number} jumps" + " over" * (number % 7) for number in range(32)]
-CALLER = "00f067aa0ba902b7"
 CHILDREN = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 LAYERS = 4
 
@@ -122,14 +123,6 @@ class Run:
     reports: Path
 
 
-def trace_id(number: int) -> str:
-    return f"{number + 1:032x}"
-
-
-def parent(number: int) -> dict[str, str]:
-    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mini(tmp_path_factory.mktemp("models") / "mini")
@@ -138,20 +131,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
-    install(folder, "hooks_on_sglang", HOOKS, "sgl_aspects.plugins")
-    install(folder, "neighbour", NEIGHBOUR, "sglang.srt.plugins")
-    install(folder, "acme", PLATFORM, "sglang.srt.platforms")
+    install_plugin(folder, "hooks_on_sglang", HOOKS)
+    install_plugin(folder, "neighbour", NEIGHBOUR, "sglang.srt.plugins")
+    install_plugin(folder, "acme", PLATFORM, "sglang.srt.platforms")
     (folder / "acme_platform.py").write_text(PLATFORM_CLASS)
     return folder
-
-
-def install(folder: Path, name: str, code: str, group: str) -> None:
-    """A distribution with one module, whose ``activate`` is a plugin of this group."""
-    (folder / f"{name}.py").write_text(code)
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:activate\n")
 
 
 @pytest.fixture(scope="module")
@@ -202,16 +186,9 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         receiver.wait_for(
             lambda spans: any(span.trace_id == last and span.parent_id == CALLER for span in spans)
         )
-        found = Run(server, receiver, answers, alone, Counter(hooked.read_text().split()), {}, [], reports)
-        for span in receiver.spans:
-            found.traces.setdefault(span.trace_id, []).append(span)
-        found.steps = receiver.named("scheduler.step")
-        yield found
-
-
-def one(spans: list[Span], name: str) -> Span:
-    (span,) = [span for span in spans if span.name == name]
-    return span
+        counts, traces = Counter(hooked.read_text().split()), by_trace(receiver.spans)
+        steps = receiver.named("scheduler.step")
+        yield Run(server, receiver, answers, alone, counts, traces, steps, reports)
 
 
 def test_each_concurrent_request_has_a_whole_trace_under_its_callers_id(run: Run) -> None:
@@ -236,9 +213,7 @@ def test_each_concurrent_request_has_a_whole_trace_under_its_callers_id(run: Run
 
 
 def test_no_span_is_an_orphan(run: Run) -> None:
-    for spans in run.traces.values():
-        known = {span.span_id for span in spans} | {"", CALLER}
-        assert [span.name for span in spans if span.parent_id not in known] == []
+    assert orphans(run.traces) == []
     assert [span.name for span in run.receiver.spans if span.attributes.get("sgl_aspects.unfinished")] == []
 
 

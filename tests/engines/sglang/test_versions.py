@@ -22,6 +22,7 @@ import pytest
 from sgl_aspects import env
 from sgl_aspects.engines import SGLANG
 from sgl_aspects.engines.source import Source
+from tests.support.callers import CALLER, parent, trace_id
 from tests.support.processes import free_port, wait_until
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import serve
@@ -31,7 +32,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 WHEELS = sorted(Path(env.text("SGLANG_WHEELS") or "/nowhere").glob("sglang-*.whl"))
 VERSIONS = [Path(folder) for folder in (env.text("SGLANG_VERSIONS") or "").split(":") if folder]
-CALLER = "00f067aa0ba902b7"
 SINCE_0_5_23 = {"retire_request", "abort_output"}  # optional: how requests end that never were in a batch
 CHILDREN = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 
@@ -182,14 +182,6 @@ def test_a_server_of_that_version_is_traced(folder: Path, tmp_path: Path) -> Non
         if span["name"] == "forward":
             attributes = {one["key"]: one["value"] for one in span["attributes"]}
             assert attributes["sgl_aspects.forward.device_time"]["doubleValue"] > 0
-
-
-def trace_id(number: int) -> str:
-    return f"{number + 1:032x}"
-
-
-def parent(number: int) -> dict[str, str]:
-    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
 
 
 def names_in(spans: list[dict[str, Any]], number: int) -> Counter[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
 from tests.support.engine_server import EngineServer, start_server
 from tests.support.otlp_receiver import Span, http_receiver
 from tests.support.processes import free_port
@@ -19,7 +20,6 @@ for package in ("fastapi", "accelerate"):
     pytest.importorskip(package)
 
 SERVE = "from transformers.cli.transformers import main; main()"
-CALLER = "00f067aa0ba902b7"
 PHASES = ["tokenize", "queue", "prefill", "decode"]
 MOST_TOKENS = 64  # of a batch
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -41,14 +41,6 @@ class Run:
     def root(self, number: int) -> Span:
         (root,) = [span for span in self.of(number) if span.parent_id == CALLER]
         return root
-
-
-def trace_id(number: int) -> str:
-    return f"{number:032x}"
-
-
-def parent(number: int) -> dict[str, str]:
-    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
 
 
 def is_left(span: Span) -> bool:
@@ -97,15 +89,12 @@ def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
             server.leave(CHATS, {**stream, "max_tokens": 400}, parent(5))
             receiver.wait_for(lambda spans: any(is_left(span) for span in spans))
         found.log, found.spans = (folder / "log").read_text(), receiver.spans
-    for span in found.spans:
-        found.traces.setdefault(span.trace_id, []).append(span)
+    found.traces = by_trace(found.spans)
     return found
 
 
 def test_no_span_is_an_orphan(run: Run) -> None:
-    for spans in run.traces.values():
-        known = {span.span_id for span in spans} | {"", CALLER}
-        assert [span.name for span in spans if span.parent_id not in known] == []
+    assert orphans(run.traces) == []
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from sgl_aspects.tracing.control import runs
+from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
 from tests.support.engine_server import Answer, EngineServer
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.processes import wait_until
@@ -31,7 +32,6 @@ from tests.support.vllm_server import serve
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPTS = [f"the quick brown fox number {number} jumps" + " over" * (number % 7) for number in range(16)]
-CALLER = "00f067aa0ba902b7"
 CHILDREN = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 #: Blocks of the KV cache: four answers of 800 tokens do not fit.
 BLOCK, BLOCKS = 32, 70
@@ -56,14 +56,6 @@ class Run:
     top: str = ""
     traces: dict[str, list[Span]] = field(default_factory=dict)
     theirs: list[Span] = field(default_factory=list)
-
-
-def trace_id(number: int) -> str:
-    return f"{number + 1:032x}"
-
-
-def parent(number: int) -> dict[str, str]:
-    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
 
 
 def complete(server: EngineServer, number: int, prompt: Any, *, status: int = 200, **body: Any) -> Any:
@@ -134,17 +126,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             backend.close()
             callers = [parent(400 + number) for number in range(len(PROMPTS))]
             found.without_backend = server.chats(PROMPTS, callers)
-        for span in receiver.spans:
-            if span.name == "llm_request":
-                found.theirs.append(span)
-            else:
-                found.traces.setdefault(span.trace_id, []).append(span)
+        found.theirs = receiver.named("llm_request")
+        found.traces = by_trace(span for span in receiver.spans if span.name != "llm_request")
         yield found
-
-
-def one(spans: list[Span], name: str) -> Span:
-    (span,) = [span for span in spans if span.name == name]
-    return span
 
 
 def test_each_concurrent_request_has_a_whole_trace_under_its_callers_id(run: Run) -> None:
@@ -170,9 +154,7 @@ def test_both_api_servers_answered(run: Run) -> None:
 
 
 def test_no_span_is_an_orphan(run: Run) -> None:
-    for spans in run.traces.values():
-        known = {span.span_id for span in spans} | {"", CALLER}
-        assert [span.name for span in spans if span.parent_id not in known] == []
+    assert orphans(run.traces) == []
     assert [span.name for span in run.receiver.spans if span.attributes.get("sgl_aspects.unfinished")] == []
 
 

@@ -17,11 +17,7 @@ from typing import Any
 
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError, Check, NotApplicableError, require
 from sgl_aspects.conformance.generation import prompts
-from sgl_aspects.conformance.reference_model import (
-    greedy_by_transformers,
-    greedy_in_float64,
-    largest_gap,
-)
+from sgl_aspects.conformance.reference_model import greedy_by_transformers, greedy_in_float64, largest_gap
 from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.platforms import current_platform_choice
 

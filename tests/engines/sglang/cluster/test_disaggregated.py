@@ -18,8 +18,10 @@ import pytest
 pytest.importorskip("sglang")
 pytest.importorskip("sglang_router")
 
+from tests.support.callers import CALLER, parent, trace_id
+from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
-from tests.support.sglang_cluster import balancer, between, disaggregated, install_plugin, traced
+from tests.support.sglang_cluster import balancer, between, disaggregated, traced
 from tests.support.sglang_models import make_mini
 
 
@@ -37,7 +39,6 @@ pytestmark = [
     pytest.mark.skipif(not _has_mooncake(), reason="mooncake's libraries are missing: make cluster-env"),
 ]
 
-CALLER = "00f067aa0ba902b7"
 PREFILL_PHASES = ["bootstrap", "queue", "prefill", "kv_transfer"]
 DECODE_PHASES = ["bootstrap", "kv_transfer", "queue", "decode"]
 BALANCERS = {
@@ -83,14 +84,6 @@ class Run:
 
     def trace(self, trace_id: str) -> list[Span]:
         return [span for span in self.receiver.spans if span.trace_id == trace_id]
-
-
-def trace_id(number: int) -> str:
-    return f"{number + 1:032x}"
-
-
-def parent(number: int) -> dict[str, str]:
-    return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01"}
 
 
 def by_server(spans: list[Span]) -> dict[str, list[Span]]:

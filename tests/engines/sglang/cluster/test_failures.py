@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("sglang")
 pytest.importorskip("sglang_router")
 
+from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 from tests.support.processes import wait_until
 from tests.support.sglang_cluster import (
@@ -27,7 +28,6 @@ from tests.support.sglang_cluster import (
     balancer,
     between,
     disaggregated,
-    install_plugin,
     traced,
 )
 from tests.support.sglang_models import make_mini
