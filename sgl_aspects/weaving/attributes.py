@@ -219,19 +219,31 @@ def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
 
 def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
     """Describe the missing attribute, with similar names in ``module``."""
-    import difflib  # slow to import
-
     names = [key for key in namespace(module) if not key.startswith("__")]
-    close = difflib.get_close_matches(path[0], names, n=3)
+    close = _similar(path[0], names)
     within = f"{name}.{path[0]}"
     if len(path) > 1 and within in sys.modules:
         return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
     if path[0] in names:
         owner = current(module, path[0])
         names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
-        close = [f"{path[0]}.{key}" for key in difflib.get_close_matches(path[-1], names, n=3)]
+        close = [f"{path[0]}.{key}" for key in _similar(path[-1], names)]
     hint = f"; close names: {', '.join(close)}" if close else ""
     return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
+
+
+def _similar(name: str, names: list[str]) -> list[str]:
+    """Return up to three of ``names`` that share most pairs of letters with ``name``, best first.
+
+    Without difflib: nothing is imported under the weaver's lock.
+    """
+
+    def pairs(text: str) -> set[str]:
+        return {f" {text} "[index : index + 2].casefold() for index in range(len(text) + 1)}
+
+    wanted = pairs(name)
+    shares = {one: 2 * len(wanted & pairs(one)) / (len(wanted) + len(pairs(one))) for one in names}
+    return sorted([one for one in names if shares[one] > 0.5], key=lambda one: -shares[one])[:3]
 
 
 def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:

@@ -18,6 +18,7 @@ from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving.attributes import (
     AttributeReference,
     Presence,
+    attribute_maker,
     class_name,
     find,
     is_class,
@@ -140,10 +141,13 @@ class Weaver:
             points += self._table.detach(advice)
             del self._advices[advice]
             self._index.discard(advice)
-            self._subclasses.forget(advice)
+            for own in self._subclasses.forget(advice):
+                points += self._table.detach(own)
             self._chosen.pop(advice, None)
             self._missing.pop(advice, None)
             advice.state, advice.detail = State.REMOVED, ""
+        if not self._advices:
+            points += [point for own in self._lazy.hooks.values() for point in self._table.detach(own)]
         self._apply(points, strict=False)
         self._forget_compiled_code(gone, points)
         if not self._advices:
@@ -328,11 +332,14 @@ class Weaver:
             if resolution is None or self._chosen.get(advice, rank) < rank:
                 continue
             for base in bases_of_family(alternate, module):
-                self._subclasses.wait(advice, base)
+                touched += self._attach_own(self._subclasses.wait(advice, base), base, "__init_subclass__")
             if resolution.presence is Presence.FOUND:
                 touched += self._attach(advice, rank, resolution.places, module, strict=strict)
             elif resolution.presence is Presence.LAZY:
-                self._lazy.wait(name, module, alternate.attribute_path(name)[0])  # type: ignore[index]
+                maker, (attribute, *_) = attribute_maker(module), alternate.attribute_path(name)  # type: ignore[misc]
+                touched += self._attach_own(
+                    self._lazy.wait(name, module, attribute, maker), maker, "__getattr__"
+                )
                 advice.detail = resolution.detail
             elif resolution.presence is Presence.ABSENT:
                 self._note_missing(advice, rank, resolution.detail)
@@ -363,6 +370,10 @@ class Weaver:
             self._fail(advice, faults[0], strict=strict)
         return touched
 
+    def _attach_own(self, own: Advice, owner: Any, name: str) -> list[JoinPoint]:
+        point = self._table.attach(own, next(find(owner, (name,))))
+        return [] if point is None else [point]
+
     def _apply(self, points: Iterable[JoinPoint], *, strict: bool) -> None:
         outcome: Applied = self._table.apply(points)
         if outcome.classes:
@@ -371,7 +382,8 @@ class Weaver:
             absent = [advice for advice in self._advices if advice.state is State.MISSING]
             self._weave(self._in_loaded_modules([*outcome.detached, *absent]), strict=False)
         for advice, fault in outcome.refused.items():
-            if not self._table.of(advice):
+            # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
+            if not self._table.of(advice) and advice in self._advices:
                 self._fail(advice, fault, strict=strict)
 
     # -- hooks that cannot be woven ---------------------------------------------------------------------

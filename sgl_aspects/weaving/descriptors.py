@@ -20,7 +20,6 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
-    derives,
     filled_slots,
     found_after,
     is_a,
@@ -88,24 +87,34 @@ def _next_in_line(
 
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
-    owner, name = place.owner, place.name
-    if name != "__new__" and is_a(place.raw, staticmethod):
+    owner, name, raw = place.owner, place.name, place.raw
+    if name != "__new__" and is_a(raw, staticmethod):
         return inherited  # it does not get its class as an argument
+    is_method, is_getter = (
+        is_a(raw, (types.FunctionType, classmethod)),
+        is_a(raw, property) and not place.part,
+    )
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
-        cls = subject if is_class(subject) else type(subject)
-        if cls is owner or not derives(cls, owner):
+        try:
+            following = super(owner, subject)
+        except TypeError:  # it is not an instance of the class
             return inherited(subject, *args, **kwargs)
-        found = found_after(cls, owner, name)
-        if found is MISSING or found is place.raw:
+        if is_method:
+            return getattr(following, name)(*args, **kwargs)
+        if is_getter:
+            return getattr(following, name)
+        found = found_after(subject if is_class(subject) else type(subject), owner, name)
+        if found is MISSING or found is raw:
             return inherited(subject, *args, **kwargs)
-        if is_a(found, property):
-            return getattr(found, place.part or "fget")(subject, *args, **kwargs)
+        if place.part:
+            return getattr(found, place.part)(subject, *args)
         if is_a(found, functools.cached_property):
             return found.func(subject)
-        return getattr(super(owner, subject), name)(
-            *([subject] if name == "__new__" else []), *args, **kwargs
-        )
+        value = getattr(following, name)
+        if is_a(raw, functools.cached_property):
+            return value
+        return value(*([subject] if name == "__new__" else []), *args, **kwargs)
 
     return calls_original(functools.update_wrapper(called, content))
 

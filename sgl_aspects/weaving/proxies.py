@@ -135,7 +135,8 @@ class CallableProxy(BoundProxy):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if self._self_binding == "nothing":
-            return self
+            # Before Python 3.13, a classmethod calls the __get__ of its callable, with its class as both.
+            return self if instance is None or instance is not owner else types.MethodType(self, owner)
         subject = owner if self._self_binding == "class" else instance
         if self._self_binding == "either" and instance is None:
             subject = owner
