@@ -29,7 +29,7 @@ class Changes:
     def __init__(self, after_fork: Callable[[], None]) -> None:
         self.lock = threading.RLock()
         self._is_running = False
-        self._in_pieces = threading.Event()  # the change in progress lets other threads run
+        self._in_pieces = False  # the change in progress lets other threads run
         self._deferred: deque[tuple[Change, list[Any]]] = deque()
         self._after_fork = after_fork
         if hasattr(os, "register_at_fork"):
@@ -45,13 +45,15 @@ class Changes:
                 self._deferred.append((change, subjects))
                 return
             self._is_running = True
-            if is_in_pieces():
-                self._in_pieces.set()
+            self._in_pieces = is_in_pieces()
             try:
                 change(subjects, strict)
             finally:
-                self._in_pieces.clear()  # before deferred changes are run: see `run_or_defer`
-                self._run_deferred()
+                self._in_pieces = False  # before deferred changes are run: see `run_or_defer`
+                try:
+                    self._run_deferred()
+                finally:
+                    self._is_running = False  # without a call, which fails at the recursion limit
                 self._finish()
 
     def run_or_defer(self, change: Change, subjects: list[Any]) -> None:
@@ -60,14 +62,14 @@ class Changes:
         That thread runs deferred changes after it has cleared ``_in_pieces``, so none is lost.
         """
         lock = self.lock
-        if lock.acquire(blocking=not self._in_pieces.is_set()):
+        if lock.acquire(blocking=not self._in_pieces):
             try:
                 self.run(change, subjects)
             finally:
                 lock.release()
             return
         self._deferred.append((change, subjects))
-        if not self._in_pieces.is_set():
+        if not self._in_pieces:
             self._finish()
 
     def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
@@ -83,15 +85,12 @@ class Changes:
         return withdrawn
 
     def _run_deferred(self) -> None:
-        try:
-            while self._deferred:
-                change, subjects = self._deferred.popleft()
-                try:
-                    change(subjects, False)
-                except Exception:
-                    logger.exception("a change of hooks that was deferred during another one failed")
-        finally:
-            self._is_running = False
+        while self._deferred:
+            change, subjects = self._deferred.popleft()
+            try:
+                change(subjects, False)
+            except Exception:
+                logger.exception("a change of hooks that was deferred during another one failed")
 
     def _finish(self) -> None:
         """Run changes that were deferred while the previous one was ending."""
