@@ -44,9 +44,8 @@ class Changes:
             if self._is_running:
                 self._deferred.append((change, subjects))
                 return
-            self._is_running = True
-            self._in_pieces = is_in_pieces()
             try:
+                self._is_running, self._in_pieces = True, is_in_pieces()
                 change(subjects, strict)
             finally:
                 self._in_pieces = False  # before deferred changes are run: see `run_or_defer`

@@ -82,8 +82,8 @@ class JoinPoint(abc.ABC):
         """
 
     def remove(self, advice: Advice) -> None:
-        """Remove a hook."""
-        self.advices.remove(advice)
+        """Remove a hook, if it is there."""
+        self.advices[:] = [one for one in self.advices if one is not advice]
 
     @abc.abstractmethod
     def apply(self, compiling: Any = None) -> None:

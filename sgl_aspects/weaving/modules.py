@@ -253,10 +253,9 @@ class ModuleIndex:
     def discard(self, advice: Advice) -> None:
         """Remove ``advice``."""
         for name in advice.target.module_names:
-            waiting = self._by_name[name]
-            waiting.remove(advice)
-            if not waiting:
-                del self._by_name[name]
+            waiting = [one for one in self._by_name.pop(name, ()) if one is not advice]
+            if waiting:
+                self._by_name[name] = waiting
         self._patterns.pop(advice, None)
         self._families.pop(advice, None)
 
@@ -381,9 +380,10 @@ class SubclassWatcher:
     def forget(self, advice: Advice) -> Iterator[Advice]:
         """Stop waiting for subclasses on behalf of ``advice``; yields the hooks not needed any more."""
         for key, (_, own, waiting) in list(self._bases.items()):
-            if waiting.pop(advice, True) is None and not waiting:
-                del self._bases[key]
+            if list(waiting) == [advice]:
                 yield own
+                del self._bases[key]
+            waiting.pop(advice, None)
 
     def concerned(self, cls: type) -> list[Advice]:
         """Return the hooks that wait for ``cls``."""

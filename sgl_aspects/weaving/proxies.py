@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
+import reprlib
 import sys
 import types
 from collections.abc import Callable
@@ -18,6 +20,8 @@ import wrapt
 from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import calls_original
+
+logger = logging.getLogger("sgl_aspects")
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
@@ -132,6 +136,7 @@ class CallableProxy(BoundProxy):
         super().__init__(wrapped, run)
         self._self_place = place
         self._self_binding = _binding_of(wrapped)
+        self._self_warned = False
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if self._self_binding == "nothing":
@@ -142,8 +147,17 @@ class CallableProxy(BoundProxy):
             subject = owner
         elif isinstance(self.__wrapped__, _CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
-        bound = _bound(self.__wrapped__, instance, owner)
-        return BoundProxy(bound, self._self_run, subject) if callable(bound) else bound
+        bound: Any = _bound(self.__wrapped__, instance, owner)
+        if callable(bound):
+            return BoundProxy(bound, self._self_run, subject)
+        if not self._self_warned:
+            self._self_warned = True
+            logger.warning(
+                "%s gives %s, which is not called: its hooks do not run; hook what computes it",
+                self._self_place,
+                reprlib.repr(bound),
+            )
+        return bound
 
     def _copied(self, copied: Any) -> Any:
         return self if copied is self.__wrapped__ else copied

@@ -15,6 +15,7 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
+    OwnDict,
     current,
     find,
     inherited,
@@ -51,6 +52,8 @@ class JoinPointTable:
         self.points: dict[JoinPoint, None] = {}  # in order of creation
         self.compiling: Any = None
         self.stale: dict[JoinPoint, list[Stale]] = {}
+        # What stood at points that `apply` has not rebound yet: more than that if it was interrupted.
+        self._before: dict[tuple[JoinPoint, int], Any] = OwnDict()
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
         self._by_replacement: dict[int, JoinPoint] = {}
@@ -91,28 +94,32 @@ class JoinPointTable:
 
     # -- attaching and detaching ------------------------------------------------------------------------
 
-    def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> JoinPoint | None:
+    def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> list[JoinPoint]:
         """Add ``advice`` to the point at ``place``, creating one if there is none; applies nothing.
 
-        Returns None if it was added before. A foreign patch over a join point is not woven again for the
-        hooks below it.
+        Returns the point, unless it was added before. A foreign patch over a join point is not woven again
+        for the hooks below it.
 
         :param rerun: the module's code has just run again: the object at ``place`` is new, not a patch.
         :raises HookError: the object at ``place`` cannot take this hook, for any error.
         """
         here = self._here.get(place.key, ())
         if not rerun and any(advice in point.advices for point in here):
-            return None
+            return []
         point = self.known(place)
         if point is not None and advice in point.advices:
-            return None
+            return []
+        entries = self._at.setdefault(advice, [])
+        count = len(entries)
         try:
             if point is None:
                 point = self._point_for(place)
+            entries.append((point, point.calls))  # before the hook is there: it can always be removed
             point.add(advice)
-        except HookError:
-            raise
         except Exception as error:
+            del entries[count:]
+            if isinstance(error, HookError):
+                raise
             raise HookError(f"{place} cannot be hooked: {error!r}") from error
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
@@ -121,15 +128,13 @@ class JoinPointTable:
             for below in here:
                 below.superseded = True
             self._remember(point)
-        self._at.setdefault(advice, []).append((point, point.calls))
-        return point
+        return [point]
 
-    def detach(self, advice: Advice) -> list[JoinPoint]:
-        """Remove ``advice`` from all its points, and return them to be applied."""
-        points = [point for point, _ in self._at.pop(advice, ())]
-        for point in points:
+    def detach(self, advice: Advice) -> None:
+        """Remove ``advice`` from all its points, which are to be applied then."""
+        for point, _ in self.of(advice):
             point.remove(advice)
-        return points
+        self._at.pop(advice, None)
 
     def count_anew(self) -> None:
         """Start counting calls anew: a forked child reports its own, not its parent's."""
@@ -158,10 +163,10 @@ class JoinPointTable:
         return None
 
     def _drop(self, point: JoinPoint) -> None:
+        point.release()
         if point not in self.points:
             return
         del self.points[point]
-        point.release()
         here = self._here[point.place.key]
         here.remove(point)
         if not here:
@@ -191,26 +196,27 @@ class JoinPointTable:
         outcome = Applied()
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
-        unique = [self._on_top(point) for point in dict.fromkeys(points)]
-        changed: list[tuple[JoinPoint, int, Any]] = []
+        extra = {point: -1 for point, _ in self._before}
+        unique = list(dict.fromkeys([*extra, *map(self._on_top, dict.fromkeys(points))]))
         for point in unique:
-            changed.append((point, point.extra_references, point.standing))
+            extra.setdefault(point, point.extra_references)
+            self._before[point, id(point.standing)] = point.standing
             try:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, outcome)
-        while changed:  # popped, so that no list here refers to objects to be rebound
-            point, extra, before = changed.pop(0)
+        for (point, _), before in self._before.items():
             after = point.standing  # only now: parts of a property share their attribute
             if before is after:
                 continue
-            pairs += point.pairs(before, after, extra, exclusions_of(point.advices))
+            pairs += point.pairs(before, after, extra[point], exclusions_of(point.advices))
             if point.installed:
                 installed.append((point, describe(before)))
             if is_class(after):  # the installed class has changed
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
         stale = rebind(pairs)
+        self._before.clear()
         for point, was in installed:
             names = {was, describe(point.inner)}
             self.stale[point] = [one for one in stale if one.target in names] + point.stale
@@ -234,8 +240,8 @@ class JoinPointTable:
         if here is None:
             return point
         self._drop(point)
-        moved = [self.attach(advice, here) for advice in self._detach_all(point)]
-        return next((anew for anew in reversed(moved) if anew is not None), point)
+        moved = [anew for advice in self._detach_all(point) for anew in self.attach(advice, here)]
+        return moved[-1] if moved else point
 
     def _refuse(self, point: JoinPoint, error: Exception, outcome: Applied) -> None:
         """Detach the hooks of a point whose attribute cannot be written, as of a C type."""

@@ -225,3 +225,23 @@ def test_a_descriptor_around_what_others_use_too(name: str) -> None:
             assert len([1]) == 1
             assert type({}) is dict
         assert vars(module.A)[name] is raw
+
+
+def test_a_descriptor_that_computes_what_cannot_be_called(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As lazy properties do: which function computes it cannot be seen from outside."""
+
+    class Lazy:
+        def __get__(self, instance: Any, owner: Any = None) -> str:
+            return "computed"
+
+    engine.A.computed = Lazy()
+    engine.A.mocked = unittest.mock.PropertyMock(return_value=5)
+    made = engine.A()
+    with aspects.woven(around("engine:A.computed", hooked), around("engine:A.mocked", hooked)):
+        assert [(made.computed, made.mocked) for _ in range(2)] == [("computed", 5)] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"engine:A.{name} gives {value}, which is not called: its hooks do not run; hook what computes it"
+        for name, value in (("computed", "'computed'"), ("mocked", "5"))
+    ]
