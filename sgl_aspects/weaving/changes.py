@@ -100,17 +100,19 @@ class Changes:
 def _keep_lock_over_forks(changes: weakref.ref[Changes]) -> None:
     """Make a fork wait for the change in progress: the child gets complete state and an unlocked lock."""
 
-    def acquire() -> None:
-        if (this := changes()) is not None:
-            this.lock.acquire()
+    def calling(action: Callable[[Changes], object]) -> Callable[[], None]:
+        def call() -> None:
+            if (this := changes()) is not None:
+                action(this)
 
-    def release() -> None:
-        if (this := changes()) is not None:
-            this.lock.release()
+        return call
 
-    def renew() -> None:
-        if (this := changes()) is not None:
-            this.lock = threading.RLock()
-            this._after_fork()
+    def renew(this: Changes) -> None:
+        this.lock = threading.RLock()
+        this._after_fork()
 
-    os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=renew)
+    os.register_at_fork(
+        before=calling(lambda this: this.lock.acquire()),
+        after_in_parent=calling(lambda this: this.lock.release()),
+        after_in_child=calling(renew),
+    )

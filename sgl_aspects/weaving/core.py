@@ -39,7 +39,7 @@ from sgl_aspects.weaving.modules import (
     wait_for_imports,
     when_ready,
 )
-from sgl_aspects.weaving.table import Applied, JoinPointTable
+from sgl_aspects.weaving.table import JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
@@ -219,12 +219,6 @@ class Weaver:
             return list(self._table.points)
 
     @property
-    def displaced(self) -> list[JoinPoint]:
-        """The join points covered by another patch."""
-        with self.lock:
-            return list(self._table.displaced())
-
-    @property
     def table(self) -> JoinPointTable:
         """The table of join points, for reading only."""
         return self._table
@@ -373,14 +367,14 @@ class Weaver:
         self._table.detach(advice)
 
     def _apply(self, *, strict: bool) -> None:
-        outcome: Applied = self._table.apply(self._touched)
+        refused, detached = self._table.apply(self._touched)
         self._touched.clear()
-        if outcome.classes:
-            for advice in outcome.detached:
+        if detached is not None:
+            for advice in detached:
                 advice.state, advice.detail = State.PENDING, "its class was replaced or restored"
             absent = [advice for advice in self._advices if advice.state is State.MISSING]
-            self._weave(self._in_loaded_modules([*outcome.detached, *absent]), strict=False)
-        for advice, fault in outcome.refused.items():
+            self._weave(self._in_loaded_modules([*detached, *absent]), strict=False)
+        for advice, fault in refused.items():
             # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
             if not self._table.of(advice) and advice in self._advices:
                 self._fail(advice, fault, strict=strict)

@@ -20,6 +20,7 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
+    OwnDict,
     filled_slots,
     found_after,
     is_a,
@@ -191,15 +192,6 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
 _REMADE_FROM = "_sgl_aspects_remade_from"
 
 
-class _Origin:
-    """The descriptor that another one was made from."""
-
-    __slots__ = ("descriptor",)
-
-    def __init__(self, descriptor: Any) -> None:
-        self.descriptor = descriptor
-
-
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """Return a descriptor of the same type around new functions; the earlier one if it had the same."""
     parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
@@ -207,14 +199,13 @@ def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
         return descriptor
-    origin = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
-    earlier = getattr(origin, "descriptor", None)
+    earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM, {}).get("origin")
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
     if is_a(descriptor, property):
         return rebuilt(descriptor, property, *wanted)
     anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
-    anew.__dict__[_REMADE_FROM] = _Origin(descriptor)
+    anew.__dict__[_REMADE_FROM] = OwnDict(origin=descriptor)
     return anew
 
 

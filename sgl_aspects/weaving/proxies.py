@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import reprlib
 import sys
 import types
 from collections.abc import Callable
@@ -136,7 +135,6 @@ class CallableProxy(BoundProxy):
         super().__init__(wrapped, run)
         self._self_place = place
         self._self_binding = _binding_of(wrapped)
-        self._self_warned = False
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if self._self_binding == "nothing":
@@ -150,13 +148,7 @@ class CallableProxy(BoundProxy):
         bound: Any = _bound(self.__wrapped__, instance, owner)
         if callable(bound):
             return BoundProxy(bound, self._self_run, subject)
-        if not self._self_warned:
-            self._self_warned = True
-            logger.warning(
-                "%s gives %s, which is not called: its hooks do not run; hook what computes it",
-                self._self_place,
-                reprlib.repr(bound),
-            )
+        _warn_of_value(self._self_place, type(bound).__name__)
         return bound
 
     def _copied(self, copied: Any) -> Any:
@@ -173,6 +165,13 @@ class CallableProxy(BoundProxy):
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
         return (found_by_name, (module, path))
+
+
+@functools.cache
+def _warn_of_value(place: str, kind: str) -> None:
+    logger.warning(
+        "%s gives a %s, which is not called, so its hooks do not run; hook what makes it", place, kind
+    )
 
 
 def found_by_name(module: str, path: str) -> Any:

@@ -31,18 +31,8 @@ from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give
 logger = logging.getLogger("sgl_aspects")
 
 
-class Applied:
-    """The outcome of applying join points.
-
-    :ivar refused: hooks whose attribute could not be written, each with the reason.
-    :ivar classes: whether a class was replaced or restored.
-    :ivar detached: hooks on members of such a class: they apply to the class that is installed now.
-    """
-
-    def __init__(self) -> None:
-        self.refused: dict[Advice, HookError] = {}
-        self.classes = False
-        self.detached: list[Advice] = []
+Refused = dict[Advice, HookError]
+"""Hooks whose attribute could not be written, each with the reason."""
 
 
 class JoinPointTable:
@@ -77,14 +67,11 @@ class JoinPointTable:
             if current(place.owner, place.name) is _expected(point):
                 return point
         other = self._by_replacement.get(id(place.raw)) or self._by_original.get(id(place.raw))
-        if (
-            other is None
-            or other.standing is not place.raw
-            or not (other.installed or is_module(place.owner))
-        ):
-            return None
         # Another name of a woven object.
-        return other if not place.inherited and other.place.part == place.part else None
+        if other is None or other.standing is not place.raw or place.inherited:
+            return None
+        fits = other.place.part == place.part and (other.installed or is_module(place.owner))
+        return other if fits else None
 
     def displaced(self) -> Iterator[JoinPoint]:
         """Yield the points covered by another patch."""
@@ -191,9 +178,13 @@ class JoinPointTable:
 
     # -- applying ---------------------------------------------------------------------------------------
 
-    def apply(self, points: Iterable[JoinPoint]) -> Applied:
-        """Install or restore each point according to its hooks; all referrers are rebound in one pass."""
-        outcome = Applied()
+    def apply(self, points: Iterable[JoinPoint]) -> tuple[Refused, list[Advice] | None]:
+        """Install or restore each point according to its hooks; all referrers are rebound in one pass.
+
+        The list has the hooks on members of classes that were replaced or restored: they apply to the class
+        that is installed now. None if there was no such class.
+        """
+        refused: Refused = {}
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
         extra = {point: -1 for point, _ in self._before}
@@ -204,7 +195,7 @@ class JoinPointTable:
             try:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
-                self._refuse(point, error, outcome)
+                self._refuse(point, error, refused)
         for (point, _), before in self._before.items():
             after = point.standing  # only now: parts of a property share their attribute
             if before is after:
@@ -224,11 +215,9 @@ class JoinPointTable:
         for point in unique:
             if not point.advices:
                 self._drop(point)
-        for pair in pairs:
-            if is_class(pair.old):
-                outcome.classes = True
-                outcome.detached += self._detach_members(pair.old, outcome)
-        return outcome
+        classes = [pair.old for pair in pairs if is_class(pair.old)]
+        detached = [advice for cls in classes for advice in self._detach_members(cls, refused)]
+        return refused, detached if classes else None
 
     def _on_top(self, point: JoinPoint) -> JoinPoint:
         """Return ``point``; if its attribute was patched while it was off, a new point with its hooks."""
@@ -243,14 +232,14 @@ class JoinPointTable:
         moved = [anew for advice in self._detach_all(point) for anew in self.attach(advice, here)]
         return moved[-1] if moved else point
 
-    def _refuse(self, point: JoinPoint, error: Exception, outcome: Applied) -> None:
+    def _refuse(self, point: JoinPoint, error: Exception, refused: Refused) -> None:
         """Detach the hooks of a point whose attribute cannot be written, as of a C type."""
         failure = HookError(f"{point.place} cannot be hooked: {error}")
         failure.__cause__ = error
         if not point.advices:
             logger.warning("%s cannot be restored: %s", point.place, error)
         for advice in self._detach_all(point):
-            outcome.refused[advice] = failure
+            refused[advice] = failure
 
     def _detach_all(self, point: JoinPoint) -> list[Advice]:
         """Remove all hooks from ``point`` without applying it; returns them."""
@@ -281,14 +270,14 @@ class JoinPointTable:
             point.follow(below)
             point.refresh(self.compiling)
 
-    def _detach_members(self, before: type, outcome: Applied) -> list[Advice]:
+    def _detach_members(self, before: type, refused: Refused) -> list[Advice]:
         """Detach the hooks from the members of a class that was replaced or restored."""
         owners = _with_nested(before)
         points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
         advices = [advice for point in points for advice in self._detach_all(point)]
-        nested = self.apply(points)
-        outcome.refused.update(nested.refused)
-        return list(dict.fromkeys([*advices, *nested.detached]))
+        refused_there, detached = self.apply(points)
+        refused.update(refused_there)
+        return list(dict.fromkeys([*advices, *(detached or ())]))
 
 
 def _expected(point: JoinPoint) -> Any:

@@ -242,6 +242,6 @@ def test_a_descriptor_that_computes_what_cannot_be_called(
     with aspects.woven(around("engine:A.computed", hooked), around("engine:A.mocked", hooked)):
         assert [(made.computed, made.mocked) for _ in range(2)] == [("computed", 5)] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        f"engine:A.{name} gives {value}, which is not called: its hooks do not run; hook what computes it"
-        for name, value in (("computed", "'computed'"), ("mocked", "5"))
+        f"engine:A.{name} gives a {value}, which is not called, so its hooks do not run; hook what makes it"
+        for name, value in (("computed", "str"), ("mocked", "int"))
     ]
