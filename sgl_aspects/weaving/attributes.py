@@ -233,17 +233,11 @@ def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
 
 
 def _similar(name: str, names: list[str]) -> list[str]:
-    """Return up to three of ``names`` that share most pairs of letters with ``name``, best first.
-
-    Without difflib: nothing is imported under the weaver's lock.
-    """
-
-    def pairs(text: str) -> set[str]:
-        return {f" {text} "[index : index + 2].casefold() for index in range(len(text) + 1)}
-
-    wanted = pairs(name)
-    shares = {one: 2 * len(wanted & pairs(one)) / (len(wanted) + len(pairs(one))) for one in names}
-    return sorted([one for one in names if shares[one] > 0.5], key=lambda one: -shares[one])[:3]
+    """Return up to three of ``names`` that share many pairs of letters with ``name``; needs no import."""
+    pairs = {one: {f" {one} "[i : i + 2].casefold() for i in range(len(one) + 1)} for one in (name, *names)}
+    wanted = pairs[name]
+    shared = {one: len(wanted & pairs[one]) / (len(wanted) + len(pairs[one])) for one in names}
+    return [one for one in sorted(names, key=lambda one: -shared[one]) if shared[one] > 0.25][:3]
 
 
 def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:

@@ -65,7 +65,9 @@ def _open(place: AttributeReference) -> Opened:
     if is_a(raw, functools.cached_property):
         return _itself(place, raw.func)
     is_method = isinstance(raw, (functools.partialmethod, functools.singledispatchmethod))
-    if is_method or (is_class(place.owner) and not callable(raw) and _only_binds(raw)):
+    # Not a data descriptor: those have no call of their own.
+    only_binds = hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
+    if is_method or (is_class(place.owner) and not callable(raw) and only_binds):
         return raw, bound_late(raw, place.owner)
     _check_new(place)
     opened = _itself(place, raw)
@@ -89,12 +91,10 @@ def _next_in_line(
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
     owner, name, raw = place.owner, place.name, place.raw
-    if name != "__new__" and is_a(raw, staticmethod):
-        return inherited  # it does not get its class as an argument
-    is_method, is_getter = (
-        is_a(raw, (types.FunctionType, classmethod)),
-        is_a(raw, property) and not place.part,
-    )
+    if name != "__new__" and is_a(raw, staticmethod):  # it does not get its class as an argument
+        return calls_original(lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs))
+    is_method = is_a(raw, (types.FunctionType, classmethod))
+    is_getter = is_a(raw, property) and not place.part
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -152,11 +152,6 @@ def _open_for_owner(place: AttributeReference) -> Opened:
             f"instance's attributes; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
     return _itself(place, raw)
-
-
-def _only_binds(raw: Any) -> bool:
-    """Return whether it is a non-data descriptor: instances may have an attribute of the same name."""
-    return hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
 
 
 def _open_property(place: AttributeReference) -> Opened:

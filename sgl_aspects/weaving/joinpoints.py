@@ -213,10 +213,7 @@ class FunctionJoinPoint(JoinPoint):
 
     def _exchange_attributes(self) -> None:
         if self._has_attributes:
-            if self.active:
-                self.woven.take_attributes(self.inner)
-            else:
-                self.woven.give_attributes(self.inner)
+            (self.woven.take_attributes if self.active else self.woven.give_attributes)(self.inner)
 
     @property
     def _has_attributes(self) -> bool:

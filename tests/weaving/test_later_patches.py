@@ -31,6 +31,8 @@ class Base:
     def m(self, x=1): return ('m', x)
     @classmethod
     def c(cls): return ('c', cls.__name__)
+    @staticmethod
+    def s(x): return ('s', x)
     @property
     def p(self): return 'p'
     @p.setter
@@ -116,7 +118,7 @@ def test_a_lazy_attribute_and_a_hook_on_the_function_that_makes_it() -> None:
 @pytest.mark.parametrize("cls", ["Sub", "Below"])
 def test_a_hook_on_an_inherited_method_calls_what_the_base_has_now(engine: Any, cls: str) -> None:
     made = getattr(engine, cls)()
-    with aspects.woven(*(around(f"engine:Sub.{name}", hooked) for name in ("m", "c", "p", "lazy"))):
+    with aspects.woven(*(around(f"engine:Sub.{name}", hooked) for name in ("m", "c", "s", "p", "lazy"))):
         assert made.m(2) == ("hooked", ("m", 2))
         with unittest.mock.patch.object(engine.Base, "m", lambda self, x=1: ("patched", x)):
             assert made.m(2) == ("hooked", ("patched", 2))
@@ -124,6 +126,9 @@ def test_a_hook_on_an_inherited_method_calls_what_the_base_has_now(engine: Any, 
             assert made.m(2) == ("hooked", "a mock")
         with unittest.mock.patch.object(engine.Base, "c", classmethod(lambda cls: cls)):
             assert getattr(engine, cls).c() == ("hooked", getattr(engine, cls))
+        assert made.s(4) == ("hooked", ("s", 4))
+        with unittest.mock.patch.object(engine.Base, "s", staticmethod(lambda x: x)):
+            assert (made.s(4), getattr(engine, cls).s(5)) == (("hooked", 4), ("hooked", 5))
         with unittest.mock.patch.object(engine.Base, "p", "a constant"):
             assert made.p == ("hooked", "a constant")
         with unittest.mock.patch.object(engine.Base, "lazy", "a constant"):
