@@ -220,12 +220,13 @@ def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
 def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
     """Describe the missing attribute, with similar names in ``module``."""
     names = [key for key in namespace(module) if not key.startswith("__")]
+    owner = current(module, path[0])
+    inner = owner if is_module(owner) else sys.modules.get(f"{name}.{path[0]}")
+    if inner is not None:
+        within = namespace(inner).get("__name__")
+        return f"{within} is a module: write '{within}:{'.'.join(path[1:]) or 'name'}'"
     close = _similar(path[0], names)
-    within = f"{name}.{path[0]}"
-    if len(path) > 1 and within in sys.modules:
-        return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
     if path[0] in names:
-        owner = current(module, path[0])
         names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
         close = [f"{path[0]}.{key}" for key in _similar(path[-1], names)]
     hint = f"; close names: {', '.join(close)}" if close else ""

@@ -146,7 +146,7 @@ class Weaver:
             self._missing.pop(advice, None)
             # Last: if a KeyboardInterrupt comes before, the hook can be removed again.
             del self._advices[advice]
-            advice.state, advice.detail = State.REMOVED, ""
+            advice.state, advice.detail, advice.enabled = State.REMOVED, "", True
         if not self._advices:
             for own in self._lazy.hooks.values():
                 self._detach(own)

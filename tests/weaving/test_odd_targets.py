@@ -245,3 +245,21 @@ def test_a_descriptor_that_computes_what_cannot_be_called(
         f"engine:A.{name} gives a {value}, which is not called, so its hooks do not run; hook what makes it"
         for name, value in (("computed", "str"), ("mocked", "int"))
     ]
+
+
+def test_an_attribute_that_is_a_module_names_that_one(engine: Any) -> None:
+    engine.other = math
+    with aspects.woven(around("engine:other.sqrt"), around("engine:other")) as handle:
+        assert [one.detail for one in handle.advices] == [
+            "math is a module: write 'math:sqrt'",
+            "math is a module: write 'math:name'",
+        ]
+
+
+def test_a_hook_that_was_switched_off_and_removed_is_on_when_it_is_woven_again(engine: Any) -> None:
+    hook = around("engine:f", hooked)
+    handle = aspects.weave(hook)
+    handle.disable()
+    handle.remove()
+    with aspects.woven(hook):
+        assert engine.f() == ("hooked", ("f", 0, 1))
