@@ -187,6 +187,7 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
     )
     if places:
         return Resolution(Presence.FOUND, places)
+    path = tuple(segment.removesuffix("+") for segment in path)
     if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
         detail = f"module {name} creates {path[0]} on first access, which has not happened"
         return Resolution(Presence.LAZY, detail=detail)

@@ -333,7 +333,8 @@ class Weaver:
                 self._attach(advice, rank, resolution.places, module, strict=strict)
             elif resolution.presence is Presence.LAZY:
                 maker, (attribute, *_) = attribute_maker(module), alternate.attribute_path(name)  # type: ignore[misc]
-                self._attach_own(self._lazy.wait(name, module, attribute, maker), maker, "__getattr__")
+                own = self._lazy.wait(name, module, attribute.removesuffix("+"), maker)
+                self._attach_own(own, maker, "__getattr__")
                 advice.detail = resolution.detail
             elif resolution.presence is Presence.ABSENT:
                 self._note_missing(advice, rank, resolution.detail)

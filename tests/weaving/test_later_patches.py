@@ -112,6 +112,21 @@ def test_a_lazy_attribute_and_a_hook_on_the_function_that_makes_it() -> None:
             assert dict(vars(module)) == before
 
 
+def test_a_family_whose_base_is_made_on_first_access() -> None:
+    source = """
+    def __getattr__(name):
+        if name != 'Base': raise AttributeError(name)
+        globals()['Base'] = type('Base', (), {'m': lambda self: 'm', '__module__': __name__})
+        return Base
+    """
+    with module_of(source, "lazily") as module:
+        with aspects.woven(around("lazily:Base+.m", hooked)):
+            assert module.Base().m() == ("hooked", "m")
+            sub = type("Sub", (module.Base,), {"m": lambda self: "sub"})
+            assert sub().m() == ("hooked", "sub")
+        assert (module.Base().m(), sub().m()) == ("m", "sub")
+
+
 # -- inherited methods -----------------------------------------------------------------------------------
 
 
