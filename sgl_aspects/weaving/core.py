@@ -368,7 +368,12 @@ class Weaver:
         self._table.detach(advice)
 
     def _apply(self, *, strict: bool) -> None:
-        refused, detached = self._table.apply(self._touched)
+        try:
+            refused, detached = self._table.apply(self._touched)
+        except Exception:  # it would come again with each later change
+            self._table.before.clear()
+            self._touched.clear()
+            raise
         self._touched.clear()
         if detached is not None:
             for advice in detached:

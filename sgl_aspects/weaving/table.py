@@ -43,7 +43,7 @@ class JoinPointTable:
         self.compiling: Any = None
         self.stale: dict[JoinPoint, list[Stale]] = {}
         # What stood at points that `apply` has not rebound yet: more than that if it was interrupted.
-        self._before: dict[tuple[JoinPoint, int], Any] = OwnDict()
+        self.before: dict[tuple[JoinPoint, int], Any] = OwnDict()
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
         self._by_replacement: dict[int, JoinPoint] = {}
@@ -187,16 +187,16 @@ class JoinPointTable:
         refused: Refused = {}
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
-        extra = {point: -1 for point, _ in self._before}
+        extra = {point: -1 for point, _ in self.before}
         unique = list(dict.fromkeys([*extra, *map(self._on_top, dict.fromkeys(points))]))
         for point in unique:
             extra.setdefault(point, point.extra_references)
-            self._before[point, id(point.standing)] = point.standing
+            self.before[point, id(point.standing)] = point.standing
             try:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, refused)
-        for (point, _), before in self._before.items():
+        for (point, _), before in self.before.items():
             after = point.standing  # only now: parts of a property share their attribute
             if before is after:
                 continue
@@ -207,7 +207,7 @@ class JoinPointTable:
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
         stale = rebind(pairs)
-        self._before.clear()
+        self.before.clear()
         for point, was in installed:
             names = {was, describe(point.inner)}
             self.stale[point] = [one for one in stale if one.target in names] + point.stale

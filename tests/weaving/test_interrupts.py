@@ -12,6 +12,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType
 from sgl_aspects.weaving import weaver
+from sgl_aspects.weaving.rebinding import Pair, rebind
 from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
@@ -107,3 +108,21 @@ def test_a_weave_that_ctrl_c_ends_leaves_nothing(engine: Any, step: str) -> None
     for owner, names in before.items():
         assert dict(vars(owner)) == names
     assert engine.copies == {"f": engine.f, "c": engine.c}
+
+
+def test_a_bug_in_rebinding_one_object_harms_no_other_hook(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = engine.f
+
+    def broken(pairs: list[Pair]) -> Any:
+        if any(original in (pair.old, pair.new) for pair in pairs):
+            raise ValueError
+        return rebind(pairs)
+
+    monkeypatch.setattr("sgl_aspects.weaving.table.rebind", broken)
+    with pytest.raises(ValueError):
+        aspects.weave(around("engine:f", hooked))
+    with aspects.woven(around("engine:A.m", hooked)):
+        assert engine.A().m() == ("hooked", "m")
+    assert engine.A().m() == "m"
