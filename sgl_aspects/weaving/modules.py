@@ -94,7 +94,7 @@ class ModuleWatcher:
                 spec = self._find_elsewhere(fullname, path, target)
         finally:
             finding.discard(fullname)
-        if spec is not None and spec.loader is not None:
+        if spec is not None:
             self._attach(spec, is_reload=target is not None)
         return spec
 
@@ -115,9 +115,7 @@ class ModuleWatcher:
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        for finder in list(sys.meta_path):
-            if finder is self:
-                continue
+        for finder in [one for one in sys.meta_path if one is not self]:
             spec: ModuleSpec | None = None
             if hasattr(finder, "find_spec"):
                 spec = finder.find_spec(fullname, path, target)
@@ -129,10 +127,10 @@ class ModuleWatcher:
         return None
 
     def _attach_by_hand(self, spec: ModuleSpec) -> None:
-        if spec.loader is not None and self._wanted(spec.name):
-            self._attach(spec, is_reload=False)
+        if self._wanted(spec.name):
+            self._attach(spec)
 
-    def _attach(self, spec: ModuleSpec, *, is_reload: bool) -> None:
+    def _attach(self, spec: ModuleSpec, *, is_reload: bool = False) -> None:
         loader: Any = spec.loader
         if isinstance(loader, importlib.util.LazyLoader):
             # wrapt's loader would load the module.
@@ -141,7 +139,7 @@ class ModuleWatcher:
             inner: Any = loader
             if not isinstance(inner.loader, _NotifyingLoader):
                 inner.loader = _NotifyingLoader(inner.loader, self._loaded)
-        elif not isinstance(loader, _NotifyingLoader) and compat.unchained(loader) is loader:
+        elif not isinstance(loader, (_NotifyingLoader, type(None))) and compat.unchained(loader) is loader:
             spec.loader = _NotifyingLoader(loader, self._loaded, is_reload)  # type: ignore[assignment]
 
 

@@ -32,7 +32,6 @@ logger = logging.getLogger("sgl_aspects")
 
 
 Refused = dict[Advice, HookError]
-"""Hooks whose attribute could not be written, each with the reason."""
 
 
 class JoinPointTable:
@@ -181,8 +180,8 @@ class JoinPointTable:
     def apply(self, points: Iterable[JoinPoint]) -> tuple[Refused, list[Advice] | None]:
         """Install or restore each point according to its hooks; all referrers are rebound in one pass.
 
-        The list has the hooks on members of classes that were replaced or restored: they apply to the class
-        that is installed now. None if there was no such class.
+        Returns the hooks whose attribute could not be written, and those on members of classes that were
+        replaced or restored, which apply to the class that is installed now; None if there was no such class.
         """
         refused: Refused = {}
         pairs: list[Pair] = []
