@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.util
 import logging
 import sys
 import threading
@@ -120,6 +121,23 @@ def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
             _bootstrap._find_spec = search
 
     _bootstrap._find_spec = find_spec
+    return undo
+
+
+def before_each_creation(begin: Callable[[ModuleSpec], None]) -> Callable[[], None]:
+    """Call ``begin`` before `importlib.util.module_from_spec`; returns a function that undoes this."""
+    make = importlib.util.module_from_spec
+
+    @functools.wraps(make)
+    def module_from_spec(spec: ModuleSpec) -> types.ModuleType:
+        begin(spec)
+        return make(spec)
+
+    def undo() -> None:
+        if importlib.util.module_from_spec is module_from_spec:
+            importlib.util.module_from_spec = make
+
+    importlib.util.module_from_spec = module_from_spec
     return undo
 
 

@@ -344,11 +344,12 @@ class Report(NamedTuple):
 
 def report() -> Report:
     """Return every hook of this process with its state and counts, stale bindings, displaced places."""
-    return Report(
-        hooks=tuple(map(_hook_report, weaver.advices)),
-        stale=tuple(stale for point in weaver.points for stale in weaver.table.stale.get(point, ())),
-        displaced=tuple(str(point.place) for point in weaver.displaced),
-    )
+    with weaver.lock:
+        return Report(
+            hooks=tuple(map(_hook_report, weaver.advices)),
+            stale=tuple(stale for point in weaver.points for stale in weaver.table.stale.get(point, ())),
+            displaced=tuple(str(point.place) for point in weaver.table.displaced()),
+        )
 
 
 def _hook_report(advice: Advice) -> HookReport:

@@ -187,6 +187,7 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
     )
     if places:
         return Resolution(Presence.FOUND, places)
+    path = tuple(segment.removesuffix("+") for segment in path)
     if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
         detail = f"module {name} creates {path[0]} on first access, which has not happened"
         return Resolution(Presence.LAZY, detail=detail)
@@ -219,19 +220,26 @@ def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
 
 def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
     """Describe the missing attribute, with similar names in ``module``."""
-    import difflib  # slow to import
-
     names = [key for key in namespace(module) if not key.startswith("__")]
-    close = difflib.get_close_matches(path[0], names, n=3)
-    within = f"{name}.{path[0]}"
-    if len(path) > 1 and within in sys.modules:
-        return f"{within} is a module: write '{within}:{'.'.join(path[1:])}'"
+    owner = current(module, path[0])
+    inner = owner if is_module(owner) else sys.modules.get(f"{name}.{path[0]}")
+    if inner is not None:
+        within = namespace(inner).get("__name__")
+        return f"{within} is a module: write '{within}:{'.'.join(path[1:]) or 'name'}'"
+    close = _similar(path[0], names)
     if path[0] in names:
-        owner = current(module, path[0])
         names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
-        close = [f"{path[0]}.{key}" for key in difflib.get_close_matches(path[-1], names, n=3)]
+        close = [f"{path[0]}.{key}" for key in _similar(path[-1], names)]
     hint = f"; close names: {', '.join(close)}" if close else ""
     return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
+
+
+def _similar(name: str, names: list[str]) -> list[str]:
+    """Return up to three of ``names`` that share many pairs of letters with ``name``; needs no import."""
+    pairs = {one: {f" {one} "[i : i + 2].casefold() for i in range(len(one) + 1)} for one in (name, *names)}
+    wanted = pairs[name]
+    shared = {one: len(wanted & pairs[one]) / (len(wanted) + len(pairs[one])) for one in names}
+    return [one for one in sorted(names, key=lambda one: -shared[one]) if shared[one] > 0.25][:3]
 
 
 def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:

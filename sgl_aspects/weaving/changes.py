@@ -29,7 +29,7 @@ class Changes:
     def __init__(self, after_fork: Callable[[], None]) -> None:
         self.lock = threading.RLock()
         self._is_running = False
-        self._in_pieces = threading.Event()  # the change in progress lets other threads run
+        self._in_pieces = False  # the change in progress lets other threads run
         self._deferred: deque[tuple[Change, list[Any]]] = deque()
         self._after_fork = after_fork
         if hasattr(os, "register_at_fork"):
@@ -44,14 +44,15 @@ class Changes:
             if self._is_running:
                 self._deferred.append((change, subjects))
                 return
-            self._is_running = True
-            if is_in_pieces():
-                self._in_pieces.set()
             try:
+                self._is_running, self._in_pieces = True, is_in_pieces()
                 change(subjects, strict)
             finally:
-                self._in_pieces.clear()  # before deferred changes are run: see `run_or_defer`
-                self._run_deferred()
+                self._in_pieces = False  # before deferred changes are run: see `run_or_defer`
+                try:
+                    self._run_deferred()
+                finally:
+                    self._is_running = False  # without a call, which fails at the recursion limit
                 self._finish()
 
     def run_or_defer(self, change: Change, subjects: list[Any]) -> None:
@@ -60,14 +61,14 @@ class Changes:
         That thread runs deferred changes after it has cleared ``_in_pieces``, so none is lost.
         """
         lock = self.lock
-        if lock.acquire(blocking=not self._in_pieces.is_set()):
+        if lock.acquire(blocking=not self._in_pieces):
             try:
                 self.run(change, subjects)
             finally:
                 lock.release()
             return
         self._deferred.append((change, subjects))
-        if not self._in_pieces.is_set():
+        if not self._in_pieces:
             self._finish()
 
     def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
@@ -83,15 +84,12 @@ class Changes:
         return withdrawn
 
     def _run_deferred(self) -> None:
-        try:
-            while self._deferred:
-                change, subjects = self._deferred.popleft()
-                try:
-                    change(subjects, False)
-                except Exception:
-                    logger.exception("a change of hooks that was deferred during another one failed")
-        finally:
-            self._is_running = False
+        while self._deferred:
+            change, subjects = self._deferred.popleft()
+            try:
+                change(subjects, False)
+            except Exception:
+                logger.exception("a change of hooks that was deferred during another one failed")
 
     def _finish(self) -> None:
         """Run changes that were deferred while the previous one was ending."""
@@ -102,17 +100,19 @@ class Changes:
 def _keep_lock_over_forks(changes: weakref.ref[Changes]) -> None:
     """Make a fork wait for the change in progress: the child gets complete state and an unlocked lock."""
 
-    def acquire() -> None:
-        if (this := changes()) is not None:
-            this.lock.acquire()
+    def calling(action: Callable[[Changes], object]) -> Callable[[], None]:
+        def call() -> None:
+            if (this := changes()) is not None:
+                action(this)
 
-    def release() -> None:
-        if (this := changes()) is not None:
-            this.lock.release()
+        return call
 
-    def renew() -> None:
-        if (this := changes()) is not None:
-            this.lock = threading.RLock()
-            this._after_fork()
+    def renew(this: Changes) -> None:
+        this.lock = threading.RLock()
+        this._after_fork()
 
-    os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=renew)
+    os.register_at_fork(
+        before=calling(lambda this: this.lock.acquire()),
+        after_in_parent=calling(lambda this: this.lock.release()),
+        after_in_child=calling(renew),
+    )

@@ -18,6 +18,7 @@ from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving.attributes import (
     AttributeReference,
     Presence,
+    attribute_maker,
     class_name,
     find,
     is_class,
@@ -38,7 +39,7 @@ from sgl_aspects.weaving.modules import (
     wait_for_imports,
     when_ready,
 )
-from sgl_aspects.weaving.table import Applied, JoinPointTable
+from sgl_aspects.weaving.table import JoinPointTable
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
@@ -66,6 +67,7 @@ class Weaver:
         self._index = ModuleIndex()
         self._chosen: dict[Advice, int] = {}  # which alternate is woven
         self._missing: dict[Advice, dict[int, str]] = {}  # alternates that no import can define, and why
+        self._touched: list[JoinPoint] = []  # those to apply: after an interrupt, with the next change
         self._just_run: Any = None  # the module whose code has run in the current import
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
         self._lazy = LazyAttributes(self._module_loaded)
@@ -103,7 +105,7 @@ class Weaver:
             for advice in self._changes.withdraw(self._add, gone):
                 advice.state, advice.detail = State.REMOVED, ""
             here = [advice for advice in gone if advice in self._advices]
-            if here:
+            if here or self._touched:
                 self._changes.run(self._remove, here)
 
     def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
@@ -135,16 +137,21 @@ class Weaver:
 
     def _remove(self, advices: list[Advice], strict: bool = False) -> None:
         gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
-        points = []
         for advice in gone:
-            points += self._table.detach(advice)
-            del self._advices[advice]
+            self._detach(advice)
+            for own in self._subclasses.forget(advice):
+                self._detach(own)
             self._index.discard(advice)
-            self._subclasses.forget(advice)
             self._chosen.pop(advice, None)
             self._missing.pop(advice, None)
-            advice.state, advice.detail = State.REMOVED, ""
-        self._apply(points, strict=False)
+            # Last: if a KeyboardInterrupt comes before, the hook can be removed again.
+            del self._advices[advice]
+            advice.state, advice.detail, advice.enabled = State.REMOVED, "", True
+        if not self._advices:
+            for own in self._lazy.hooks.values():
+                self._detach(own)
+        points = list(self._touched)
+        self._apply(strict=False)
         self._forget_compiled_code(gone, points)
         if not self._advices:
             self._uninstall_watcher()
@@ -155,11 +162,12 @@ class Weaver:
 
     def _switch(self, advices: list[Advice], enabled: bool) -> None:
         points = [point for advice in advices for point, _ in self._table.of(advice)]
+        self._touched += points
         for advice in advices:
             advice.enabled = enabled
             if self._table.of(advice):
                 advice.state = State.WOVEN if enabled else State.DISABLED
-        self._apply(points, strict=False)
+        self._apply(strict=False)
         self._forget_compiled_code(advices, points)
 
     def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
@@ -209,12 +217,6 @@ class Weaver:
     def points(self) -> list[JoinPoint]:
         with self.lock:
             return list(self._table.points)
-
-    @property
-    def displaced(self) -> list[JoinPoint]:
-        """The join points covered by another patch."""
-        with self.lock:
-            return list(self._table.displaced())
 
     @property
     def table(self) -> JoinPointTable:
@@ -315,63 +317,72 @@ class Weaver:
         """
         work = list(work)
         for classes in (True, False):
-            touched: list[JoinPoint] = []
             for advice, name, module in work:
                 if advice.is_class_replacement is classes:
-                    touched += self._weave_in(advice, name, module, strict=strict)
-            self._apply(touched, strict=strict)
+                    self._weave_in(advice, name, module, strict=strict)
+            self._apply(strict=strict)
 
-    def _weave_in(self, advice: Advice, name: str, module: Any, *, strict: bool) -> list[JoinPoint]:
-        touched: list[JoinPoint] = []
+    def _weave_in(self, advice: Advice, name: str, module: Any, *, strict: bool) -> None:
         for rank, alternate in enumerate(advice.target.alternates):
             resolution = resolve(alternate, name, module)
             if resolution is None or self._chosen.get(advice, rank) < rank:
                 continue
             for base in bases_of_family(alternate, module):
-                self._subclasses.wait(advice, base)
+                self._attach_own(self._subclasses.wait(advice, base), base, "__init_subclass__")
             if resolution.presence is Presence.FOUND:
-                touched += self._attach(advice, rank, resolution.places, module, strict=strict)
+                self._attach(advice, rank, resolution.places, module, strict=strict)
             elif resolution.presence is Presence.LAZY:
-                self._lazy.wait(name, module, alternate.attribute_path(name)[0])  # type: ignore[index]
+                maker, (attribute, *_) = attribute_maker(module), alternate.attribute_path(name)  # type: ignore[misc]
+                own = self._lazy.wait(name, module, attribute.removesuffix("+"), maker)
+                self._attach_own(own, maker, "__getattr__")
                 advice.detail = resolution.detail
             elif resolution.presence is Presence.ABSENT:
                 self._note_missing(advice, rank, resolution.detail)
-        return touched
 
     def _attach(
         self, advice: Advice, rank: int, places: Iterable[AttributeReference], module: Any, *, strict: bool
-    ) -> list[JoinPoint]:
+    ) -> None:
         """Add ``advice`` to the join points at ``places``, which its alternate ``rank`` names."""
-        touched: list[JoinPoint] = []
         if self._chosen.get(advice, rank) > rank:
-            touched += self._table.detach(advice)  # a better alternate was loaded
+            self._detach(advice)  # a better alternate was loaded
         self._chosen[advice] = rank
         faults: list[HookError] = []
         for place in places:
             try:
                 # The module's code has just run again: its attributes are new, even those woven before.
                 rerun = module is self._just_run and place.owner is module
-                point = self._table.attach(advice, place, rerun=rerun)
+                self._touched += self._table.attach(advice, place, rerun=rerun)
             except HookError as fault:
                 faults.append(fault)
-            else:
-                touched += [point] if point is not None else []
         if self._table.of(advice):
             advice.state = State.WOVEN if advice.enabled else State.DISABLED
             advice.detail = ""
         elif faults and "*" not in advice.target.alternates[rank].text:  # patterns skip unhookable objects
             self._fail(advice, faults[0], strict=strict)
-        return touched
 
-    def _apply(self, points: Iterable[JoinPoint], *, strict: bool) -> None:
-        outcome: Applied = self._table.apply(points)
-        if outcome.classes:
-            for advice in outcome.detached:
+    def _attach_own(self, own: Advice, owner: Any, name: str) -> None:
+        self._touched += self._table.attach(own, next(find(owner, (name,))))
+
+    def _detach(self, advice: Advice) -> None:
+        self._touched += [point for point, _ in self._table.of(advice)]
+        self._table.detach(advice)
+
+    def _apply(self, *, strict: bool) -> None:
+        try:
+            refused, detached = self._table.apply(self._touched)
+        except Exception:  # it would come again with each later change
+            self._table.before.clear()
+            self._touched.clear()
+            raise
+        self._touched.clear()
+        if detached is not None:
+            for advice in detached:
                 advice.state, advice.detail = State.PENDING, "its class was replaced or restored"
             absent = [advice for advice in self._advices if advice.state is State.MISSING]
-            self._weave(self._in_loaded_modules([*outcome.detached, *absent]), strict=False)
-        for advice, fault in outcome.refused.items():
-            if not self._table.of(advice):
+            self._weave(self._in_loaded_modules([*detached, *absent]), strict=False)
+        for advice, fault in refused.items():
+            # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
+            if not self._table.of(advice) and advice in self._advices:
                 self._fail(advice, fault, strict=strict)
 
     # -- hooks that cannot be woven ---------------------------------------------------------------------

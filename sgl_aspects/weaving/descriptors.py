@@ -20,7 +20,7 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
-    derives,
+    OwnDict,
     filled_slots,
     found_after,
     is_a,
@@ -65,7 +65,9 @@ def _open(place: AttributeReference) -> Opened:
     if is_a(raw, functools.cached_property):
         return _itself(place, raw.func)
     is_method = isinstance(raw, (functools.partialmethod, functools.singledispatchmethod))
-    if is_method or (is_class(place.owner) and not callable(raw) and _only_binds(raw)):
+    # Not a data descriptor: those have no call of their own.
+    only_binds = hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
+    if is_method or (is_class(place.owner) and not callable(raw) and only_binds):
         return raw, bound_late(raw, place.owner)
     _check_new(place)
     opened = _itself(place, raw)
@@ -88,24 +90,32 @@ def _next_in_line(
 
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
-    owner, name = place.owner, place.name
-    if name != "__new__" and is_a(place.raw, staticmethod):
-        return inherited  # it does not get its class as an argument
+    owner, name, raw = place.owner, place.name, place.raw
+    if name != "__new__" and is_a(raw, staticmethod):  # it does not get its class as an argument
+        return calls_original(lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs))
+    is_method = is_a(raw, (types.FunctionType, classmethod))
+    is_getter = is_a(raw, property) and not place.part
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
-        cls = subject if is_class(subject) else type(subject)
-        if cls is owner or not derives(cls, owner):
+        try:
+            following = super(owner, subject)
+        except TypeError:  # it is not an instance of the class
             return inherited(subject, *args, **kwargs)
-        found = found_after(cls, owner, name)
-        if found is MISSING or found is place.raw:
+        if is_method:
+            return getattr(following, name)(*args, **kwargs)
+        if is_getter:
+            return getattr(following, name)
+        found = found_after(subject if is_class(subject) else type(subject), owner, name)
+        if found is MISSING or found is raw:
             return inherited(subject, *args, **kwargs)
-        if is_a(found, property):
-            return getattr(found, place.part or "fget")(subject, *args, **kwargs)
+        if place.part:
+            return getattr(found, place.part)(subject, *args)
         if is_a(found, functools.cached_property):
             return found.func(subject)
-        return getattr(super(owner, subject), name)(
-            *([subject] if name == "__new__" else []), *args, **kwargs
-        )
+        value = getattr(following, name)
+        if is_a(raw, functools.cached_property):
+            return value
+        return value(*([subject] if name == "__new__" else []), *args, **kwargs)
 
     return calls_original(functools.update_wrapper(called, content))
 
@@ -144,11 +154,6 @@ def _open_for_owner(place: AttributeReference) -> Opened:
     return _itself(place, raw)
 
 
-def _only_binds(raw: Any) -> bool:
-    """Return whether it is a non-data descriptor: instances may have an attribute of the same name."""
-    return hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
-
-
 def _open_property(place: AttributeReference) -> Opened:
     raw, part = place.raw, place.part or "fget"
     function = getattr(raw, part)
@@ -182,15 +187,6 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
 _REMADE_FROM = "_sgl_aspects_remade_from"
 
 
-class _Origin:
-    """The descriptor that another one was made from."""
-
-    __slots__ = ("descriptor",)
-
-    def __init__(self, descriptor: Any) -> None:
-        self.descriptor = descriptor
-
-
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """Return a descriptor of the same type around new functions; the earlier one if it had the same."""
     parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
@@ -198,14 +194,13 @@ def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
         return descriptor
-    origin = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM)
-    earlier = getattr(origin, "descriptor", None)
+    earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM, {}).get("origin")
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
     if is_a(descriptor, property):
         return rebuilt(descriptor, property, *wanted)
     anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
-    anew.__dict__[_REMADE_FROM] = _Origin(descriptor)
+    anew.__dict__[_REMADE_FROM] = OwnDict(origin=descriptor)
     return anew
 
 

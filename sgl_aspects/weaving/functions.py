@@ -22,7 +22,7 @@ import types
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from sgl_aspects.weaving.attributes import Attributes, OwnDict, claims_to_be, is_a
+from sgl_aspects.weaving.attributes import Attributes, OwnDict, claims_to_be, holds, is_a
 from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink
 
 Observers = tuple[tuple[Any, Any, Any], ...]
@@ -95,12 +95,13 @@ class WovenFunction:
 
     :param original: the function whose name, documentation and attributes it copies.
     :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
+    :ivar code: its code. Others may give it a copy, which needs the chain that lives as long as this.
     :ivar function: the replacement of the target.
     """
 
     __slots__ = (
         *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature", "_taken"),
-        *("applied", "function", "kind"),
+        *("applied", "code", "function", "kind"),
     )
 
     def __init__(self, original: Any, *, anonymous: bool = False) -> None:
@@ -131,6 +132,18 @@ class WovenFunction:
     def calls(self) -> int:
         return int(self._calls[0]) + (0 if self._in_c is None else self._in_c.calls)
 
+    @property
+    def patch(self) -> types.CodeType | None:
+        """The code that others have assigned to the function, which runs without hooks; None if none have."""
+        code = self._run.__code__
+        return None if not self.applied or holds(code.co_consts, self._calls) else code
+
+    def give_code(self, original: types.FunctionType) -> None:
+        """Make a patch of the code, if there is one, the code of ``original``."""
+        if self.patch is not None:
+            original.__code__ = self._model = self.patch
+            self._body = _first_line(self._model) - self._model.co_firstlineno
+
     def set_hooks(self, head: Any, observers: Observers, compiling: Any = None, caller: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` run.
 
@@ -153,7 +166,7 @@ class WovenFunction:
             code = code.replace(co_consts=_Constants((*code.co_consts, self._in_c)))
         if self._compiled is not None and compiling is not None:
             self._compiled.set(head, compiling, code)
-        self._run.__code__ = code
+        self._run.__code__ = self.code = code
         if before is not None:
             counted = float(before.calls)
             self._calls[0] += counted  # in place, like the function itself: other threads may be counting

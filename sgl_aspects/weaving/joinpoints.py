@@ -82,8 +82,8 @@ class JoinPoint(abc.ABC):
         """
 
     def remove(self, advice: Advice) -> None:
-        """Remove a hook."""
-        self.advices.remove(advice)
+        """Remove a hook, if it is there."""
+        self.advices[:] = [one for one in self.advices if one is not advice]
 
     @abc.abstractmethod
     def apply(self, compiling: Any = None) -> None:
@@ -176,7 +176,13 @@ class FunctionJoinPoint(JoinPoint):
         self.inner, self._called = open_attribute(self.place._replace(raw=below))
         self.slot.follow(below)
 
+    @property
+    def displaced(self) -> bool:
+        return super().displaced or (self.installed and self.woven.patch is not None)
+
     def refresh(self, compiling: Any = None) -> None:
+        if self._has_attributes:
+            self.woven.give_code(self.inner)
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
@@ -206,11 +212,12 @@ class FunctionJoinPoint(JoinPoint):
             self.slot.take_out(self.place.part)
 
     def _exchange_attributes(self) -> None:
-        if type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType:
-            if self.active:
-                self.woven.take_attributes(self.inner)
-            else:
-                self.woven.give_attributes(self.inner)
+        if self._has_attributes:
+            (self.woven.take_attributes if self.active else self.woven.give_attributes)(self.inner)
+
+    @property
+    def _has_attributes(self) -> bool:
+        return type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType
 
     def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -19,18 +18,15 @@ from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
     OwnDict,
-    attribute_maker,
     bases,
     class_module,
-    current,
     derives,
     find,
     holds,
-    is_a,
     is_class,
     namespace,
 )
-from sgl_aspects.weaving.hooks import Advice
+from sgl_aspects.weaving.hooks import Advice, HookType, Result
 from sgl_aspects.weaving.targets import Alternate, Target
 
 # -- imports -------------------------------------------------------------------------------------------------
@@ -52,20 +48,21 @@ class ModuleWatcher:
         self._finding = threading.local()
         self._registered: dict[str, Any] = {}  # callbacks registered with wrapt
         self._brought_wrapt = False
-        self._leave_searches: Callable[[], None] | None = None
+        self._leave: list[Callable[[], None]] = []
 
     def install(self) -> None:
         """Start watching; idempotent."""
-        if self._leave_searches is None:
+        if not self._leave:
             # A finder put in front later may find modules without calling this one.
-            self._leave_searches = compat.before_each_search(self._stand_first)
+            self._leave.append(compat.before_each_search(self._stand_first))
+            # `spec_from_file_location()` makes specs without finders.
+            self._leave.append(compat.before_each_creation(self._attach_by_hand))
         self._stand_first()
 
     def uninstall(self) -> None:
         """Restore `sys.meta_path`."""
-        if self._leave_searches is not None:
-            self._leave_searches()
-            self._leave_searches = None
+        while self._leave:
+            self._leave.pop()()
         while self in sys.meta_path:
             sys.meta_path.remove(self)
         for name, hook in list(self._registered.items()):  # a copy: other threads may be importing
@@ -75,8 +72,8 @@ class ModuleWatcher:
             self._brought_wrapt = not compat.remove_wrapt_finder()
 
     def _stand_first(self) -> None:
-        finders, is_installed = sys.meta_path, self._leave_searches is not None
-        if is_installed and (not finders or finders[0] is not self):
+        finders = sys.meta_path
+        if self._leave and (not finders or finders[0] is not self):
             finders.insert(0, self)
             for index in [index for index, finder in enumerate(finders) if finder is self][:0:-1]:
                 del finders[index]
@@ -97,7 +94,7 @@ class ModuleWatcher:
                 spec = self._find_elsewhere(fullname, path, target)
         finally:
             finding.discard(fullname)
-        if spec is not None and spec.loader is not None:
+        if spec is not None:
             self._attach(spec, is_reload=target is not None)
         return spec
 
@@ -118,9 +115,7 @@ class ModuleWatcher:
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        for finder in list(sys.meta_path):
-            if finder is self:
-                continue
+        for finder in [one for one in sys.meta_path if one is not self]:
             spec: ModuleSpec | None = None
             if hasattr(finder, "find_spec"):
                 spec = finder.find_spec(fullname, path, target)
@@ -131,7 +126,11 @@ class ModuleWatcher:
                 return spec
         return None
 
-    def _attach(self, spec: ModuleSpec, *, is_reload: bool) -> None:
+    def _attach_by_hand(self, spec: ModuleSpec) -> None:
+        if self._wanted(spec.name):
+            self._attach(spec)
+
+    def _attach(self, spec: ModuleSpec, *, is_reload: bool = False) -> None:
         loader: Any = spec.loader
         if isinstance(loader, importlib.util.LazyLoader):
             # wrapt's loader would load the module.
@@ -140,7 +139,7 @@ class ModuleWatcher:
             inner: Any = loader
             if not isinstance(inner.loader, _NotifyingLoader):
                 inner.loader = _NotifyingLoader(inner.loader, self._loaded)
-        elif not isinstance(loader, _NotifyingLoader) and compat.unchained(loader) is loader:
+        elif not isinstance(loader, (_NotifyingLoader, type(None))) and compat.unchained(loader) is loader:
             spec.loader = _NotifyingLoader(loader, self._loaded, is_reload)  # type: ignore[assignment]
 
 
@@ -252,10 +251,9 @@ class ModuleIndex:
     def discard(self, advice: Advice) -> None:
         """Remove ``advice``."""
         for name in advice.target.module_names:
-            waiting = self._by_name[name]
-            waiting.remove(advice)
-            if not waiting:
-                del self._by_name[name]
+            waiting = [one for one in self._by_name.pop(name, ()) if one is not advice]
+            if waiting:
+                self._by_name[name] = waiting
         self._patterns.pop(advice, None)
         self._families.pop(advice, None)
 
@@ -310,58 +308,53 @@ def _classes_of(module: Any, name: str) -> list[type]:
 
 # -- attributes and subclasses created later -----------------------------------------------------------------
 
-_GETATTR = "__getattr__"
-_INIT_SUBCLASS = "__init_subclass__"
+
+def _own_hook(hook: Callable[..., Any]) -> Advice:
+    """Return an outermost hook of the weaver itself, which attaches it; it is not in reports."""
+    return Advice(Target(()), HookType.AFTER, hook, order=sys.maxsize)
 
 
 class LazyAttributes:
     """Attributes that modules create on first access, and that hooks wait for.
 
     :param made: called with a module's name and the module, when it has created such an attribute.
+    :ivar hooks: the weaver's own hooks on ``__getattr__``, by the id of its owner: a module or a class.
     """
 
     def __init__(self, made: Callable[[str, Any], None]) -> None:
         self._made = made
-        self._wrapped: dict[int, _Wrapped] = {}  # by the id of the owner: a module or a class
+        self.hooks: dict[int, Advice] = {}
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
         self._kept = OwnDict()  # by module and attribute
 
-    def wait(self, name: str, module: Any, attribute: str) -> None:
-        """Wait for ``attribute``, which ``module`` creates on first access."""
-        owner = attribute_maker(module)
-        if id(owner) not in self._wrapped:
-            self._wrapped[id(owner)] = _Wrapped(owner, _GETATTR, self._asking(owner))
+    def wait(self, name: str, module: Any, attribute: str, owner: Any) -> Advice:
+        """Wait for ``attribute`` of ``module``; returns the hook for ``__getattr__`` of ``owner``."""
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
+        return self.hooks.setdefault(id(owner), _own_hook(self._asked(owner)))
 
     def restore(self) -> None:
-        """Restore all modules."""
-        for wrapped in self._wrapped.values():
-            wrapped.restore()
+        """Remove the attributes that modules would create again."""
         for (key, attribute), value in self._kept.items():
             names = namespace(self._wanted[key][1])
             if names.get(attribute, MISSING) is value:
                 del names[attribute]
         self.__init__(self._made)  # type: ignore[misc]
 
-    def _asking(self, owner: Any) -> Callable[..., Any]:
-        function = current(owner, _GETATTR)
-
-        @functools.wraps(function)
-        def ask(*arguments: Any) -> Any:
-            value = function(*arguments)
+    def _asked(self, owner: Any) -> Callable[..., Any]:
+        def asked(value: Any, *arguments: Any) -> Any:
             module, attribute = arguments if is_class(owner) else (owner, *arguments)
-            name, _, wanted = self._wanted.get(id(module), ("", None, ()))
+            name, _, wanted = self._wanted.get(id(module), ("", None, set()))
             if attribute not in wanted:
-                return value
-            self._wanted[id(module)][2].discard(attribute)
+                return None
+            wanted.discard(attribute)
             names = namespace(module)
             if attribute not in names:
                 names[attribute] = value
                 self._kept[id(module), attribute] = value
             self._made(name, module)
-            return names[attribute]
+            return Result(names[attribute])
 
-        return ask
+        return asked
 
 
 class SubclassWatcher:
@@ -372,62 +365,25 @@ class SubclassWatcher:
 
     def __init__(self, made: Callable[[type], None]) -> None:
         self._made = made
-        self._bases: dict[int, tuple[type, dict[Advice, None]]] = {}  # by id: a class may have no hash
-        self._wrapped: dict[int, _Wrapped] = {}
+        # By id: a class may have no hash.
+        self._bases: dict[int, tuple[type, Advice, dict[Advice, None]]] = {}
 
-    def wait(self, advice: Advice, base: type) -> None:
-        """Wait for subclasses of ``base``."""
-        self._bases.setdefault(id(base), (base, {}))[1][advice] = None
-        if id(base) not in self._wrapped:
-            try:
-                self._wrapped[id(base)] = _Wrapped(base, _INIT_SUBCLASS, classmethod(self._deriving(base)))
-            except (TypeError, AttributeError):
-                return  # a C type: its subclasses are found when their modules have loaded
+    def wait(self, advice: Advice, base: type) -> Advice:
+        """Wait for subclasses of ``base``; returns the hook for its ``__init_subclass__``."""
+        own = _own_hook(lambda result, cls, **options: self._made(cls))
+        _, own, waiting = self._bases.setdefault(id(base), (base, own, {}))
+        waiting[advice] = None
+        return own
 
-    def forget(self, advice: Advice) -> None:
-        """Stop waiting for subclasses on behalf of ``advice``."""
-        for key, (_, waiting) in list(self._bases.items()):
-            if waiting.pop(advice, True) is None and not waiting:
+    def forget(self, advice: Advice) -> Iterator[Advice]:
+        """Stop waiting for subclasses on behalf of ``advice``; yields the hooks not needed any more."""
+        for key, (_, own, waiting) in list(self._bases.items()):
+            if list(waiting) == [advice]:
+                yield own
                 del self._bases[key]
-                if key in self._wrapped:
-                    self._wrapped.pop(key).restore()
+            waiting.pop(advice, None)
 
     def concerned(self, cls: type) -> list[Advice]:
         """Return the hooks that wait for ``cls``."""
-        waiting = [self._bases[id(base)][1] for base in bases(cls) if id(base) in self._bases]
+        waiting = [self._bases[id(base)][2] for base in bases(cls) if id(base) in self._bases]
         return list(dict.fromkeys(advice for advices in waiting for advice in advices))
-
-    def _deriving(self, base: type) -> Callable[..., None]:
-        own = current(base, _INIT_SUBCLASS)
-
-        def init_subclass(cls: type, **options: Any) -> None:
-            if own is MISSING:
-                super(base, cls).__init_subclass__(**options)  # type: ignore[arg-type]
-            else:
-                own.__get__(None, cls)(**options)
-            self._made(cls)
-
-        return functools.wraps(own.__func__)(init_subclass) if is_a(own, classmethod) else init_subclass
-
-
-class _Wrapped:
-    """A function that was replaced by a wrapper of it."""
-
-    def __init__(self, owner: Any, name: str, ours: Any) -> None:
-        self._owner, self._name, self._ours = owner, name, ours
-        self._before = current(owner, name)
-        self._set(ours)
-
-    def restore(self) -> None:
-        if current(self._owner, self._name) is not self._ours:
-            return  # it was wrapped again meanwhile
-        if self._before is MISSING:
-            type.__delattr__(self._owner, self._name)
-        else:
-            self._set(self._before)
-
-    def _set(self, value: Any) -> None:
-        if is_class(self._owner):
-            type.__setattr__(self._owner, self._name, value)
-        else:
-            namespace(self._owner)[self._name] = value

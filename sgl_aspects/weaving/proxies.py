@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import wrapt
 from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import calls_original
+
+logger = logging.getLogger("sgl_aspects")
 
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
@@ -135,14 +138,18 @@ class CallableProxy(BoundProxy):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if self._self_binding == "nothing":
-            return self
+            # Before Python 3.13, a classmethod calls the __get__ of its callable, with its class as both.
+            return self if instance is None or instance is not owner else types.MethodType(self, owner)
         subject = owner if self._self_binding == "class" else instance
         if self._self_binding == "either" and instance is None:
             subject = owner
         elif isinstance(self.__wrapped__, _CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
-        bound = _bound(self.__wrapped__, instance, owner)
-        return BoundProxy(bound, self._self_run, subject) if callable(bound) else bound
+        bound: Any = _bound(self.__wrapped__, instance, owner)
+        if callable(bound):
+            return BoundProxy(bound, self._self_run, subject)
+        _warn_of_value(self._self_place, type(bound).__name__)
+        return bound
 
     def _copied(self, copied: Any) -> Any:
         return self if copied is self.__wrapped__ else copied
@@ -158,6 +165,13 @@ class CallableProxy(BoundProxy):
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
         return (found_by_name, (module, path))
+
+
+@functools.cache
+def _warn_of_value(place: str, kind: str) -> None:
+    logger.warning(
+        "%s gives a %s, which is not called, so its hooks do not run; hook what makes it", place, kind
+    )
 
 
 def found_by_name(module: str, path: str) -> Any:

@@ -77,8 +77,6 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
         _replace_in_partial(referrer, new)
     elif is_a(referrer, types.FunctionType):
         return True  # its defaults, dictionary and closure are separate referrers
-    elif is_a(referrer, functools.cached_property):
-        referrer.func = new(referrer.func)
     else:
         _replace_attributes(referrer, new)
         return all(new(value) is value for value in gc.get_referents(referrer))

@@ -15,6 +15,7 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
+    OwnDict,
     current,
     find,
     inherited,
@@ -30,18 +31,7 @@ from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give
 logger = logging.getLogger("sgl_aspects")
 
 
-class Applied:
-    """The outcome of applying join points.
-
-    :ivar refused: hooks whose attribute could not be written, each with the reason.
-    :ivar classes: whether a class was replaced or restored.
-    :ivar detached: hooks on members of such a class: they apply to the class that is installed now.
-    """
-
-    def __init__(self) -> None:
-        self.refused: dict[Advice, HookError] = {}
-        self.classes = False
-        self.detached: list[Advice] = []
+Refused = dict[Advice, HookError]
 
 
 class JoinPointTable:
@@ -51,6 +41,8 @@ class JoinPointTable:
         self.points: dict[JoinPoint, None] = {}  # in order of creation
         self.compiling: Any = None
         self.stale: dict[JoinPoint, list[Stale]] = {}
+        # What stood at points that `apply` has not rebound yet: more than that if it was interrupted.
+        self.before: dict[tuple[JoinPoint, int], Any] = OwnDict()
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
         self._by_replacement: dict[int, JoinPoint] = {}
@@ -74,14 +66,11 @@ class JoinPointTable:
             if current(place.owner, place.name) is _expected(point):
                 return point
         other = self._by_replacement.get(id(place.raw)) or self._by_original.get(id(place.raw))
-        if (
-            other is None
-            or other.standing is not place.raw
-            or not (other.installed or is_module(place.owner))
-        ):
-            return None
         # Another name of a woven object.
-        return other if not place.inherited and other.place.part == place.part else None
+        if other is None or other.standing is not place.raw or place.inherited:
+            return None
+        fits = other.place.part == place.part and (other.installed or is_module(place.owner))
+        return other if fits else None
 
     def displaced(self) -> Iterator[JoinPoint]:
         """Yield the points covered by another patch."""
@@ -91,28 +80,32 @@ class JoinPointTable:
 
     # -- attaching and detaching ------------------------------------------------------------------------
 
-    def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> JoinPoint | None:
+    def attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> list[JoinPoint]:
         """Add ``advice`` to the point at ``place``, creating one if there is none; applies nothing.
 
-        Returns None if it was added before. A foreign patch over a join point is not woven again for the
-        hooks below it.
+        Returns the point, unless it was added before. A foreign patch over a join point is not woven again
+        for the hooks below it.
 
         :param rerun: the module's code has just run again: the object at ``place`` is new, not a patch.
         :raises HookError: the object at ``place`` cannot take this hook, for any error.
         """
         here = self._here.get(place.key, ())
         if not rerun and any(advice in point.advices for point in here):
-            return None
+            return []
         point = self.known(place)
         if point is not None and advice in point.advices:
-            return None
+            return []
+        entries = self._at.setdefault(advice, [])
+        count = len(entries)
         try:
             if point is None:
                 point = self._point_for(place)
+            entries.append((point, point.calls))  # before the hook is there: it can always be removed
             point.add(advice)
-        except HookError:
-            raise
         except Exception as error:
+            del entries[count:]
+            if isinstance(error, HookError):
+                raise
             raise HookError(f"{place} cannot be hooked: {error!r}") from error
         self._warn_of_second_replace(advice, point)
         if point.installed and advice.hook_type is HookType.REPLACE:
@@ -121,15 +114,13 @@ class JoinPointTable:
             for below in here:
                 below.superseded = True
             self._remember(point)
-        self._at.setdefault(advice, []).append((point, point.calls))
-        return point
+        return [point]
 
-    def detach(self, advice: Advice) -> list[JoinPoint]:
-        """Remove ``advice`` from all its points, and return them to be applied."""
-        points = [point for point, _ in self._at.pop(advice, ())]
-        for point in points:
+    def detach(self, advice: Advice) -> None:
+        """Remove ``advice`` from all its points, which are to be applied then."""
+        for point, _ in self.of(advice):
             point.remove(advice)
-        return points
+        self._at.pop(advice, None)
 
     def count_anew(self) -> None:
         """Start counting calls anew: a forked child reports its own, not its parent's."""
@@ -158,10 +149,10 @@ class JoinPointTable:
         return None
 
     def _drop(self, point: JoinPoint) -> None:
+        point.release()
         if point not in self.points:
             return
         del self.points[point]
-        point.release()
         here = self._here[point.place.key]
         here.remove(point)
         if not here:
@@ -186,31 +177,36 @@ class JoinPointTable:
 
     # -- applying ---------------------------------------------------------------------------------------
 
-    def apply(self, points: Iterable[JoinPoint]) -> Applied:
-        """Install or restore each point according to its hooks; all referrers are rebound in one pass."""
-        outcome = Applied()
+    def apply(self, points: Iterable[JoinPoint]) -> tuple[Refused, list[Advice] | None]:
+        """Install or restore each point according to its hooks; all referrers are rebound in one pass.
+
+        Returns the hooks whose attribute could not be written, and those on members of classes that were
+        replaced or restored, which apply to the class that is installed now; None if there was no such class.
+        """
+        refused: Refused = {}
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
-        unique = [self._on_top(point) for point in dict.fromkeys(points)]
-        changed: list[tuple[JoinPoint, int, Any]] = []
+        extra = {point: -1 for point, _ in self.before}
+        unique = list(dict.fromkeys([*extra, *map(self._on_top, dict.fromkeys(points))]))
         for point in unique:
-            changed.append((point, point.extra_references, point.standing))
+            extra.setdefault(point, point.extra_references)
+            self.before[point, id(point.standing)] = point.standing
             try:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
-                self._refuse(point, error, outcome)
-        while changed:  # popped, so that no list here refers to objects to be rebound
-            point, extra, before = changed.pop(0)
+                self._refuse(point, error, refused)
+        for (point, _), before in self.before.items():
             after = point.standing  # only now: parts of a property share their attribute
             if before is after:
                 continue
-            pairs += point.pairs(before, after, extra, exclusions_of(point.advices))
+            pairs += point.pairs(before, after, extra[point], exclusions_of(point.advices))
             if point.installed:
                 installed.append((point, describe(before)))
             if is_class(after):  # the installed class has changed
                 self._by_replacement.pop(id(before), None)
                 self._by_replacement[id(after)] = point
         stale = rebind(pairs)
+        self.before.clear()
         for point, was in installed:
             names = {was, describe(point.inner)}
             self.stale[point] = [one for one in stale if one.target in names] + point.stale
@@ -218,11 +214,9 @@ class JoinPointTable:
         for point in unique:
             if not point.advices:
                 self._drop(point)
-        for pair in pairs:
-            if is_class(pair.old):
-                outcome.classes = True
-                outcome.detached += self._detach_members(pair.old, outcome)
-        return outcome
+        classes = [pair.old for pair in pairs if is_class(pair.old)]
+        detached = [advice for cls in classes for advice in self._detach_members(cls, refused)]
+        return refused, detached if classes else None
 
     def _on_top(self, point: JoinPoint) -> JoinPoint:
         """Return ``point``; if its attribute was patched while it was off, a new point with its hooks."""
@@ -234,17 +228,17 @@ class JoinPointTable:
         if here is None:
             return point
         self._drop(point)
-        moved = [self.attach(advice, here) for advice in self._detach_all(point)]
-        return next((anew for anew in reversed(moved) if anew is not None), point)
+        moved = [anew for advice in self._detach_all(point) for anew in self.attach(advice, here)]
+        return moved[-1] if moved else point
 
-    def _refuse(self, point: JoinPoint, error: Exception, outcome: Applied) -> None:
+    def _refuse(self, point: JoinPoint, error: Exception, refused: Refused) -> None:
         """Detach the hooks of a point whose attribute cannot be written, as of a C type."""
         failure = HookError(f"{point.place} cannot be hooked: {error}")
         failure.__cause__ = error
         if not point.advices:
             logger.warning("%s cannot be restored: %s", point.place, error)
         for advice in self._detach_all(point):
-            outcome.refused[advice] = failure
+            refused[advice] = failure
 
     def _detach_all(self, point: JoinPoint) -> list[Advice]:
         """Remove all hooks from ``point`` without applying it; returns them."""
@@ -275,14 +269,14 @@ class JoinPointTable:
             point.follow(below)
             point.refresh(self.compiling)
 
-    def _detach_members(self, before: type, outcome: Applied) -> list[Advice]:
+    def _detach_members(self, before: type, refused: Refused) -> list[Advice]:
         """Detach the hooks from the members of a class that was replaced or restored."""
         owners = _with_nested(before)
         points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
         advices = [advice for point in points for advice in self._detach_all(point)]
-        nested = self.apply(points)
-        outcome.refused.update(nested.refused)
-        return list(dict.fromkeys([*advices, *nested.detached]))
+        refused_there, detached = self.apply(points)
+        refused.update(refused_there)
+        return list(dict.fromkeys([*advices, *(detached or ())]))
 
 
 def _expected(point: JoinPoint) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import signal
 import subprocess
@@ -341,3 +343,52 @@ def test_imports_end_while_the_last_hook_goes(monkeypatch: pytest.MonkeyPatch) -
     )
     watcher.uninstall()
     assert not watcher._registered
+
+
+@pytest.mark.parametrize("how", ["path", "loader", "lazy", "found"])
+def test_a_module_that_a_program_runs_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "run_by_hand.py"
+    path.write_text("def f(): return 'f'\n")
+    make = importlib.util.module_from_spec
+    handle = aspects.weave(around("run_by_hand:f", hooked))
+    loader: Any = importlib.machinery.SourceFileLoader("run_by_hand", str(path))
+    loader = importlib.util.LazyLoader(loader) if how == "lazy" else loader
+    if how == "path":
+        spec = importlib.util.spec_from_file_location("run_by_hand", path)
+    elif how == "found":
+        spec = importlib.util.find_spec("run_by_hand")
+    else:
+        spec = importlib.util.spec_from_loader("run_by_hand", loader)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run_by_hand", module)
+    spec.loader.exec_module(module)
+    assert module.f() == ("hooked", "f")
+    assert type(module.__loader__) is importlib.machinery.SourceFileLoader
+    handle.remove()
+    assert module.f() == "f"
+    assert importlib.util.module_from_spec is make
+
+
+def test_nothing_is_imported_while_hooks_change(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may hold the lock of the module, and wait for the weaver's."""
+    seen = []
+
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            seen.append(name)
+
+    monkeypatch.delitem(sys.modules, "difflib", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    handle = aspects.weave(around("engine:A.mm", hooked), around("engine:ff"), around("engine:A.m", hooked))
+    assert [one.detail.rpartition("; ")[2] for one in handle.advices] == [
+        "close names: A.m",
+        "close names: f",
+        "",
+    ]
+    handle.remove()
+    assert seen == []

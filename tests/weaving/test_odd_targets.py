@@ -225,3 +225,41 @@ def test_a_descriptor_around_what_others_use_too(name: str) -> None:
             assert len([1]) == 1
             assert type({}) is dict
         assert vars(module.A)[name] is raw
+
+
+def test_a_descriptor_that_computes_what_cannot_be_called(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As lazy properties do: which function computes it cannot be seen from outside."""
+
+    class Lazy:
+        def __get__(self, instance: Any, owner: Any = None) -> str:
+            return "computed"
+
+    engine.A.computed = Lazy()
+    engine.A.mocked = unittest.mock.PropertyMock(return_value=5)
+    made = engine.A()
+    with aspects.woven(around("engine:A.computed", hooked), around("engine:A.mocked", hooked)):
+        assert [(made.computed, made.mocked) for _ in range(2)] == [("computed", 5)] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"engine:A.{name} gives a {value}, which is not called, so its hooks do not run; hook what makes it"
+        for name, value in (("computed", "str"), ("mocked", "int"))
+    ]
+
+
+def test_an_attribute_that_is_a_module_names_that_one(engine: Any) -> None:
+    engine.other = math
+    with aspects.woven(around("engine:other.sqrt"), around("engine:other")) as handle:
+        assert [one.detail for one in handle.advices] == [
+            "math is a module: write 'math:sqrt'",
+            "math is a module: write 'math:name'",
+        ]
+
+
+def test_a_hook_that_was_switched_off_and_removed_is_on_when_it_is_woven_again(engine: Any) -> None:
+    hook = around("engine:f", hooked)
+    handle = aspects.weave(hook)
+    handle.disable()
+    handle.remove()
+    with aspects.woven(hook):
+        assert engine.f() == ("hooked", ("f", 0, 1))

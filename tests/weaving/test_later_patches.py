@@ -1,0 +1,254 @@
+"""What other code changes after hooks were woven: hooks apply to it, and it stays when they are removed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType, State
+from tests.support.woven_modules import advice, around, hand_on, hooked, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+import functools
+def f(x=1): return ('f', x)
+def closing(y):
+    def inner(x): return (x, y)
+    return inner
+closed = closing(2)
+def counted():
+    yield 1
+class Base:
+    made = []
+    def __init_subclass__(cls, **options): Base.made.append((cls.__name__, options))
+    def m(self, x=1): return ('m', x)
+    @classmethod
+    def c(cls): return ('c', cls.__name__)
+    @staticmethod
+    def s(x): return ('s', x)
+    @property
+    def p(self): return 'p'
+    @p.setter
+    def p(self, value): self.value = value
+    @functools.cached_property
+    def lazy(self): return 'lazy'
+class Sub(Base): pass
+class Below(Sub): pass
+class Bare:
+    def m(self): return 'm'
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with module_of(SOURCE) as module:
+        yield module
+
+
+# -- a family of classes, and hooks on the methods that make it known ------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["Base", "Bare"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_family_and_hooks_on_its_init_subclass_are_removed_in_any_order(
+    engine: Any, owner: str, order: tuple[int, ...]
+) -> None:
+    cls = getattr(engine, owner)
+    before, seen = dict(vars(cls)), []
+
+    def note(original: Any, *args: Any, **options: Any) -> Any:
+        seen.append(args)
+        return original(*args, **options)
+
+    handles = [
+        aspects.weave(around(f"engine:{owner}.__init_subclass__", note)),
+        aspects.weave(around(f"engine:{owner}+.m", hooked)),
+        aspects.weave(around(f"engine:{owner}.__init_subclass__")),
+    ]
+    new = type("New", (cls,), {"m": lambda self: "new"})
+    assert new().m() == ("hooked", "new")
+    assert seen == [(new,)]
+    for index in order:
+        handles[index].remove()
+        made = type("Later", (cls,), {"m": lambda self: "later"})
+        assert made().m() == ("later" if handles[1].states == (State.REMOVED,) else ("hooked", "later"))
+    assert dict(vars(cls)) == before
+    assert new().m() == "new"
+
+
+@pytest.mark.parametrize("family_first", [True, False])
+def test_a_patch_over_init_subclass_stays_and_ours_goes(engine: Any, family_first: bool) -> None:
+    handle = aspects.weave(around("engine:Base+.m", hooked))
+    ours = vars(engine.Base)["__init_subclass__"]
+
+    def patch(cls: type, /, **options: Any) -> None:
+        ours.__get__(None, cls)(**options)
+
+    engine.Base.__init_subclass__ = classmethod(patch)
+    assert type("New", (engine.Base,), {"m": lambda self: "new"})().m() == ("hooked", "new")
+    handle.remove()
+    assert type("Later", (engine.Base,), {"m": lambda self: "later"})().m() == "later"
+    assert vars(engine.Base)["__init_subclass__"].__func__ is patch
+
+
+def test_a_lazy_attribute_and_a_hook_on_the_function_that_makes_it() -> None:
+    source = (
+        "def __getattr__(name):\n    if name == 'f': return lambda: 'f'\n    raise AttributeError(name)\n"
+    )
+    for order in itertools.permutations(range(2)):
+        with module_of(source, "lazily") as module:
+            before = dict(vars(module))
+            handles = [aspects.weave(around("lazily:f", hooked)), aspects.weave(around("lazily:__getattr__"))]
+            assert module.f() == ("hooked", "f")
+            for index in order:
+                handles[index].remove()
+            assert dict(vars(module)) == before
+
+
+def test_a_family_whose_base_is_made_on_first_access() -> None:
+    source = """
+    def __getattr__(name):
+        if name != 'Base': raise AttributeError(name)
+        globals()['Base'] = type('Base', (), {'m': lambda self: 'm', '__module__': __name__})
+        return Base
+    """
+    with module_of(source, "lazily") as module:
+        with aspects.woven(around("lazily:Base+.m", hooked)):
+            assert module.Base().m() == ("hooked", "m")
+            sub = type("Sub", (module.Base,), {"m": lambda self: "sub"})
+            assert sub().m() == ("hooked", "sub")
+        assert (module.Base().m(), sub().m()) == ("m", "sub")
+
+
+# -- inherited methods -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", ["Sub", "Below"])
+def test_a_hook_on_an_inherited_method_calls_what_the_base_has_now(engine: Any, cls: str) -> None:
+    made = getattr(engine, cls)()
+    with aspects.woven(*(around(f"engine:Sub.{name}", hooked) for name in ("m", "c", "s", "p", "lazy"))):
+        assert made.m(2) == ("hooked", ("m", 2))
+        with unittest.mock.patch.object(engine.Base, "m", lambda self, x=1: ("patched", x)):
+            assert made.m(2) == ("hooked", ("patched", 2))
+        with unittest.mock.patch.object(engine.Base, "m", return_value="a mock"):
+            assert made.m(2) == ("hooked", "a mock")
+        with unittest.mock.patch.object(engine.Base, "c", classmethod(lambda cls: cls)):
+            assert getattr(engine, cls).c() == ("hooked", getattr(engine, cls))
+        assert made.s(4) == ("hooked", ("s", 4))
+        with unittest.mock.patch.object(engine.Base, "s", staticmethod(lambda x: x)):
+            assert (made.s(4), getattr(engine, cls).s(5)) == (("hooked", 4), ("hooked", 5))
+        with unittest.mock.patch.object(engine.Base, "p", "a constant"):
+            assert made.p == ("hooked", "a constant")
+        with unittest.mock.patch.object(engine.Base, "lazy", "a constant"):
+            assert made.lazy == ("hooked", "a constant")
+        del made.lazy
+        assert (made.m(), made.p, made.lazy) == (("hooked", ("m", 1)), ("hooked", "p"), ("hooked", "lazy"))
+        # Called with an object that is not of the class, as Python allows.
+        assert engine.Sub.m(engine.Bare(), 3) == ("hooked", ("m", 3))
+    assert "m" not in vars(engine.Sub)
+
+
+def test_a_setter_of_a_base_that_is_replaced(engine: Any) -> None:
+    with aspects.woven(around("engine:Sub.p.fset", hand_on)):
+        engine.Base.p = property(engine.Base.p.fget, lambda self, value: setattr(self, "value", -value))
+        made = engine.Sub()
+        made.p = 5
+        assert made.value == -5
+
+
+# -- the code of a hooked function -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["f", "closed", "counted"])
+def test_new_code_of_a_hooked_function(engine: Any, name: str) -> None:
+    original = getattr(engine, name)
+
+    def give_new_code(function: Any) -> None:
+        names = function.__code__.co_freevars
+        source = {
+            "f": "def f(x=1): return ('new', x)",
+            "closed": "def outer(y):\n    def f(x): return ('new', x, y)\n    return f",
+            "counted": "def f():\n    yield 'new'",
+        }[name]
+        made: dict[str, Any] = {}
+        exec(source, made)
+        new = made["f"] if "f" in made else made["outer"](0)
+        assert new.__code__.co_freevars == names
+        function.__code__ = new.__code__
+
+    def result() -> Any:
+        found = getattr(engine, name)
+        return list(found()) if name == "counted" else found(7)
+
+    first = aspects.weave(around(f"engine:{name}", hand_on))
+    give_new_code(getattr(engine, name))
+    expected = {"f": ("new", 7), "closed": ("new", 7, 2), "counted": ["new"]}[name]
+    assert result() == expected
+    assert aspects.report().displaced == (f"engine:{name}",)
+    seen: list[Any] = []
+    second = aspects.weave(advice(f"engine:{name}", HookType.BEFORE, lambda *args: seen.append(args)))
+    assert aspects.report().displaced == ()
+    assert result() == expected
+    assert len(seen) == 1
+    second.remove()
+    first.remove()
+    assert getattr(engine, name) is original
+    assert result() == expected
+
+
+def test_code_that_was_made_from_that_of_a_hooked_function(engine: Any) -> None:
+    """As line_profiler does: the same code with other bytes."""
+    original, code = engine.f, engine.f.__code__
+    handle = aspects.weave(around("engine:f", hooked))
+    engine.f.__code__ = engine.f.__code__.replace(co_name="marked")
+    assert engine.f() == ("hooked", ("f", 1))
+    handle.remove()
+    assert engine.f is original
+    assert original.__code__ is code
+    assert engine.f() == ("f", 1)
+
+
+def test_new_code_is_the_patch_that_stays_when_the_last_hook_goes(engine: Any) -> None:
+    original = engine.Base.m
+    handle = aspects.weave(around("engine:Base.m", hooked))
+    engine.Base.m.__code__ = (lambda self, x=1: ("new", x)).__code__
+    handle.disable()
+    assert engine.Base().m(3) == ("new", 3)
+    handle.enable()
+    assert engine.Base().m(3) == ("hooked", ("new", 3))
+    handle.remove()
+    assert engine.Base.m is original
+    assert engine.Base().m(3) == ("new", 3)
+
+
+# -- classmethods around callables that do not bind ------------------------------------------------------
+
+
+@pytest.mark.parametrize("callable_", [type, functools.partial(lambda x, cls: (x, cls), 5), len, str])
+def test_a_classmethod_around_any_callable(engine: Any, callable_: Any) -> None:
+    class Meta(type):
+        def __len__(cls) -> int:
+            return 3
+
+    class Owner(metaclass=Meta):
+        k: Any = classmethod(callable_)
+
+    engine.Owner, raw = Owner, vars(Owner)["k"]
+    expected = (Owner.k(), Owner().k())
+    seen: list[Any] = []
+
+    def look(original: Any, *args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    with aspects.woven(around("engine:Owner.k", look)):
+        assert (Owner.k(), Owner().k()) == expected
+    assert seen == [(Owner,), (Owner,)]
+    assert vars(Owner)["k"] is raw
