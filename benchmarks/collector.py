@@ -5,7 +5,8 @@
 Writers record requests as an engine's processes do, one in two the process that receives requests, the other
 its scheduler. Without ``--rate`` they fill rings, and each stage takes the output of the one before it; with
 it they record at that rate while a collector exports to a backend on loopback. Shown are the collector's
-processor time, and the spans delivered and dropped.
+processor time, and the spans delivered and dropped. The last rows are a collector's whole process over full
+rings, which sends to that backend, without its start: the difference between few and many requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import itertools
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +31,7 @@ from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.process import _collect_garbage_seldom
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
+from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.lifecycle.requests import Chunk, RequestTracker
 from sgl_aspects.tracing.records import RequestBegin, RequestSent
@@ -92,7 +96,7 @@ class Shapes:
         self._tracker.finished(rid, 120, "stop")
         now = time.time_ns()
         self._detokenize(self.front.new_id(), span_id, span_id, start, now, (120, 0.004))
-        values = [f"chatcmpl-{rid}", ["stop"], 0.031, 412, 120, 256, 0.031, 1.5]
+        values = [f"chatcmpl-{rid}", ["stop"], 0.031, 412, 120, 256, 0.031, 1.5, None, None]
         self._request(span_id, span_id, 0, start, now, values)
 
     def close(self) -> None:
@@ -116,24 +120,48 @@ def _fill(folder: str, number: int, level: int, requests: int) -> None:
     shapes.close()
 
 
-def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
-    """The stages of a collector that is far behind: the rings are already written."""
+@contextmanager
+def _full_rings(level: int, servers: int, requests: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-", dir="/dev/shm") as folder:
         for number in range(servers):
             process = spawn.Process(target=_fill, args=(folder, number, level, requests))
             process.start()
             process.join()
+        yield folder
+
+
+def whole(level: int, metrics: str, servers: int = 4) -> Stage:
+    """A collector's process over rings that are already written. ``metrics``: their exporter, or none."""
+    spent, spans = [], []
+    with receiver() as url:
+        settings = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"{url}/whole", "OTEL_METRICS_EXPORTER": metrics}
+        settings |= {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+        for requests in 300, 4300:
+            with _full_rings(level, servers, requests) as folder:
+                command = [sys.executable, "-m", "sgl_aspects.tracing.collector", folder]
+                process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE)
+                assert process.stdout is not None
+                spans.append(TraceSummary.from_json(process.stdout.read().decode()).exported["otlp"])
+                _, process.returncode, usage = os.wait4(process.pid, 0)
+                spent.append(usage.ru_utime + usage.ru_stime)
+    name = "whole, with metrics" if metrics == "otlp" else "whole"
+    return Stage(name, (spent[1] - spent[0]) * 1e6 / (spans[1] - spans[0]))
+
+
+def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
+    """The stages of a collector that is far behind: the rings are already written."""
+    with _full_rings(level, servers, requests) as folder:
         reader, spans, clock = RunReader(folder), [], time.thread_time
         joiner, encoder = Joiner(engine_resource(), spans.append), SpanEncoder()
         spent, count, size, is_last = [0.0, 0.0, 0.0], 0, 0, False
         _collect_garbage_seldom()
         while not is_last:
             moments = [clock()]
-            records = list(reader.poll())
-            is_last = not records and not reader.has_more
+            records = list(reader.poll_rings())
+            is_last = not any(read for _, read in records) and not reader.has_more
             moments.append(clock())
-            for writer, record in records:
-                joiner.add(writer, record)
+            for writer, read in records:
+                joiner.add(writer, *read)
             if is_last:
                 joiner.finish()
             joiner.match_waiting(is_behind=reader.has_more)
@@ -219,8 +247,8 @@ def main() -> None:
     if given.rate:
         print(load(given.level, given.rate, given.seconds, given.writers))
     else:
-        for stage in stages(given.level):
-            print(f"    {stage.name:<12}{stage.microseconds:6.2f} µs a span")
+        for stage in [*stages(given.level), *(whole(given.level, each) for each in ("none", "otlp"))]:
+            print(f"    {stage.name:<20}{stage.microseconds:6.2f} µs a span")
 
 
 if __name__ == "__main__":

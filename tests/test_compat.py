@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wrapt
@@ -229,3 +230,34 @@ def test_opentelemetry_s_instrumentations_leave_a_thread_alone() -> None:
         assert get_value(importlib.import_module("opentelemetry.context")._SUPPRESS_INSTRUMENTATION_KEY)
     finally:
         detach(token)
+
+
+@pytest.mark.parametrize("temporality", ["cumulative", "delta"])
+def test_a_histogram_s_recorder_records_what_the_histogram_does(temporality: str) -> None:
+    from opentelemetry.sdk.metrics import Histogram, MeterProvider
+    from opentelemetry.sdk.metrics.export import AggregationTemporality, InMemoryMetricReader
+
+    preferred = AggregationTemporality[temporality.upper()]
+    metrics = InMemoryMetricReader(preferred_temporality={Histogram: preferred})
+    provider = MeterProvider([metrics], shutdown_on_exit=False)
+    theirs, ours = (provider.get_meter("m").create_histogram(name) for name in ("theirs", "ours"))
+    of_mode = {"mode": "decode", "model": "é"}
+    record, plain = (compat.histogram_recorder(ours, attributes) for attributes in (of_mode, {}))
+    for turn in range(2):
+        for amount in (0, 0.25 + turn, 3, 1e9):
+            record(amount)
+            plain(amount * 2)
+            theirs.record(amount, of_mode)
+            theirs.record(amount * 2, {})
+        found: dict[str, list[object]] = {}
+        read: Any = metrics.get_metrics_data()
+        for metric in read.resource_metrics[0].scope_metrics[0].metrics:
+            found[metric.name] = [
+                (point.attributes, point.count, point.sum, point.bucket_counts, point.min, point.max)
+                for point in sorted(metric.data.data_points, key=lambda point: len(point.attributes))
+            ]
+        assert found["ours"] == found["theirs"]
+        assert len(found["ours"]) == 2
+    # A reader of differences begins anew at each collection, with new points.
+    assert (getattr(record, "func", None) == ours.record) == (temporality == "delta")
+    provider.shutdown()

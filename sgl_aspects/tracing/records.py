@@ -18,6 +18,14 @@ UNFINISHED = "unfinished"
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | list[float] | None"
 
 
+class Id(str):
+    """The type of an attribute with a text that seldom repeats: it is never a definition of a ring."""
+
+
+class Ids(list[str]):
+    """The type of an attribute with a list of one such text."""
+
+
 @dataclass(frozen=True, eq=False)
 class SpanType:
     """A kind of span: its name, and the types of its attributes, in order.

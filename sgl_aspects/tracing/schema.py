@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.records import Id, Ids, SpanType
 
 # -- attributes: OpenTelemetry's GenAI conventions ------------------------------------------------------
 
@@ -98,11 +98,13 @@ SPANS_DROPPED = "sgl_aspects.spans.dropped"
 
 # -- spans of a request --------------------------------------------------------------------------------
 
+#: Types of a request's attributes that are known when it begins, where their values do not tell.
+BEGIN_TYPES: dict[str, type] = {"": Id, REQUEST_ID: Id, HEADER_REQUEST_ID: Ids}
 #: Its name is its operation and the model.
 REQUEST = SpanType(
     "request",
     {
-        RESPONSE_ID: str,
+        RESPONSE_ID: Id,
         FINISH_REASONS: list,
         TIME_TO_FIRST_CHUNK: float,
         INPUT_TOKENS: int,

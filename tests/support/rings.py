@@ -9,6 +9,7 @@ from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, RequestSent, SpanType
 from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.schema import REQUEST
 
 STEP = SpanType("step", {"mode": str, "size": int, "usage": float, "last": bool, "none": int})
 PLAIN = SpanType("plain", {"number": int})
@@ -33,6 +34,12 @@ def record_everything(recorder: RingRecorder) -> None:
         RequestBegin(11, "rid-1", 5, *TraceContext(1 << 100, 3, True, "v=1", True), "chat m", attributes)
     )
     recorder.write(RequestSent(11))
+    ids: Any = {"gen_ai.request.id": "é-2", "http.request.header.x-request-id": ["a-7"], "stop": ["b", "c"]}
+    for _ in range(2):
+        origin = TraceContext(1 << 127, (1 << 64) - 1, True, "", False)
+        recorder.write(RequestBegin(22, "é-2", 5, *origin, "chat m", ids))
+        recorder.spans(REQUEST)(22, 22, 0, 5, 6, ["é-2", ["stop"], 0.5, None, 7, *[None] * 5], "abort")
+    recorder.write(RequestSeen(23, "x" * 300, 6))
     recorder.write(RequestSeen(12, "rid-1", 6))
     recorder.announce(PLAIN, 13, 12, 12, 7)
     for _ in range(3):  # a text is defined when it comes again

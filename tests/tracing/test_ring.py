@@ -70,7 +70,7 @@ def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
     assert [comparable(record) for record in ours] == [*map(encodable, page["records"])]
     assert page["pid"] == os.getpid()
     assert (page["dropped"], reader.damaged) == (0, 0)
-    assert len(ours) == 15
+    assert len(ours) == 20
     spans = {record.span_id: record for record in ours if isinstance(record, SpanEnd)}
     assert spans[14].values == ["decode", -5, 0.125, True, None]
     assert spans[14].links == [11, 12]

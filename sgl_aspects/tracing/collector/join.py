@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanKind
 
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.collector.roots import Root, Roots
+from sgl_aspects.tracing.collector.roots import LATENCIES, Root, Roots
 from sgl_aspects.tracing.collector.span_builder import SpanBuilder
 from sgl_aspects.tracing.collector.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.collector.waiting import WaitingRecords
-from sgl_aspects.tracing.export.span import CollectedSpan
+from sgl_aspects.tracing.export.span import UNSET, CollectedSpan
 from sgl_aspects.tracing.export.variables import SpanLimits
 from sgl_aspects.tracing.records import (
     UNFINISHED,
@@ -48,10 +48,13 @@ _HELD_ENDS = 10_000
 # Cap on open spans: one whose end record was dropped would leak.
 _OPEN = 100_000
 
+_PREFILL, _DECODE = schema.TIME_IN_PREFILL, schema.TIME_IN_DECODE
 _INFERENCE = schema.TIME_IN_INFERENCE
 # The caller's process measures it only for streamed answers. Otherwise it is the start of decode.
 _FIRST_TOKEN = schema.TIME_TO_FIRST_TOKEN
 _NO_TYPE = SpanType("")
+_INTERNAL = SpanKind.INTERNAL
+_new: Any = tuple.__new__
 
 # Arguments of Joiner._emit_span.
 _Arguments: TypeAlias = "tuple[Writer, SpanEnd, Root, int, bool, SpanKind, str, dict[str, AttributeValue]]"
@@ -99,16 +102,17 @@ class Joiner:
         self._passed = time.monotonic()
         self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
 
-    def add(self, writer: Writer, record: Record) -> None:
-        """Take one record, in the order in which its writer wrote it."""
-        if record.__class__ is SpanEnd:
-            if record.span_id and not self._take_span(writer, record):  # no id: for the metrics only
-                self._wait_for_root(time.monotonic(), writer, record)
-        elif isinstance(record, RequestSeen):
-            if not self._see_request(writer, record):
-                self._wait_for_request(time.monotonic(), writer, record)
-        else:
-            self._take(writer, record)
+    def add(self, writer: Writer, *records: Record) -> None:
+        """Take records, in the order in which their writer wrote them."""
+        for record in records:
+            if record.__class__ is SpanEnd:
+                if record.span_id and not self._take_span(writer, record):  # no id: for the metrics only
+                    self._wait_for_root(time.monotonic(), writer, record)
+            elif record.__class__ is RequestSeen:
+                if not self._see_request(writer, record):
+                    self._wait_for_request(time.monotonic(), writer, record)
+            else:
+                self._take(writer, record)
 
     def replay(self, records: Iterable[tuple[Writer, Record]]) -> None:
         """Restore the open requests from the records that an earlier collector took; emits nothing.
@@ -202,6 +206,8 @@ class Joiner:
 
     def _name(self, span_id: int) -> None:
         """Use the spans that waited for the root of this id."""
+        if not self._rootless.count:
+            return
         for since, writer, record in self._rootless.take(span_id):
             if not self._take_span(writer, record):
                 self._wait_for_root(since, writer, record)
@@ -220,7 +226,7 @@ class Joiner:
 
     def _take(self, writer: Writer, record: Record) -> None:
         """Take a record that never has to wait."""
-        if isinstance(record, SpanBegin):
+        if record.__class__ is SpanBegin:
             self._open[record.span_id] = (writer, record)
             if record.parent_id == 0:
                 self._roots.add_step(record.span_id)
@@ -252,10 +258,11 @@ class Joiner:
 
     def _take_span(self, writer: Writer, record: SpanEnd, is_last_chance: bool = False) -> bool:
         """Use the span; False if it has to wait for another record."""
-        _, span_id, root_id, parent_id, _, end_ns, _, _, links = record
+        type, span_id, root_id, parent_id, start_ns, end_ns, values, error, links = record
         roots = self._roots
-        if (begun := self._open.get(span_id)) is not None and begun[0] is writer:
-            del self._open[span_id]  # ended, even if it has to wait for other records
+        begun = self._open.pop(span_id, None)  # ended, even if it has to wait for other records
+        if begun is not None and begun[0] is not writer:
+            self._open[span_id] = begun
         root = roots.get(root_id)
         if root is None:
             # A worker's span of a step that another process writes, maybe on another host: both derive its
@@ -271,7 +278,10 @@ class Joiner:
             return False
         if parent_id:
             if root.begin is not None:
-                root.add_child(record)
+                if end_ns > root.last_child_ns:
+                    root.last_child_ns = end_ns
+                if type.name in LATENCIES:
+                    root.add_phase(type.name, start_ns, end_ns)
             # Other processes refer to the request by a key: a span below the key is below the request.
             if parent_id == root_id:
                 parent_id, is_remote = root.span_id, root.is_remote
@@ -284,7 +294,17 @@ class Joiner:
         else:
             is_remote = False
             roots.finish(root)
-        self._emit_span(writer, record, root, parent_id, is_remote, SpanKind.INTERNAL, record.type.name, {})
+        decider, builder = root.group or root, self._builder
+        if error or links or builder.adds_attributes or root.room is not None or not decider.is_sampled:
+            self._emit_span(writer, record, root, parent_id, is_remote, _INTERNAL, type.name, {})
+        elif not self._is_replaying:
+            # The same in a third of the time.
+            self.recorded += 1
+            resource = builder.resources.get(writer.name) or builder.make_resource(writer)
+            if end_ns < start_ns:
+                end_ns = start_ns
+            ids = resource, root, span_id, parent_id, is_remote, _INTERNAL, type.name, start_ns, end_ns
+            self._emit(_new(CollectedSpan, (*ids, type.attributes, values, None, (), UNSET)))
         return True
 
     def _end_request(self, writer: Writer, record: SpanEnd) -> None:
@@ -292,12 +312,9 @@ class Joiner:
         if root is None or root.begin is None or root.has_ended:
             return
         begin = root.begin
-        attributes = dict(begin.attributes)
-        attributes.update(root.latencies)
-        if schema.TIME_IN_PREFILL in root.latencies:
-            attributes[_INFERENCE] = sum(
-                seconds for name, seconds in root.latencies.items() if "time_in_model" in name
-            )
+        attributes = {**begin.attributes, **root.latencies}
+        if _PREFILL in root.latencies:
+            attributes[_INFERENCE] = root.latencies[_PREFILL] + root.latencies.get(_DECODE, 0.0)
         first_ns = root.decode_ns
         if first_ns >= begin.start_ns:
             attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9
@@ -341,15 +358,13 @@ class Joiner:
         attributes: dict[str, AttributeValue],
     ) -> None:
         decider = root.group or root
-        if self._undecided and decider.begin is not None and decider.begin.span_id in self._undecided:
-            held = (writer, record, root, parent_id, is_parent_remote, kind, name, attributes)
-            given_up = self._undecided.hold(decider.begin.span_id, held)
-            self.not_sampled += 0 if self._is_replaying else given_up
-            return
-        if self._is_replaying:
-            return
-        if not decider.is_sampled:
-            self.not_sampled += 1
+        if self._is_replaying or not decider.is_sampled:
+            if decider.begin is not None and decider.begin.span_id in self._undecided:
+                held = (writer, record, root, parent_id, is_parent_remote, kind, name, attributes)
+                given_up = self._undecided.hold(decider.begin.span_id, held)
+                self.not_sampled += 0 if self._is_replaying else given_up
+            elif not self._is_replaying:
+                self.not_sampled += 1
             return
         if record.error == UNFINISHED and not writer.was_detached:
             self.unfinished += 1
@@ -357,8 +372,10 @@ class Joiner:
         if root.room is not None:
             attributes[BOOTSTRAP_ROOM] = root.room
         # The exported ones among the requests that a step served.
-        named = map(self._roots.get, record.links) if record.links else ()
-        links = [each for each in named if each is not None and each.is_sampled]
+        links: Sequence[Root] = ()
+        if record.links:
+            named = map(self._roots.get, record.links)
+            links = [each for each in named if each is not None and each.is_sampled]
         self._emit(
             self._builder.build(
                 writer, record, root, parent_id, is_parent_remote, kind, name, attributes, links

@@ -188,9 +188,9 @@ class Collector:
         return is_over
 
     def _read(self) -> None:
-        for writer, record in self._reader.poll():
-            self._measure(writer, record)
-            self._joiner.add(writer, record)
+        for writer, records in self._reader.poll_rings():
+            self._measure(writer, records)
+            self._joiner.add(writer, *records)
         for writer in self._reader.writers.values():
             if began := writer.detaching_ns:
                 self._joiner.detaching(began)
@@ -205,12 +205,16 @@ class Collector:
         """Restores the state that the earlier collector's records imply."""
         for writer in self._reader.find():
             for record in writer.history():
-                self._measure(writer, record, is_replayed=True)
+                self._measure(writer, [record], is_replayed=True)
                 yield writer, record
 
-    def _measure(self, writer: RingReader, record: Record, *, is_replayed: bool = False) -> None:
-        if self._metrics is not None and isinstance(record, SpanEnd) and record.type.name == STEP:
-            self._metrics.engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
+    def _measure(self, writer: RingReader, records: Sequence[Record], *, is_replayed: bool = False) -> None:
+        if self._metrics is None:
+            return
+        for record in records:
+            if record.__class__ is SpanEnd and record.type.name == STEP:
+                engine = self._metrics.engine
+                engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
 
 
 def _unless_faulty(make: Callable[[], _Made], faults: list[ConfigError]) -> _Made | None:

@@ -10,11 +10,12 @@ from opentelemetry.trace import TraceState
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.export.span import RootContext
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, SpanEnd
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen
 
 _ENDED = 4096
-# Time that a request spent in these children is an attribute of the request span, in seconds.
-_LATENCIES = {
+_ROOM = schema.BOOTSTRAP_ROOM
+#: Time that a request spent in these children is an attribute of the request span, in seconds.
+LATENCIES = {
     "queue": schema.TIME_IN_QUEUE,
     "prefill": schema.TIME_IN_PREFILL,
     "decode": schema.TIME_IN_DECODE,
@@ -30,8 +31,8 @@ class Root(RootContext):
     #: The request that this is one of several answers to.
     group: Root | None = None
     is_sent: bool = False
-    seen_by: set[str] = field(default_factory=set)
-    ids: list[int] = field(default_factory=list)
+    seen_by: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
     latencies: dict[str, float] = field(default_factory=dict)
     last_child_ns: int = 0
     decode_ns: int = 0
@@ -41,11 +42,6 @@ class Root(RootContext):
     #: The bootstrap room of a request on two servers, an attribute of each of its spans.
     room: AttributeValue = None
 
-    def __post_init__(self) -> None:
-        begun = self.group.begin if self.group is not None else self.begin
-        if begun is not None:
-            self.room = begun.attributes.get(schema.BOOTSTRAP_ROOM)
-
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
         """Return whether the request was open then, or had ended at most ``grace`` seconds before."""
         if self.begin is None or self.begin.start_ns > time_ns:
@@ -53,17 +49,12 @@ class Root(RootContext):
         # An end before the start (the clock was set back) is ignored.
         return self.end_ns < self.begin.start_ns or time_ns <= self.end_ns + grace * 1e9
 
-    def add_child(self, record: SpanEnd) -> None:
-        """Record a child span's contribution to the request span's attributes."""
-        name, end_ns = record.type.name, record.end_ns
-        if end_ns > self.last_child_ns:
-            self.last_child_ns = end_ns
-        latency = _LATENCIES.get(name)
-        if latency is not None:
-            if name == "decode" and not self.decode_ns:  # a preempted request has several
-                self.decode_ns = record.start_ns
-            seconds = max(0, end_ns - record.start_ns) / 1e9
-            self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
+    def add_phase(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Record the contribution of one of ``LATENCIES`` to the request span's attributes."""
+        if name == "decode" and not self.decode_ns:  # a preempted request has several
+            self.decode_ns = start_ns
+        latency, seconds = LATENCIES[name], max(0, end_ns - start_ns) / 1e9
+        self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
 
 
 class Roots:
@@ -80,18 +71,20 @@ class Roots:
 
     def name(self, span_id: int, root: Root) -> None:
         """Let records refer to the root by ``span_id``."""
-        root.ids.append(span_id)
+        root.ids += (span_id,)
         self._by_id[span_id] = root
 
     def add_request(self, begin: RequestBegin) -> Root:
         state = TraceState.from_header([begin.trace_state]).to_header() if begin.trace_state else ""
+        group = self._group_of(begin) if begin.parent_id else None
         root = Root(
             begin.trace_id,
             begin.span_id,
             trace_state=state,
             is_sampled=begin.sampled,
             begin=begin,
-            group=self._group_of(begin),
+            group=group,
+            room=(begin if group is None or group.begin is None else group.begin).attributes.get(_ROOM),
         )
         self.name(begin.span_id, root)
         self._requests.setdefault(begin.request_id, []).append(root)
@@ -125,14 +118,17 @@ class Roots:
         before. Two engines of one process may each have one open: each scheduler claims its own.
         """
         requests = self._requests.get(seen.request_id, ())
-        unseen = [root for root in requests if root.is_sent and writer not in root.seen_by]
-        found = [root for root in reversed(unseen) if root.was_under_way(seen.time_ns)]
-        if not found and grace is not None:
-            found = [root for root in unseen if not root.seen_by and root.was_under_way(seen.time_ns, grace)]
-        if not found:
-            return None
-        found[0].seen_by.add(writer)
-        return found[0]
+        for root in reversed(requests):
+            if root.is_sent and writer not in root.seen_by and root.was_under_way(seen.time_ns):
+                break
+        else:
+            late = (root for root in requests if root.is_sent and not root.seen_by and grace is not None)
+            found = next((root for root in late if root.was_under_way(seen.time_ns, grace or 0.0)), None)
+            if found is None:
+                return None
+            root = found
+        root.seen_by += (writer,)
+        return root
 
     def finish(self, root: Root) -> None:
         """Keep the root for a while: later records of other processes may still refer to it."""

@@ -53,6 +53,12 @@ class RunReader:
         """Read what was written since the last call. ``has_more`` afterwards: some ring has a lot left to
         read.
         """
+        for writer, records in self.poll_rings():
+            for record in records:
+                yield writer, record
+
+    def poll_rings(self) -> Iterator[tuple[RingReader, list[Record]]]:
+        """The same, each ring's records at once."""
         self.find()
         self.has_more = False
         for writer in list(self.writers.values()):
@@ -61,8 +67,7 @@ class RunReader:
             self.has_more = self.has_more or more
             if writer.taken != before:  # including parts of incomplete records
                 writer.commit()
-            for record in records:
-                yield writer, record
+            yield writer, records
 
     def is_behind(self) -> bool:
         """Return whether a ring fills faster than it is read."""

@@ -97,7 +97,10 @@ class SpanBuilder:
     def __init__(self, resource: Resource, limits: SpanLimits = _NO_LIMITS) -> None:
         self._resource = resource
         self._limits = None if limits == _NO_LIMITS else limits
-        self._resources: dict[str, Resource] = {}
+        #: By the writer's name.
+        self.resources: dict[str, Resource] = {}
+        #: Whether a span gets attributes that its record does not have.
+        self.adds_attributes = self._limits is not None
         self._described: dict[str, Mapping[str, Any]] = {}
         self._ranks: dict[str, dict[str, Any]] = {}
 
@@ -120,9 +123,8 @@ class SpanBuilder:
         type, span_id, _, _, start_ns, end_ns, values, error, _ = record
         status, names = UNSET, type.attributes
         held: Mapping[str, Any] | None = None
-        if attributes or error or self._ranks or self._limits is not None:
-            known = zip(names, values)
-            attributes |= {key: value for key, value in known if value is not None}
+        if attributes or error or self.adds_attributes:
+            attributes.update((key, value) for key, value in zip(names, values) if value is not None)
             attributes |= self._ranks.get(writer.name, _NO_RANK)
             if error == UNFINISHED and writer.was_detached:
                 attributes[schema.DETACHED_FLAG] = True
@@ -139,7 +141,7 @@ class SpanBuilder:
                     self._limits.attributes, attributes, max_value_len=self._limits.length
                 )
                 links = BoundedList.from_seq(self._limits.links, links)
-        resource = self._resources.get(writer.name) or self._make_resource(writer)
+        resource = self.resources.get(writer.name) or self.make_resource(writer)
         end_ns = max(start_ns, end_ns)
         # The same as CollectedSpan(…), in a third of the time.
         fields = (
@@ -153,7 +155,7 @@ class SpanBuilder:
         self._described[writer.name] = attributes
         if isinstance(self._resource, RunResource):
             self._resource.learn(attributes)
-        self._resources.clear()
+        self.resources.clear()
         # Each span of an engine with several ranks names its rank: backends compare spans by it.
         known = self._described.values()
         if len({each.get(RANK) for each in known} - {None}) > 1 or any(NODE_RANK in each for each in known):
@@ -161,10 +163,12 @@ class SpanBuilder:
                 name: {key: each[key] for key in (RANK, NODE_RANK) if key in each}
                 for name, each in self._described.items()
             }
+            self.adds_attributes = True
 
-    def _make_resource(self, writer: Writer) -> Resource:
+    def make_resource(self, writer: Writer) -> Resource:
+        """Return the resource of the writer's process, from now on in ``resources``."""
         process = {"process.pid": encodable(writer.process_id), **self._described.get(writer.name, {})}
         base = self._resource
         merged = base.with_own(process) if isinstance(base, RunResource) else {**base.attributes, **process}
-        resource = self._resources[writer.name] = _ProcessResource(merged, base.schema_url)
+        resource = self.resources[writer.name] = _ProcessResource(merged, base.schema_url)
         return resource

@@ -45,9 +45,6 @@ class HeldSpans(Generic[_T]):
     def __contains__(self, request: int) -> bool:
         return request in self._held
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
-
     def begin(self, request: int) -> None:
         self._held[request] = []
 

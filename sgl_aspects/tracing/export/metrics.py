@@ -7,10 +7,11 @@ sampled or not; a step reports the scheduler's state at its end. docs/tracing.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
+from sgl_aspects import compat
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd
@@ -43,6 +44,26 @@ _OF_REQUEST = (
 )
 
 
+_Key: TypeAlias = "tuple[tuple[str, str], ...]"
+# Cap on kept combinations of a histogram and attributes.
+_MOST_KEPT = 1000
+
+
+class _Counter:
+    """A counter summed here and read at export: the SDK's own sum takes thirty times as long."""
+
+    def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
+        self._sums: dict[_Key, float] = {}
+        meter.create_observable_counter(name, [self._read], unit, description)
+
+    def add(self, amount: float, attributes: Mapping[str, str]) -> None:
+        key = (*attributes.items(),)
+        self._sums[key] = self._sums.get(key, 0) + amount
+
+    def _read(self, options: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(amount, dict(key)) for key, amount in list(self._sums.items())]
+
+
 class EngineMetrics:
     """The instruments. Updated by one thread; exporters read them in theirs."""
 
@@ -73,21 +94,18 @@ class EngineMetrics:
             "Tokens of a request, by type.",
             explicit_bucket_boundaries_advisory=TOKEN_USAGE,
         )
-        self._tokens = meter.create_counter(schema.TOKENS, "{token}", "Tokens of ended requests.")
-        self._hits = meter.create_counter(
-            schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."
+        self._tokens = _Counter(meter, schema.TOKENS, "{token}", "Tokens of ended requests.")
+        self._hits = _Counter(
+            meter, schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."
         )
+        self._step_tokens = _Counter(meter, schema.STEP_TOKENS, "{token}", "Tokens fed to the model.")
         self._step = histogram(
             schema.STEP_DURATION,
             "s",
             "Time that a scheduler's step adds: two may be open at once.",
             explicit_bucket_boundaries_advisory=STEP_DURATION,
         )
-        # Summed here and read at export: the SDK's own sum takes longer than the rest of a step.
-        self._step_tokens: dict[tuple[tuple[str, str], ...], float] = {}
-        meter.create_observable_counter(
-            schema.STEP_TOKENS, [self._read_step_tokens], "{token}", "Tokens fed to the model."
-        )
+        self._recorders: dict[tuple[Histogram, _Key], Callable[[float], None]] = {}
         self._added = AddedTime()
         # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
@@ -96,18 +114,17 @@ class EngineMetrics:
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
         """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""
-        values = {
-            **begin.attributes,
-            **{name: value for name, value in zip(end.type.attributes, end.values) if value is not None},
-        }
+        known = zip(end.type.attributes, end.values)
+        values = {**begin.attributes, **{name: value for name, value in known if value is not None}}
         common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
-        self._duration.record(duration, {**common, schema.ERROR_TYPE: end.error} if end.error else common)
+        named = {**common, schema.ERROR_TYPE: end.error} if end.error else common
+        self._record(self._duration, duration, named)
         prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
                 attributes = {**common, schema.TOKEN_TYPE: kind}
-                self._usage.record(count, attributes)
+                self._record(self._usage, count, attributes)
                 self._tokens.add(count, attributes)
         cached = _number(values, schema.CACHED_TOKENS)
         if cached is not None:
@@ -117,9 +134,18 @@ class EngineMetrics:
             first = (first_token_ns - begin.start_ns) / 1e9
         if end.error or first is None or first < 0:
             return
-        self._first_token.record(first, common)
+        self._record(self._first_token, first, common)
         if output is not None and output > 1:
-            self._per_token.record(max(0.0, duration - first) / (output - 1), common)
+            self._record(self._per_token, max(0.0, duration - first) / (output - 1), common)
+
+    def _record(self, histogram: Histogram, amount: float, attributes: Mapping[str, str]) -> None:
+        key = histogram, (*attributes.items(),)
+        record = self._recorders.get(key)
+        if record is None:
+            if len(self._recorders) >= _MOST_KEPT:
+                self._recorders.clear()
+            record = self._recorders[key] = compat.histogram_recorder(histogram, attributes)
+        record(amount)
 
     def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
         """Count a step, or (without a mode) an idle scheduler. Steps of a replay were counted before."""
@@ -132,14 +158,10 @@ class EngineMetrics:
         attributes = {_MODE: str(mode)}
         if step.error:
             attributes[schema.ERROR_TYPE] = step.error
-        self._step.record(added_ns / 1e9, attributes)
+        self._record(self._step, added_ns / 1e9, attributes)
         tokens = _number(values, _TOKENS)
         if tokens is not None:
-            key = (*attributes.items(),)
-            self._step_tokens[key] = self._step_tokens.get(key, 0) + tokens
-
-    def _read_step_tokens(self, options: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(tokens, dict(key)) for key, tokens in list(self._step_tokens.items())]
+            self._step_tokens.add(tokens, attributes)
 
     def writer_gone(self, writer: str) -> None:
         """Remove the gauges of a process that has ended."""

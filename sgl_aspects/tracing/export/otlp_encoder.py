@@ -6,6 +6,7 @@ compares the two.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.span import SCOPE, UNSET, CollectedSpan, RootContext
+from sgl_aspects.tracing.records import Id
+from sgl_aspects.tracing.schema import REQUEST_ID, RESPONSE_ID
 
 _DOUBLE = struct.Struct("<d").pack
 # Ids are written as bytes, the most significant first: tags 0x0a, 0x12 and 0x22, each with its length.
@@ -23,15 +26,19 @@ _TRACE = struct.Struct(">H16s").pack
 _OWN = struct.Struct(">HQ").pack
 _OWN_AND_PARENT = struct.Struct(">HQHQ").pack
 _LINK = struct.Struct(">H16sHQ").pack
-# kind, start, end and flags: tags 0x30, 0x39, 0x41, and 0x85 0x01 in wire order.
-_TIMES = struct.Struct("<BBBQBQHI").pack
-_FLAGS_TAG = 0x0185
+# Start and end: tags 0x39, which the head of the span ends with, and 0x41.
+_TIMES = struct.Struct("<QBQ").pack
+# Kind and flags, and the tag of the start: 0x30, 0x85 0x01 in wire order, 0x39.
+_HEAD = struct.Struct("<BBHIB").pack
 _LINK_FLAGS = struct.Struct("<BI").pack
 # OTLP's numbers; those of FLAGS: whether a parent or a linked span is remote: no, yes
 FLAGS = (0x100, 0x300)
 KINDS = {kind: kind.value + 1 for kind in SpanKind}
 CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
-_UNSET = b"\x7a\x00"
+# Attributes whose texts seldom repeat.
+_IDS = (REQUEST_ID, RESPONSE_ID)
+_INTERNAL = SpanKind.INTERNAL
+_get = operator.getitem
 _MASK = (1 << 64) - 1
 # Cap on cached values of one attribute, such as modes and models; short texts only.
 _MOST_KEPT = 4096
@@ -52,6 +59,7 @@ def _varint(number: int) -> bytes:
 _SMALL = [bytes([number]) for number in range(0x80)]
 _SMALL += [bytes([number & 0x7F | 0x80, number >> 7]) for number in range(0x80, 0x800)]
 _MOST_SMALL = len(_SMALL)
+_SPAN_STARTS = [b"\x12" + each for each in _SMALL]
 
 
 def _field(tag: bytes, content: bytes) -> bytes:
@@ -87,17 +95,55 @@ class _Doubles(dict[Any, bytes]):
         return b"" if value is None else self._start + _DOUBLE(value)
 
 
-class _Lists:
-    """Like :class:`_Values`, for lists and any other type."""
+class _Starts(dict[int, bytes]):
+    """The bytes before a text, by its length."""
 
     def __init__(self, key: str) -> None:
         self._key = _field(b"\x0a", key.encode())
 
+    def __missing__(self, size: int) -> bytes:
+        text = bytes(size)
+        whole = _field(b"\x4a", self._key + _field(b"\x12", _field(b"\x0a", text)))
+        found = whole[: len(whole) - size]
+        if size <= _LONGEST_KEPT:
+            self[size] = found
+        return found
+
+
+class _Ids:
+    """Like :class:`_Values`, without a cache, for texts that seldom repeat."""
+
+    def __init__(self, key: str) -> None:
+        self._starts = _Starts(key)
+
+    def __getitem__(self, value: str | None) -> bytes:
+        if value is None:
+            return b""
+        text = value.encode()
+        return self._starts[len(text)] + text
+
+
+class _Lists:
+    """Like :class:`_Values`, for lists and any other type; of a list that is met again, the same object."""
+
+    def __init__(self, key: str) -> None:
+        self._key = _field(b"\x0a", key.encode())
+        self._kept: dict[int, tuple[Any, bytes]] = {}  # by the id of the list, which is kept alive
+
     def __getitem__(self, value: Any) -> bytes:
-        return b"" if value is None else _field(b"\x4a", self._key + _field(b"\x12", _value(value)))
+        if value is None:
+            return b""
+        found = self._kept.get(id(value))
+        if found is None:
+            found = value, _field(b"\x4a", self._key + _field(b"\x12", _value(value)))
+            if len(found[1]) <= _LONGEST_KEPT:
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.clear()
+                self._kept[id(value)] = found
+        return found[1]
 
 
-_OF_TYPE: dict[type, Any] = {str: _Values, int: _Values, bool: _Values, float: _Doubles}
+_OF_TYPE: dict[type, Any] = {str: _Values, int: _Values, bool: _Values, float: _Doubles, Id: _Ids}
 
 
 class _Attributes(dict[tuple[str, type], Any]):
@@ -107,6 +153,8 @@ class _Attributes(dict[tuple[str, type], Any]):
         if len(self) >= _MOST_KEPT:
             self.clear()
         key, kind = key_and_type
+        if kind is str and key in _IDS:
+            kind = Id
         self[key_and_type] = found = _OF_TYPE.get(kind, _Lists)(key)
         return found
 
@@ -118,7 +166,10 @@ class SpanEncoder:
         self._attributes = _Attributes()
         # by the id of the names, which are kept alive
         self._types: dict[int, tuple[Mapping[str, type], list[Any]]] = {}
-        self._names: dict[str, bytes] = {}
+        # by all the keys and the types of their values
+        self._groups: dict[tuple[Any, ...], list[Any]] = {}
+        # by name, kind, whether the parent is remote, and status; those of plain internal spans by name
+        self._heads: dict[Any, bytes] = {}
         # by the id of the object, which is kept alive
         self._resources: dict[int, tuple[Resource, bytes]] = {}
         version = (SCOPE.version or "").encode()
@@ -127,11 +178,14 @@ class SpanEncoder:
     def encode(self, spans: Sequence[CollectedSpan]) -> bytes:
         """Encode an ``ExportTraceServiceRequest``."""
         by_resource: dict[int, tuple[Resource, list[bytes]]] = {}
+        resource, encoded = None, list[bytes]()
         for span in spans:
-            found = by_resource.get(id(span.resource))
-            if found is None:
-                found = by_resource[id(span.resource)] = span.resource, [self._scope]
-            found[1].append(self._span(span))
+            if resource is not span[0]:
+                resource = span[0]
+                _, encoded = by_resource.setdefault(id(resource), (resource, [self._scope]))
+            content = self._span(span)
+            size = len(content)
+            encoded += (_SPAN_STARTS[size] if size < _MOST_SMALL else b"\x12" + _varint(size), content)
         parts = []
         for resource, encoded in by_resource.values():
             url = _field(b"\x1a", resource.schema_url.encode()) if resource.schema_url else b""
@@ -140,34 +194,59 @@ class SpanEncoder:
         return b"".join(parts)
 
     def _span(self, span: CollectedSpan) -> bytes:
-        _, root, span_id, parent_id, is_remote, kind, name, start_ns, end_ns = span[:9]
-        names, values, attributes, links, status = span[9:]
+        (
+            _,
+            root,
+            span_id,
+            parent_id,
+            is_remote,
+            kind,
+            name,
+            start_ns,
+            end_ns,
+            names,
+            values,
+            attributes,
+            links,
+            status,
+        ) = span
+        key: Any = name
+        if kind is not _INTERNAL or is_remote or status is not UNSET:
+            key = name, kind._value_, is_remote, status.status_code._value_, status.description
         parts = [
             root.in_spans or _keep_trace(root),
             _OWN_AND_PARENT(0x1208, span_id, 0x2208, parent_id) if parent_id else _OWN(0x1208, span_id),
-            self._names.get(name) or self._keep_name(name),
-            _TIMES(0x30, KINDS[kind], 0x39, start_ns, 0x41, end_ns, _FLAGS_TAG, FLAGS[is_remote]),
+            self._heads.get(key) or self._keep_head(key, name, kind, is_remote, status),
+            _TIMES(start_ns, 0x41, end_ns),
         ]
         if attributes is None:
             encoders = self._types.get(id(names)) or self._keep_type(names)
-            parts += [encoder[value] for encoder, value in zip(encoders[1], values)]
+            parts += map(_get, encoders[1], values)
         else:
-            encoder_of = self._attributes
-            parts += [encoder_of[key, value.__class__][value] for key, value in attributes.items()]
+            group = (*attributes, *map(type, attributes.values()))
+            found = self._groups.get(group) or self._keep_group(group)
+            parts += map(_get, found, attributes.values())
             if isinstance(attributes, BoundedAttributes) and attributes.dropped:
                 parts.append(b"\x50" + _varint(attributes.dropped))
         if links:
             parts += [each.in_links or _keep_link(each) for each in links]
-        if isinstance(links, BoundedList) and links.dropped:
+        if links.__class__ is BoundedList and links.dropped:
             parts.append(b"\x70" + _varint(links.dropped))
-        parts.append(_UNSET if status is UNSET else _status(status))
-        return _field(b"\x12", b"".join(parts))
+        return b"".join(parts)
 
-    def _keep_name(self, name: str) -> bytes:
-        if len(self._names) >= _MOST_KEPT:
-            self._names.clear()
-        encoded = self._names[name] = _field(b"\x2a", name.encode())
+    def _keep_head(self, key: Any, name: str, kind: SpanKind, is_remote: bool, status: Status) -> bytes:
+        if len(self._heads) >= _MOST_KEPT:
+            self._heads.clear()
+        fixed = _HEAD(0x30, KINDS[kind], 0x0185, FLAGS[is_remote], 0x39)
+        encoded = self._heads[key] = _field(b"\x2a", name.encode()) + _status(status) + fixed
         return encoded
+
+    def _keep_group(self, group: tuple[Any, ...]) -> list[Any]:
+        if len(self._groups) >= _MOST_KEPT:
+            self._groups.clear()
+        half = len(group) // 2
+        found = self._groups[group] = [self._attributes[each] for each in zip(group[:half], group[half:])]
+        return found
 
     def _keep_type(self, names: Mapping[str, type]) -> tuple[Mapping[str, type], list[Any]]:
         if len(self._types) >= _MOST_KEPT:
@@ -224,5 +303,7 @@ def _keep_link(root: RootContext) -> bytes:
 
 
 def _status(status: Status) -> bytes:
+    if status is UNSET:
+        return b"\x7a\x00"
     text = _field(b"\x12", status.description.encode()) if status.description else b""
     return _field(b"\x7a", text + b"\x18" + _SMALL[CODES[status.status_code]])

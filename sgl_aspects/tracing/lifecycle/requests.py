@@ -15,6 +15,9 @@ from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestElsewhere, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
 
+# As many values as the phase has attributes: a writer would have to fill them up.
+_NOT_KNOWN = {name: (None,) * len(type.attributes) for name, type in PHASES.items()}
+
 
 @dataclass(eq=False)
 class ScheduledRequest:
@@ -180,7 +183,7 @@ class RequestTracker:
         phase, key, start_ns = request.phase, request.key, request.phase_ns
         if phase:
             request.phase = ""
-            values = request.values or values
+            values = request.values or values or _NOT_KNOWN[phase]
             self._writers[phase](request.phase_id, key, key, start_ns, max(start_ns, now), values, problem)
 
 

@@ -20,8 +20,9 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.span_readers import SpanReader, make_reader
+from sgl_aspects.tracing.ring.span_readers import make_reader
 from sgl_aspects.tracing.ring.steps import spans_of
+from sgl_aspects.tracing.schema import REQUEST_ID
 
 # Caps on parts of records whose end has not come: above them, the oldest are given up.
 _PENDING_PIECES = 1 << 17
@@ -31,35 +32,50 @@ _GROUPS = 256
 _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # Limits of OTLP's fields.
 _TRACE_IDS, _TIMES = range(1, 1 << 128), range(1 << 63)
-_index_at = struct.Struct("<I").unpack_from
-_INDEX = layout.HEAD_SHIFT // 8
 _scan = json.JSONDecoder().raw_decode
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
+# Where a record has the latest of its times.
+_TIME_OF: dict[Any, int] = {SpanEnd: 5, SpanBegin: 4, RequestBegin: 2, RequestSeen: 2}
+# Raised for damaged data.
+_ERRORS = (ValueError, TypeError, LookupError, struct.error, RecursionError)
+_new: Any = tuple.__new__
+_WITH_LAYOUT = (layout.KIND_SPAN, layout.KIND_REQUEST, layout.KIND_BEGIN)
+#: ``(data, position)`` -> the record in the slot there, None for a part of one, a list for a step.
+_Reader = Callable[[bytes, int], "Record | list[SpanEnd] | None"]
 
 
-class DamagedError(Exception):
+class DamagedError(ValueError):
     """Raised for damaged data; caught in the readers."""
 
 
 class _Layout(NamedTuple):
     type: SpanType
-    read: SpanReader
+    codes: str
+    has_error: bool
+    links: int
 
 
 class Decoder:
     """The definitions of one ring, and incomplete multi-part records.
 
     ``read_definitions``: returns the definitions' bytes written so far. ``clock_offset``: added to the ring's
-    times to get Unix time, in nanoseconds. ``last_ns``: the latest time read from records other than spans;
-    the caller adds the spans'.
+    times to get Unix time, in nanoseconds. ``last_ns``: the latest time read.
     """
 
     def __init__(self, read_definitions: Callable[[], bytes], clock_offset: int) -> None:
         self._read_definitions = read_definitions
         self._clock_offset = clock_offset
         self.last_ns = 0
-        self._definitions: list[_Layout | str | None] = [None]
-        self._readers: dict[int, SpanReader] = {}  # the layouts among the definitions
+        self._definitions: list[_Layout | str | list[str] | None] = [None]
+        # By the first word of a slot.
+        self._readers: dict[int, _Reader] = {
+            layout.KIND_VOID: _void,
+            layout.KIND_SENT: _sent,
+            layout.KIND_SEEN: self._packed_seen,
+            layout.KIND_STEP: self._step,
+            layout.KIND_LINKS: self._span_links,
+            layout.KIND_GROUP: self._group,
+        }
         self._definitions_end = 0
         self._texts: dict[int, list[bytes]] = {}
         self._pieces = 0
@@ -67,18 +83,25 @@ class Decoder:
         self._link_count = 0
         self._groups: dict[int, list[int]] = {}
 
-    def decode(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
-        """Decode a slot: a record, None for a part of one, a list for a step. Raises ``DamagedError``."""
-        try:
-            if data[position] != layout.KIND_SPAN:
-                return self._other(data, position)
-            (index,) = _index_at(data, position + _INDEX)  # the word of its layout
-            span = (self._readers.get(index) or self._layout(index).read)(data, position)
-            if self._links:
-                span = span._replace(links=[*self._take_links(span.span_id), *span.links])
-            return span
-        except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
-            raise DamagedError(str(error)) from error
+    def decode(self, data: bytes, positions: Iterable[int]) -> tuple[list[Record], int]:
+        """Decode the slots at these positions: the records, and the number of damaged ones."""
+        records: list[Any] = []
+        damaged, readers, links = 0, self._readers, self._links
+        heads = memoryview(data).cast("Q")[:: layout.STEP_WORDS].tolist()
+        for position in positions:
+            head = heads[position // layout.SLOT_BYTES]
+            try:
+                record: Any = (readers.get(head) or self._reader(head))(data, position)
+            except _ERRORS:
+                damaged += 1
+                continue
+            if record.__class__ is list:
+                records += record
+            elif record is not None:
+                records.append(self._with_links(record) if links else record)
+        times = [each[_TIME_OF[each.__class__]] for each in records if each.__class__ in _TIME_OF]
+        self.last_ns = max([self.last_ns, *times])
+        return records, damaged
 
     def open_step(self, data: bytes, position: int) -> list[SpanEnd]:
         """Decode the spans of a step that is open in the header; none for a free block."""
@@ -86,54 +109,55 @@ class Decoder:
             return []
         try:
             return self._step(data, position)
-        except (ValueError, LookupError, struct.error) as error:
+        except _ERRORS as error:
             raise DamagedError(str(error)) from error
+
+    def _reader(self, head: int) -> _Reader:
+        """Find the reader of slots with this first word, and keep it if it names a layout."""
+        kind, index = head & 0xFF, head >> layout.HEAD_SHIFT
+        if kind in (layout.KIND_LONG, layout.KIND_PART):
+            return self._text if kind == layout.KIND_LONG else self._part
+        if kind not in _WITH_LAYOUT:
+            return self._readers[kind]
+        found: _Layout = self._defined(index, _Layout)
+        reader: _Reader
+        if kind == layout.KIND_BEGIN:
+            reader = _begin_reader(found.type, self._clock_offset)
+        else:
+            is_request = kind == layout.KIND_REQUEST
+            reader = make_reader(*found, self._defined, self._clock_offset, is_request)
+        return self._readers.setdefault(kind | index << layout.HEAD_SHIFT, reader)
 
     def _step(self, data: bytes, position: int) -> list[SpanEnd]:
         words = [*_STEP.unpack_from(data, position)]
-        latest = 0
+        latest = self.last_ns
         for word in range(layout.SCHEDULE_START, layout.PROCESS_END + 1):
             if words[word]:
                 words[word] += self._clock_offset
                 if words[word] not in _TIMES:
                     raise DamagedError(f"a time of {words[word]}")
                 latest = max(latest, words[word])
-        self.last_ns = max(self.last_ns, latest)
+        self.last_ns = latest
         links = self._groups.get(words[layout.STEP_GROUP], ())
-        return spans_of(words, self._defined_text, links, self.last_ns)
+        return spans_of(words, self._defined, links, latest)
 
-    def _other(self, data: bytes, position: int) -> Record | list[SpanEnd] | None:
-        kind = data[position]
-        if kind == layout.KIND_LONG:
-            return self._text(data, position)
-        if kind == layout.KIND_PART:
-            self._part(data, position)
-            return None
-        if kind == layout.KIND_STEP:
-            return self._step(data, position)
-        if kind == layout.KIND_BEGIN:
-            head, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
-            type = self._layout(head >> layout.HEAD_SHIFT).type
-            start += self._clock_offset
-            if start not in _TIMES:
-                raise DamagedError(f"a time of {start}")
-            self.last_ns = max(self.last_ns, start)
-            return SpanBegin(type, span_id, root_id, parent_id, start)
-        if kind == layout.KIND_SENT:
-            return RequestSent(layout.BEGIN.unpack_from(data, position)[1])
-        if kind == layout.KIND_LINKS:
-            _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
-            self._keep_links(span_id, [link for link in links if link])
-            return None
-        if kind == layout.KIND_GROUP:
-            _, key, *links, _ = layout.LINKS.unpack_from(data, position)
-            self._groups.setdefault(key, []).extend(link for link in links if link)
-            if len(self._groups) > _GROUPS:
-                del self._groups[next(iter(self._groups))]
-            return None
-        if kind == layout.KIND_VOID:
-            return None
-        raise DamagedError(f"a record of kind {kind}")
+    def _packed_seen(self, data: bytes, position: int) -> RequestSeen:
+        _, key, time_ns, request_id, _ = layout.SEEN.unpack_from(data, position)
+        time_ns += self._clock_offset
+        if time_ns >> 63:
+            raise DamagedError(f"a time of {time_ns}")
+        seen: RequestSeen = _new(RequestSeen, (key, request_id.decode("utf-8", "surrogatepass"), time_ns))
+        return seen
+
+    def _span_links(self, data: bytes, position: int) -> None:
+        _, span_id, *links, _ = layout.LINKS.unpack_from(data, position)
+        self._keep_links(span_id, [link for link in links if link])
+
+    def _group(self, data: bytes, position: int) -> None:
+        _, key, *links, _ = layout.LINKS.unpack_from(data, position)
+        self._groups.setdefault(key, []).extend(link for link in links if link)
+        if len(self._groups) > _GROUPS:
+            del self._groups[next(iter(self._groups))]
 
     def _part(self, data: bytes, position: int) -> None:
         _, index, _, key, piece, _ = layout.TEXT.unpack_from(data, position)
@@ -169,21 +193,24 @@ class Decoder:
             _check(link)
         type = _type_from_text(name, *self._names(names))
         values, error = _encodable_values(values), _encodable_text(error)
-        if self._links:
-            links = [*self._take_links(span_id), *links]
         return SpanEnd(type, span_id, root_id, parent_id, start_ns, end_ns, values, error, links)
 
-    def _request(self, *fields: Any) -> RequestBegin:
-        span_id, _, start_ns, trace_id, parent_id, *_, name, names, values = fields
+    def _request(self, name: str, names: int | list[Any], *fields: Any) -> RequestBegin:
+        span_id, high, low, parent_id, start_ns, (flags, name, *values), state, _ = fields
+        trace_id = high << 64 | low
         _check(span_id | parent_id, start_ns, trace_id)
-        self.last_ns = max(self.last_ns, start_ns)
-        known = zip(self._names(names), _encodable_values(values))
-        attributes = {key: value for key, value in known if value is not None}
-        return RequestBegin._make([*fields[:-3], _encodable_text(name), attributes])
+        known = zip([*self._names(names)][2:], values)
+        found = {key: value for key, value in known if value is not None}
+        request_id = str(found.pop("", None) or found[REQUEST_ID])
+        attributes = dict(zip(found, _encodable_values([*found.values()])))
+        sampled, remote = flags & 1 != 0, flags & 2 != 0
+        return RequestBegin(
+            *(span_id, request_id, start_ns, trace_id, parent_id, sampled, state, remote),
+            *(_encodable_text(str(name)), attributes),
+        )
 
     def _seen(self, key: int, request_id: str, time_ns: int) -> RequestSeen:
         _check(key, time_ns)
-        self.last_ns = max(self.last_ns, time_ns)
         return RequestSeen(key, request_id, time_ns)
 
     def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
@@ -197,7 +224,8 @@ class Decoder:
     def _names(self, names: int | list[Any]) -> Iterable[str]:
         """Attribute names: in the text, or by their number."""
         if isinstance(names, int):
-            return self._layout(names).type.attributes
+            found: _Layout = self._defined(names, _Layout)
+            return found.type.attributes
         return [_encodable_text(str(name)) for name in names]
 
     def _keep_links(self, span_id: int, links: list[int]) -> None:
@@ -206,29 +234,24 @@ class Decoder:
         while self._link_count > _PENDING_LINKS:
             self._take_links(next(iter(self._links)))
 
+    def _with_links(self, record: Any) -> Any:
+        if record.__class__ is not SpanEnd:
+            return record
+        return record._replace(links=[*self._take_links(record.span_id), *record.links])
+
     def _take_links(self, span_id: int) -> list[int]:
-        if not self._links:
-            return []
         links = self._links.pop(span_id, [])
         self._link_count -= len(links)
         return links
 
-    def _layout(self, index: int) -> _Layout:
-        found = self._definition(index)
-        if not isinstance(found, _Layout):
-            raise DamagedError(f"definition {index} is not a layout")
-        return found
-
-    def _defined_text(self, index: int) -> str:
-        found = self._definition(index)
-        if not isinstance(found, str):
-            raise DamagedError(f"definition {index} is not a text")
-        return found
-
-    def _definition(self, index: int) -> _Layout | str | None:
+    def _defined(self, index: int, kind: type = str) -> Any:
+        """Return the definition with this number: a text, a list of texts, or a layout."""
         if index >= len(self._definitions):
             self._read_more()
-        return self._definitions[index]
+        found = self._definitions[index]
+        if found.__class__ is not kind:
+            raise DamagedError(f"definition {index} is not a {kind.__name__}")
+        return found
 
     def _read_more(self) -> None:
         data = self._read_definitions()
@@ -238,30 +261,49 @@ class Decoder:
             if start + size > len(data):
                 break
             self._definitions_end = start + size
-            found = self._parse_definition(data[start : start + size])
-            if isinstance(found, _Layout):
-                self._readers[len(self._definitions)] = found.read
-            self._definitions.append(found)
+            self._definitions.append(_parse_definition(data[start : start + size]))
 
-    def _parse_definition(self, data: bytes) -> _Layout | str | None:
-        """Decode a definition; None for a damaged one, since those after it keep their numbers."""
-        try:
-            text = data[1:].decode()
-            if data[:1] == b"T":
-                return text
-            name, names, codes, has_error, links = json.loads(text)
-            if (
-                data[:1] != b"L"
-                or not isinstance(has_error, bool)
-                or not 0 <= links <= layout.SPAN_WORDS - len(codes) - has_error
-            ):
-                return None
-            kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
-            type = _type_of(name, dict(zip(names, kinds)))
-            read = make_reader(type, str(codes), has_error, links, self._defined_text, self._clock_offset)
-            return _Layout(type, read)
-        except (ValueError, TypeError, LookupError, struct.error, RecursionError):
+
+def _parse_definition(data: bytes) -> _Layout | str | list[str] | None:
+    """Decode a definition; None for a damaged one, since those after it keep their numbers."""
+    try:
+        text = data[1:].decode()
+        if data[:1] == b"T":
+            return text
+        if data[:1] == b"J":
+            return [_encodable_text(str(each)) for each in json.loads(text)]
+        name, names, codes, has_error, links = json.loads(text)
+        if (
+            data[:1] != b"L"
+            or not isinstance(has_error, bool)
+            or not 0 <= links <= layout.SPAN_WORDS - layout.span_words(codes) - has_error
+        ):
             return None
+        kinds = [_KIND_OF[code] for code in codes] or [object] * len(names)
+        return _Layout(_type_of(name, dict(zip(names, kinds))), str(codes), has_error, links)
+    except _ERRORS:
+        return None
+
+
+def _begin_reader(type: SpanType, clock_offset: int) -> _Reader:
+    def read(data: bytes, position: int) -> SpanBegin:
+        _, span_id, root_id, parent_id, start, _ = layout.BEGIN.unpack_from(data, position)
+        start += clock_offset
+        if start >> 63:
+            raise DamagedError(f"a time of {start}")
+        begin: SpanBegin = _new(SpanBegin, (type, span_id, root_id, parent_id, start))
+        return begin
+
+    return read
+
+
+def _void(data: bytes, position: int) -> None:
+    """A slot without a record."""
+
+
+def _sent(data: bytes, position: int) -> RequestSent:
+    sent: RequestSent = _new(RequestSent, (layout.BEGIN.unpack_from(data, position)[1],))
+    return sent
 
 
 def _type_of(name: Any, attributes: dict[Any, type]) -> SpanType:
@@ -313,7 +355,7 @@ def encodable(value: Any) -> Any:
 
 
 _TEXT_RECORDS: dict[str, tuple[Callable[..., Record], tuple[type | tuple[type, ...], ...]]] = {
-    "R": (Decoder._request, (int, str, int, int, int, bool, str, bool, str, (int, list), list)),
+    "R": (Decoder._request, (str, (int, list), int, int, int, int, int, list, str, list)),
     "P": (Decoder._description, (dict,)),
     "E": (Decoder._elsewhere, (int, int, int, bool)),
     "A": (Decoder._seen, (int, str, int)),

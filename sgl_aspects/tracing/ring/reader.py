@@ -223,19 +223,9 @@ class RingReader:
 
     def _records(self, data: bytes, positions: Iterable[int]) -> list[Record]:
         """Decode the slots at these positions, without damaged ones and parts of records."""
-        decode, records = self._decoder.decode, list[Record]()
-        for position in positions:
-            try:
-                record = decode(data, position)
-            except DamagedError:
-                self.damaged += 1
-                continue
-            if isinstance(record, list):
-                records += record
-            elif record is not None:
-                records.append(record)
-        ends = [record.end_ns for record in records if record.__class__ is SpanEnd]
-        self.last_ns = self._decoder.last_ns = max(self.last_ns, self._decoder.last_ns, *ends)
+        records, damaged = self._decoder.decode(data, positions)
+        self.damaged += damaged
+        self.last_ns = max(self.last_ns, self._decoder.last_ns)
         return records
 
     def _read_definitions(self) -> bytes:
@@ -251,6 +241,8 @@ def _signed(word: int) -> int:
 def _whole(data: bytes, first: int) -> int:
     """Count the consecutive finished records from number ``first`` on."""
     marks = _marks(data)
+    if marks == [*range(first, first + len(marks))]:
+        return len(marks)
     return next((index for index, mark in enumerate(marks) if mark != first + index), len(marks))
 
 

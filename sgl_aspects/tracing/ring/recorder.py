@@ -37,6 +37,7 @@ from sgl_aspects.tracing.ring.file import RingFile
 from sgl_aspects.tracing.ring.open_steps import OpenSteps
 from sgl_aspects.tracing.ring.slots import Slots
 from sgl_aspects.tracing.ring.span_writers import Layouts, codes_of, make_writer, shape, writer_by_values
+from sgl_aspects.tracing.schema import BEGIN_TYPES, REQUEST_ID
 
 # Values that JSON cannot represent (a tensor's number given as a seed, say) are written as text.
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
@@ -45,6 +46,9 @@ _TEXTS_MET = 4096
 _LONGEST_TEXT = 200
 # Cap on defined groups of attribute names, such as those of requests.
 _NAMES_DEFINED = 64
+# Cap on combinations of a request's attributes and their types, each with a layout.
+_REQUEST_LAYOUTS = 64
+_LOW_HALF = (1 << 64) - 1
 
 
 class RingRecorder:
@@ -66,7 +70,8 @@ class RingRecorder:
         self._writers: dict[SpanType, SpanWriter] = {}
         self._layouts: dict[SpanType, Layouts] = {}
         self._begins: dict[SpanType, int] = {}  # the first word of their slots
-        self._texts: dict[str | None, int] = {}
+        self._texts: dict[Any, int] = {}  # and of lists, as tuples that begin with their type
+        self._requests: dict[tuple[Any, ...], SpanWriter] = {}
         self._names: dict[tuple[str, ...], int] = {}  # types of records written as text
         self._met: set[str] = set()
         self._begin()
@@ -141,30 +146,64 @@ class RingRecorder:
                 self._writers[type] = self._make_writer(type)
             return self._writers[type]
 
-    def _make_writer(self, type: SpanType) -> SpanWriter:
-        if object in type.attributes.values():
+    def _make_writer(self, type: SpanType, record: str = "S") -> SpanWriter:
+        if object in type.attributes.values() and record == "S":
             return writer_by_values(type, self._make_writer)
         return make_writer(
             codes_of(type) or "",
             self._slots,
             self._texts,
             self._layouts.setdefault(type, {}),
-            functools.partial(self._learn, type),
-            functools.partial(self._write_span_as_text, type),
+            functools.partial(self._learn, record, type),
+            functools.partial(self._write_as_text, record, type),
         )
 
     def write(self, event: Event) -> None:
         if isinstance(event, RequestBegin):
-            attributes = event.attributes
-            self._write_text(["R", *event[:-1], self._names_of(attributes), [*attributes.values()]])
+            self._write_request(*event)
         elif isinstance(event, RequestSeen):
-            self._write_text(["A", *event])
+            key, request_id, time_ns = event
+            data = request_id.encode("utf-8", "surrogatepass")
+            if len(data) < layout.SEEN_BYTES:
+                self._slots.fill(layout.SEEN.pack_into, layout.KIND_SEEN, key, time_ns, data)
+            else:
+                self._write_text(["A", *event])
         elif isinstance(event, RequestElsewhere):
             self._write_text(["E", *event])
         elif isinstance(event, ProcessDescribed):
             self._write_text(["P", *event])
         else:
             self._slots.fill_begin(layout.KIND_SENT, event.span_id, 0, 0, 0)
+
+    def _write_request(
+        self,
+        span_id: int,
+        request_id: str,
+        start_ns: int,
+        trace_id: int,
+        parent_id: int,
+        sampled: bool,
+        trace_state: str,
+        remote: bool,
+        name: str,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        """Write a request like a span; if its id is none of the attributes, under an empty name."""
+        if attributes.get(REQUEST_ID) != request_id:
+            attributes = {**attributes, "": request_id}
+        kinds = (*attributes, *map(type, attributes.values()))
+        write = self._requests.get(kinds) or self._request_writer(kinds, attributes)
+        values = (sampled | remote << 1, name, *attributes.values())
+        write(span_id, trace_id >> 64, trace_id & _LOW_HALF, parent_id, start_ns, values, trace_state, ())
+
+    def _request_writer(self, kinds: tuple[Any, ...], attributes: Mapping[str, Any]) -> SpanWriter:
+        types = {key: BEGIN_TYPES.get(key, type(value)) for key, value in attributes.items()}
+        kind = SpanType("", {" flags": int, " name": str, **types})
+        with self._lock:
+            if len(self._requests) >= _REQUEST_LAYOUTS:
+                return functools.partial(self._write_as_text, "R", kind)
+            writer = self._requests[kinds] = self._writers[kind] = self._make_writer(kind, "R")
+            return writer
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         head = self._begins.get(type) or self._declare_begin(type)
@@ -231,6 +270,7 @@ class RingRecorder:
             self._closed = True
             self._slots.close()
             self._writers.clear()  # they refer to this recorder: without them it is freed at once
+            self._requests.clear()
             file, self._file = self._file, None
             if file is not None:
                 # Another thread may be packing now: the memory is released with its last reference.
@@ -238,37 +278,43 @@ class RingRecorder:
                 self._open_steps(self._steps_in_memory())
                 file.end(layout.DETACHED if detaches else layout.CLOSED)
 
-    def _learn(self, type: SpanType, *fields: Any) -> None:
+    def _learn(self, record: str, type: SpanType, *fields: Any) -> None:
         """Prepare a span with a new text or layout, too few values, or many links, then write it."""
         span = SpanEnd(type, *fields)
         values = [*span.values[: len(type.attributes)]]
         values += [None] * (len(type.attributes) - len(values))
         links, has_error = span.links, span.error != ""
-        own = len(values) + has_error
+        own = layout.span_words(codes_of(type) or "") + has_error
         if own <= layout.SPAN_WORDS < own + len(links):
             if not self._write_links(layout.KIND_LINKS, span.span_id, links):
                 return
             links = ()
         span = span._replace(values=values, links=links)
-        texts = [value for value, kind in zip(values, type.attributes.values()) if kind is str]
-        if self._declare(type, len(links), has_error) and self._define_texts([*texts, span.error or None]):
+        texts = [
+            (value, kind)
+            for value, kind in zip(values, type.attributes.values())
+            if kind in (str, list, tuple)
+        ]
+        if self._declare(record, type, len(links), has_error) and self._define_texts(
+            [*texts, (span.error or None, str)]
+        ):
             self.spans(type)(*span[1:])
         else:
-            self._write_span_as_text(*span)
+            self._write_as_text(record, *span)
 
-    def _declare(self, type: SpanType, links: int, has_error: bool) -> bool:
+    def _declare(self, record: str, type: SpanType, links: int, has_error: bool) -> bool:
         """Declare a layout for spans with ``links`` links; False if it does not fit."""
         with self._lock:
             layouts = self._layouts.setdefault(type, {})
             if shape(links, has_error) in layouts:
                 return True
             codes = codes_of(type)
-            if codes is None or len(codes) + has_error + links > layout.SPAN_WORDS:
+            if codes is None or layout.span_words(codes) + has_error + links > layout.SPAN_WORDS:
                 return False
             index = self._define("L", _encode([type.name, [*type.attributes], codes, has_error, links]))
             if index is None:
                 return False
-            head = layout.KIND_SPAN | index << layout.HEAD_SHIFT
+            head = (layout.KIND_SPAN if record == "S" else layout.KIND_REQUEST) | index << layout.HEAD_SHIFT
             layouts[shape(links, has_error)] = layout.span_struct(codes, has_error, links).pack_into, head
             return True
 
@@ -280,23 +326,33 @@ class RingRecorder:
         head = self._begins[type] = layout.KIND_BEGIN | index << layout.HEAD_SHIFT
         return head
 
-    def _define_texts(self, texts: Sequence[Any]) -> bool:
-        """Define the texts; False unless each is a text or None, and has a number."""
-        defined = [text is None or (isinstance(text, str) and self._define_text(text)) for text in texts]
+    def _define_texts(self, texts: Sequence[tuple[Any, type]]) -> bool:
+        """Define the texts and lists of texts; False unless each is one or None, and has a number."""
+        defined = [
+            text is None
+            or (kind is str and isinstance(text, str) and self._define_text(text, "T", text))
+            or (
+                kind is not str
+                and text.__class__ in (list, tuple)
+                and all(isinstance(each, str) for each in text)
+                and self._define_text((text.__class__, *text), "J", _encode(text))
+            )
+            for text, kind in texts
+        ]
         return all(defined)
 
-    def _define_text(self, text: str) -> bool:
+    def _define_text(self, key: Any, kind: str, text: str) -> bool:
         with self._lock:
-            if text in self._texts:
+            if key in self._texts:
                 return True
             if text not in self._met or len(text) > _LONGEST_TEXT:
                 if len(self._met) >= _TEXTS_MET:
                     self._met.clear()
                 self._met.add(text[:_LONGEST_TEXT])
                 return False
-            index = self._define("T", text)
+            index = self._define(kind, text)
             if index is not None:
-                self._texts[text] = index
+                self._texts[key] = index
             return index is not None
 
     def _define(self, kind: str, text: str) -> int | None:
@@ -312,8 +368,8 @@ class RingRecorder:
                 return False
         return True
 
-    def _write_span_as_text(self, type: SpanType, *fields: Any) -> None:
-        self._write_text(["S", type.name, self._names_of(type.attributes), *fields])
+    def _write_as_text(self, record: str, type: SpanType, *fields: Any) -> None:
+        self._write_text([record, type.name, self._names_of(type.attributes), *fields])
 
     def _names_of(self, attributes: Mapping[str, Any]) -> int | list[str]:
         """Return the number of the group of names; the names if there is no room or they are too many."""

@@ -1,4 +1,6 @@
-"""Readers of spans: a function generated for each layout, like the writers (:mod:`.span_writers`)."""
+"""Readers of records with attributes: a function generated for each layout, like the writers
+(:mod:`.span_writers`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from sgl_aspects.generated import execute
-from sgl_aspects.tracing.records import SpanEnd, SpanType
+from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.schema import REQUEST_ID
 
-#: ``(data, position)`` -> the span in the slot there. Raises ``ValueError`` for a time beyond OTLP's range,
-#: and what ``text_of`` raises.
-SpanReader: TypeAlias = "Callable[[bytes, int], SpanEnd]"
+#: ``(data, position)`` -> the span or the request in the slot there. Raises ``ValueError`` for a time beyond
+#: OTLP's range or a trace id of 0, and what ``text_of`` raises.
+SlotReader: TypeAlias = "Callable[[bytes, int], SpanEnd | RequestBegin]"
 
 _SOURCE = """
 def make(type, text_of, clock_offset):
@@ -22,18 +25,38 @@ def make(type, text_of, clock_offset):
         end_ns += clock_offset
         if (start_ns | end_ns) >> 63:
             raise ValueError(f"a time among {{start_ns, end_ns}}")
+        {ids}
         # The same as SpanEnd(…), in a third of the time.
         return new(SpanEnd, (
             type, span_id, root_id, parent_id, start_ns, end_ns, [{values}], {error}, [{links}]
         ))
     return read
 """
-# How to decode a word, by the code of its value. The number for none is as exact as a float.
+# What is a span's start is here the parent's id.
+_REQUEST_SOURCE = """
+def make(type, text_of, clock_offset):
+    def read(data, position):
+        _, span_id, high, low, parent_id, start_ns, {words}_ = unpack_from(data, position)
+        start_ns += clock_offset
+        if start_ns >> 63 or not high | low:
+            raise ValueError(f"a time or a trace id of {{start_ns, high, low}}")
+        {ids}
+        attributes = {{{items}}}
+        return new(RequestBegin, (
+            span_id, {request_id}, start_ns, high << 64 | low, parent_id, value_0 & 1 != 0,
+            {error}, value_0 & 2 != 0, text_of(value_1), attributes
+        ))
+    return read
+"""
+# How to decode a value, by its code. The number for none is as exact as a float.
 _VALUES = {
     "i": "None if {0} == NONE else {0}",
     "f": "None if {0} == NONE else {0}",
     "b": "None if {0} == NONE else {0} != 0",
     "t": "text_of({0}) if {0} else None",
+    "l": "text_of({0}, list) if {0} else None",
+    "s": "{0} or None",
+    "o": "[{0}] if {0} else None",
 }
 
 
@@ -42,33 +65,46 @@ def make_reader(
     codes: str,
     has_error: bool,
     links: int,
-    text_of: Callable[[int], str],
+    text_of: Callable[..., Any],
     clock_offset: int,
-) -> SpanReader:
+    is_request: bool,
+) -> SlotReader:
     """The reader of spans of ``type`` with values of these codes and ``links`` links.
 
-    ``text_of``: returns the text with a number. ``clock_offset``: added to the ring's times to get Unix time,
-    in nanoseconds.
+    ``text_of``: returns the text with a number, or the list with one and ``list``. ``clock_offset``: added to
+    the ring's times to get Unix time, in nanoseconds. ``is_request``: of requests that began instead.
     """
-    reader: SpanReader = _maker(codes, has_error, links)(type, text_of, clock_offset)
+    names = (*type.attributes,) if is_request else ()
+    reader: SlotReader = _maker(codes, has_error, links, names)(type, text_of, clock_offset)
     return reader
 
 
 @functools.lru_cache(maxsize=1024)
-def _maker(codes: str, has_error: bool, links: int) -> Callable[..., SpanReader]:
+def _maker(codes: str, has_error: bool, links: int, keys: tuple[str, ...]) -> Callable[..., SlotReader]:
     names = [f"value_{number}" for number in range(len(codes))]
     link_names = [f"link_{number}" for number in range(links)]
-    source = _SOURCE.format(
-        words="".join(f"{name}, " for name in [*names, *["error"] * has_error, *link_names]),
-        values=", ".join(_VALUES[code].format(name) for name, code in zip(names, codes)),
-        error="text_of(error)" if has_error else "''",
-        links=", ".join(link_names),
-    )
+    id_names = [name for name, code in zip(names, codes) if not layout.CODES[code]]
+    words = [name for name, code in zip(names, codes) if layout.CODES[code]]
+    words += [*["error"] * has_error, *link_names, *["ids"] * bool(id_names)]
+    values = [_VALUES[code].format(name) for name, code in zip(names, codes)]
+    parts = {
+        "words": "".join(f"{name}, " for name in words),
+        "ids": f'{", ".join(id_names)}, = ids.decode().split("\\0")' if id_names else "",
+        "error": "text_of(error)" if has_error else "''",
+    }
+    if keys:
+        by_key = dict(zip(keys[2:], values[2:]))
+        items = ", ".join(f"{key!r}: {value}" for key, value in by_key.items() if key)
+        request_id = names[keys.index("" if "" in by_key else REQUEST_ID)]
+        source = _REQUEST_SOURCE.format(items=items, request_id=request_id, **parts)
+    else:
+        source = _SOURCE.format(values=", ".join(values), links=", ".join(link_names), **parts)
     known: dict[str, Any] = {
         "NONE": layout.NONE,
+        "RequestBegin": RequestBegin,
         "SpanEnd": SpanEnd,
         "new": tuple.__new__,
         "unpack_from": layout.span_struct(codes, has_error, links).unpack_from,
     }
-    maker: Callable[..., SpanReader] = execute(source, f"span reader {codes}", known).pop("make")
+    maker: Callable[..., SlotReader] = execute(source, f"span reader {codes}", known).pop("make")
     return maker
