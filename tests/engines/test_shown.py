@@ -49,8 +49,9 @@ def live(engine: Engine, session: TraceSession) -> None:
             trackers.requests.launched(request, start)
         step.words[step.block + layout.FORWARD_START] = start + 1000
         step.words[step.block + layout.FORWARD_END] = step.words[step.block + layout.RUN_END] = start + 2000
-        figures = number, figure(3), figure(1), usage_figure(0.25)
-        pack_queues(step.steps.memory, step.offset + 8 * layout.STEP_NUMBER, *figures)
+        step.words[step.block + layout.STEP_NUMBER] = figure(number)
+        figures = figure(3), figure(1), usage_figure(0.25)
+        pack_queues(step.steps.memory, step.offset + 8 * layout.STEP_WAITING, *figures)
         step.words[step.block + layout.PROCESS_START] = start + 3000
         trackers.steps.launched(step, step)
         trackers.steps.end(step, start + 4000)

@@ -91,6 +91,12 @@ def test_an_id_that_fits_no_slot_arrives_whole(tmp_path: Path, rid: str) -> None
         assert ended.values == [exported, [exported], *[None] * 8]
 
 
+@pytest.mark.parametrize("rid", ODD_IDS)
+def test_an_id_that_is_no_attribute_arrives_whole(tmp_path: Path, rid: str) -> None:
+    begin = request(rid, {"gen_ai.operation.name": "chat"})
+    assert written(tmp_path, begin) == [begin] * 3
+
+
 @pytest.mark.parametrize(
     "value", [TOO_LARGE, None, [], ["a", 1], [1, 2], [None], ["x" * 300], ("a", "b"), "y" * 5000, "\ud800"]
 )

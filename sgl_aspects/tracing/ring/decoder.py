@@ -201,7 +201,7 @@ class Decoder:
         _check(span_id | parent_id, start_ns, trace_id)
         known = zip([*self._names(names)][2:], values)
         found = {key: value for key, value in known if value is not None}
-        request_id = str(found.pop("", None) or found[REQUEST_ID])
+        request_id = str(found.pop("") if "" in found else found[REQUEST_ID])
         attributes = dict(zip(found, _encodable_values([*found.values()])))
         sampled, remote = flags & 1 != 0, flags & 2 != 0
         return RequestBegin(
