@@ -92,7 +92,7 @@ def test_an_id_that_fits_no_slot_arrives_whole(tmp_path: Path, rid: str) -> None
 
 
 @pytest.mark.parametrize("rid", ODD_IDS)
-def test_an_id_that_is_no_attribute_arrives_whole(tmp_path: Path, rid: str) -> None:
+def test_an_id_without_an_attribute_arrives_whole(tmp_path: Path, rid: str) -> None:
     begin = request(rid, {"gen_ai.operation.name": "chat"})
     assert written(tmp_path, begin) == [begin] * 3
 
