@@ -80,7 +80,7 @@ def decode_splits(
     width = DIM + OTHER_DIM if COMPRESSED else DIM
     q = _read(query + place * width, is_member, dims, in_dim)
     if COMPRESSED:
-        asked_other = _read(query + place * width + DIM, is_member, other_dims, in_other)
+        q_other = _read(query + place * width + DIM, is_member, other_dims, in_other)
     if STORES:
         new_keys += request * new_key_request_stride + kv_head * new_key_head_stride
         new_others += request * new_other_request_stride + kv_head * new_other_head_stride
@@ -106,7 +106,7 @@ def decode_splits(
             other = tl.where(is_newest, new_other[None, :], other)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if COMPRESSED:
-            scores = tl.dot(asked_other, tl.trans(other), scores, input_precision="ieee")
+            scores = tl.dot(q_other, tl.trans(other), scores, input_precision="ieee")
             value = key
         else:
             value = other
