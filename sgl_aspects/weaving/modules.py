@@ -330,7 +330,7 @@ class LazyAttributes:
     def wait(self, name: str, module: Any, attribute: str, owner: Any) -> Advice:
         """Wait for ``attribute`` of ``module``; returns the hook for ``__getattr__`` of ``owner``."""
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
-        return self.hooks.setdefault(id(owner), _own_hook(self._asked(owner)))
+        return self.hooks.setdefault(id(owner), _own_hook(self._after_getattr(owner)))
 
     def restore(self) -> None:
         """Remove the attributes that modules would create again."""
@@ -340,8 +340,8 @@ class LazyAttributes:
                 del names[attribute]
         self.__init__(self._made)  # type: ignore[misc]
 
-    def _asked(self, owner: Any) -> Callable[..., Any]:
-        def asked(value: Any, *arguments: Any) -> Any:
+    def _after_getattr(self, owner: Any) -> Callable[..., Any]:
+        def after(value: Any, *arguments: Any) -> Any:
             module, attribute = arguments if is_class(owner) else (owner, *arguments)
             name, _, wanted = self._wanted.get(id(module), ("", None, set()))
             if attribute not in wanted:
@@ -354,7 +354,7 @@ class LazyAttributes:
             self._made(name, module)
             return Result(names[attribute])
 
-        return asked
+        return after
 
 
 class SubclassWatcher:
