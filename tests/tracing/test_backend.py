@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.span import ReadableExporter
 from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from tests.support.distributions import install
@@ -95,6 +97,24 @@ def test_a_slow_exporter_is_waited_for_as_long_as_it_delivers(monkeypatch: pytes
         pipeline.offer([collected(number + 2)])
     close_all([pipeline], 0.9)
     assert (pipeline.exported, pipeline.not_delivered) == (5, 0)
+
+
+def test_spans_with_many_links_are_sent_in_smaller_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, gRPC's servers refuse a message of more than 4 MiB: 2,048 steps of 256 requests are 23."""
+    sizes: list[int] = []
+
+    class Encoding(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            sizes.append(len(SpanEncoder().encode(spans)))
+            return SpanExportResult.SUCCESS
+
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    pipeline = Pipeline("encoding", Encoding())
+    step = collected(2)._replace(links=[collected(3 + number).root for number in range(256)])
+    pipeline.offer([step] * 2048)
+    close_all([pipeline], 30)
+    assert pipeline.exported == 2048
+    assert max(sizes) < 1 << 20
 
 
 def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ class Joiner:
                 if end_ns > root.last_child_ns:
                     root.last_child_ns = end_ns
                 if type.name in LATENCIES:
-                    root.add_phase(type.name, start_ns, end_ns)
+                    root.phases.append(record)
             # Other processes refer to the request by a key: a span below the key is below the request.
             if parent_id == root_id:
                 parent_id, is_remote = root.span_id, root.is_remote
@@ -303,8 +303,11 @@ class Joiner:
             resource = builder.resources.get(writer.name) or builder.make_resource(writer)
             if end_ns < start_ns:
                 end_ns = start_ns
-            ids = resource, root, span_id, parent_id, is_remote, _INTERNAL, type.name, start_ns, end_ns
-            self._emit(_new(CollectedSpan, (*ids, type.attributes, values, None, (), UNSET)))
+            fields = (
+                resource, root, span_id, parent_id, is_remote, _INTERNAL, type.name, start_ns, end_ns,
+                type.attributes, values, None, (), UNSET,
+            )  # fmt: skip
+            self._emit(_new(CollectedSpan, fields))
         return True
 
     def _end_request(self, writer: Writer, record: SpanEnd) -> None:
@@ -312,9 +315,10 @@ class Joiner:
         if root is None or root.begin is None or root.has_ended:
             return
         begin = root.begin
-        attributes = {**begin.attributes, **root.latencies}
-        if _PREFILL in root.latencies:
-            attributes[_INFERENCE] = root.latencies[_PREFILL] + root.latencies.get(_DECODE, 0.0)
+        latencies = root.latencies()
+        attributes = {**begin.attributes, **latencies}
+        if _PREFILL in latencies:
+            attributes[_INFERENCE] = latencies[_PREFILL] + latencies.get(_DECODE, 0.0)
         first_ns = root.decode_ns
         if first_ns >= begin.start_ns:
             attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9
@@ -327,7 +331,7 @@ class Joiner:
             attributes[DETACHED_FLAG] = True
         in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes
         if root.group is None and not in_part and not self._is_replaying and self._on_request is not None:
-            self._on_request(begin, record, root.decode_ns)
+            self._on_request(begin, record, first_ns)
         if record.span_id in self._undecided:
             self._decide(root, record)
         is_remote = begin.remote and begin.parent_id != 0

@@ -10,7 +10,7 @@ from opentelemetry.trace import TraceState
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.export.span import RootContext
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, SpanEnd
 
 _ENDED = 4096
 _ROOM = schema.BOOTSTRAP_ROOM
@@ -22,7 +22,7 @@ LATENCIES = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Root(RootContext):
     """A span with a trace of its own: a request, or a scheduler's step."""
 
@@ -33,8 +33,10 @@ class Root(RootContext):
     is_sent: bool = False
     seen_by: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
-    latencies: dict[str, float] = field(default_factory=dict)
+    #: Its spans whose time is an attribute of its own.
+    phases: list[SpanEnd] = field(default_factory=list)
     last_child_ns: int = 0
+    #: The first start of decoding: a preempted request has several. Known once there are ``latencies``.
     decode_ns: int = 0
     #: 0 while open.
     end_ns: int = 0
@@ -49,12 +51,16 @@ class Root(RootContext):
         # An end before the start (the clock was set back) is ignored.
         return self.end_ns < self.begin.start_ns or time_ns <= self.end_ns + grace * 1e9
 
-    def add_phase(self, name: str, start_ns: int, end_ns: int) -> None:
-        """Record the contribution of one of ``LATENCIES`` to the request span's attributes."""
-        if name == "decode" and not self.decode_ns:  # a preempted request has several
-            self.decode_ns = start_ns
-        latency, seconds = LATENCIES[name], max(0, end_ns - start_ns) / 1e9
-        self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
+    def latencies(self) -> dict[str, float]:
+        """Return the attributes of its phases, in seconds."""
+        found: dict[str, float] = {}
+        for phase in self.phases:
+            name, start_ns, end_ns = LATENCIES[phase[0].name], phase[4], phase[5]  # by number: half the time
+            seconds = (end_ns - start_ns) / 1e9 if end_ns > start_ns else 0.0
+            found[name] = found[name] + seconds if name in found else seconds
+            if name is schema.TIME_IN_DECODE and not self.decode_ns:
+                self.decode_ns = start_ns
+        return found
 
 
 class Roots:

@@ -124,7 +124,7 @@ class SpanBuilder:
         status, names = UNSET, type.attributes
         held: Mapping[str, Any] | None = None
         if attributes or error or self.adds_attributes:
-            attributes.update((key, value) for key, value in zip(names, values) if value is not None)
+            attributes |= {key: value for key, value in zip(names, values) if value is not None}
             attributes |= self._ranks.get(writer.name, _NO_RANK)
             if error == UNFINISHED and writer.was_detached:
                 attributes[schema.DETACHED_FLAG] = True

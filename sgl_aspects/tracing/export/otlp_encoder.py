@@ -6,10 +6,11 @@ compares the two.
 
 from __future__ import annotations
 
+import functools
 import operator
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
@@ -38,11 +39,13 @@ CODES = {StatusCode.OK: 1, StatusCode.ERROR: 2}
 # Attributes whose texts seldom repeat.
 _IDS = (REQUEST_ID, RESPONSE_ID)
 _INTERNAL = SpanKind.INTERNAL
-_get = operator.getitem
 _MASK = (1 << 64) - 1
 # Cap on cached values of one attribute, such as modes and models; short texts only.
 _MOST_KEPT = 4096
 _LONGEST_KEPT = 100
+#: From the value of an attribute to the attribute's bytes.
+_Encoder: TypeAlias = Callable[[Any], bytes]
+_call: Any = getattr(operator, "call", lambda function, value: function(value))  # Python 3.11
 
 
 def _varint(number: int) -> bytes:
@@ -69,7 +72,7 @@ def _field(tag: bytes, content: bytes) -> bytes:
 
 
 class _Values(dict[Any, bytes]):
-    """A cache from value to encoded attribute, of one key and one hashable type."""
+    """A cache from value to encoded attribute, of one key and one hashable type; None leaves it out."""
 
     def __init__(self, key: str) -> None:
         self._key = _field(b"\x0a", key.encode())
@@ -85,14 +88,21 @@ class _Values(dict[Any, bytes]):
         return encoded
 
 
-class _Doubles(dict[Any, bytes]):
-    """Like :class:`_Values`, without a cache, for values that seldom repeat."""
+def _values(key: str) -> _Encoder:
+    return _Values(key).__getitem__
 
-    def __init__(self, key: str) -> None:
-        self._start = _Values(key)[0.0][:-8]
 
-    def __missing__(self, value: float | None) -> bytes:
-        return b"" if value is None else self._start + _DOUBLE(value)
+def _doubles(key: str) -> _Encoder:
+    """Like :func:`_values`, without a cache, for values that seldom repeat; raises ``struct.error`` for None.
+
+    All of it is C: a request has many of them.
+    """
+    start = _Values(key)[0.0][:-8]
+    return functools.partial(struct.Struct(f"<{len(start)}sd").pack, start)
+
+
+def _optional(encode: _Encoder) -> _Encoder:
+    return lambda value: b"" if value is None else encode(value)
 
 
 class _Starts(dict[int, bytes]):
@@ -110,27 +120,27 @@ class _Starts(dict[int, bytes]):
         return found
 
 
-class _Ids:
-    """Like :class:`_Values`, without a cache, for texts that seldom repeat."""
+def _ids(key: str) -> _Encoder:
+    """Like :func:`_values`, without a cache, for texts that seldom repeat."""
+    starts = _Starts(key)
 
-    def __init__(self, key: str) -> None:
-        self._starts = _Starts(key)
-
-    def __getitem__(self, value: str | None) -> bytes:
+    def encode(value: str | None) -> bytes:
         if value is None:
             return b""
         text = value.encode()
-        return self._starts[len(text)] + text
+        return starts[len(text)] + text
+
+    return encode
 
 
 class _Lists:
-    """Like :class:`_Values`, for lists and any other type; of a list that is met again, the same object."""
+    """Like :func:`_values`, for lists and any other type; of a list that is met again, the same object."""
 
     def __init__(self, key: str) -> None:
         self._key = _field(b"\x0a", key.encode())
         self._kept: dict[int, tuple[Any, bytes]] = {}  # by the id of the list, which is kept alive
 
-    def __getitem__(self, value: Any) -> bytes:
+    def __call__(self, value: Any) -> bytes:
         if value is None:
             return b""
         found = self._kept.get(id(value))
@@ -143,13 +153,17 @@ class _Lists:
         return found[1]
 
 
-_OF_TYPE: dict[type, Any] = {str: _Values, int: _Values, bool: _Values, float: _Doubles, Id: _Ids}
+_OF_TYPE: dict[type, Callable[[str], _Encoder]] = {
+    **dict.fromkeys((str, int, bool), _values),
+    float: _doubles,
+    Id: _ids,
+}
 
 
-class _Attributes(dict[tuple[str, type], Any]):
+class _Attributes(dict[tuple[str, type], _Encoder]):
     """Encoders of attributes, by key and type of value."""
 
-    def __missing__(self, key_and_type: tuple[str, type]) -> Any:
+    def __missing__(self, key_and_type: tuple[str, type]) -> _Encoder:
         if len(self) >= _MOST_KEPT:
             self.clear()
         key, kind = key_and_type
@@ -186,11 +200,13 @@ class SpanEncoder:
             content = self._span(span)
             size = len(content)
             encoded += (_SPAN_STARTS[size] if size < _MOST_SMALL else b"\x12" + _varint(size), content)
-        parts = []
+        parts = list[bytes]()
         for resource, encoded in by_resource.values():
             url = _field(b"\x1a", resource.schema_url.encode()) if resource.schema_url else b""
-            scope_spans = _field(b"\x12", b"".join(encoded))
-            parts.append(_field(b"\x0a", self._resource(resource) + scope_spans + url))
+            scope_spans = b"".join(encoded)  # large: copied once more only
+            head = self._resource(resource) + b"\x12" + _varint(len(scope_spans))
+            size = len(head) + len(scope_spans) + len(url)
+            parts += (b"\x0a", _varint(size), head, scope_spans, url)
         return b"".join(parts)
 
     def _span(self, span: CollectedSpan) -> bytes:
@@ -220,12 +236,12 @@ class SpanEncoder:
             _TIMES(start_ns, 0x41, end_ns),
         ]
         if attributes is None:
-            encoders = self._types.get(id(names)) or self._keep_type(names)
-            parts += map(_get, encoders[1], values)
+            _, encoders = self._types.get(id(names)) or self._keep_type(names)
+            parts += map(_call, encoders, values)
         else:
             group = (*attributes, *map(type, attributes.values()))
             found = self._groups.get(group) or self._keep_group(group)
-            parts += map(_get, found, attributes.values())
+            parts += map(_call, found, attributes.values())
             if isinstance(attributes, BoundedAttributes) and attributes.dropped:
                 parts.append(b"\x50" + _varint(attributes.dropped))
         if links:
@@ -251,7 +267,10 @@ class SpanEncoder:
     def _keep_type(self, names: Mapping[str, type]) -> tuple[Mapping[str, type], list[Any]]:
         if len(self._types) >= _MOST_KEPT:
             self._types.clear()
-        encoders = [self._attributes[name, kind] for name, kind in names.items()]
+        encoders = [
+            _optional(self._attributes[name, kind]) if kind is float else self._attributes[name, kind]
+            for name, kind in names.items()
+        ]
         found = self._types[id(names)] = names, encoders
         return found
 
@@ -261,7 +280,7 @@ class SpanEncoder:
             if len(self._resources) >= _MOST_KEPT:
                 self._resources.clear()
             encoder_of, items = self._attributes, resource.attributes.items()
-            parts = [encoder_of[key, value.__class__][value][1:] for key, value in items]
+            parts = [encoder_of[key, value.__class__](value)[1:] for key, value in items]
             encoded = _field(b"\x0a", b"".join(b"\x0a" + part for part in parts))
             found = self._resources[id(resource)] = resource, encoded
         return found[1]

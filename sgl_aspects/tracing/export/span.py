@@ -21,7 +21,7 @@ UNSET = Status(StatusCode.UNSET)
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RootContext:
     """The context of a root, as spans below it and links to it refer to it.
 

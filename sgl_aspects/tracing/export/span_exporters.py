@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 # Seconds in which an exporter's thread ran or slept without delivering: then it is taken for one that hangs.
 _PATIENCE_SECONDS = 2.0
+# Between looks whether a busy exporter has made room: a batch takes longer.
+_ROOM_SECONDS = 0.01
+# Links of a batch, at 45 bytes each: gRPC's servers refuse messages of more than 4 MB.
+_MOST_LINKS = 16_384
 # Seconds after which the processes that wait for the end of a run log the reason.
 _SILENT_SECONDS = 1.0
 
@@ -128,7 +132,7 @@ class Pipeline:
         self.shutdown()
 
     def _export(self) -> None:
-        batch = [self._queue.popleft() for _ in range(min(self._settings.batch, len(self._queue)))]
+        batch = self._take_batch()
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(batch)
@@ -138,6 +142,18 @@ class Pipeline:
         rejected = len(batch) if self._last_failed else min(self._take_rejected(), len(batch))
         self._failed += rejected
         self.exported += len(batch) - rejected
+
+    def _take_batch(self) -> list[CollectedSpan]:
+        """Remove a batch from the queue: fewer where they have many links, for backends limit a message."""
+        queue, batch, room = self._queue, list[CollectedSpan](), _MOST_LINKS
+        for _ in range(min(self._settings.batch, len(queue))):
+            span = queue.popleft()
+            batch.append(span)
+            if span.links:
+                room -= len(span.links)
+                if room < 0:
+                    break
+        return batch
 
     def close(self) -> threading.Thread:
         """Send the queue and shut the exporter down, in the thread returned, which ends when done."""
@@ -171,7 +187,7 @@ class Pipeline:
             if idle > _PATIENCE_SECONDS:
                 self._stuck_at = done  # until it delivers again
                 return
-            time.sleep(0.002)
+            time.sleep(_ROOM_SECONDS)
 
     @property
     def lost(self) -> int:

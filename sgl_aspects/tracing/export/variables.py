@@ -40,7 +40,7 @@ _CHOICES = {
 }
 _COMPRESSIONS = {"grpc": ("none", "gzip"), "http/protobuf": ("none", "gzip", "deflate")}
 _QUEUE = 8192
-_BATCH = 512
+_BATCH = 2048
 # A shorter value is not a secret, and may occur in any word.
 _SHORTEST_SECRET = 6
 # In seconds here, but in milliseconds elsewhere.
@@ -76,7 +76,9 @@ class BatchSettings(NamedTuple):
         queue = env.integer("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE, minimum=1, maximum=1 << 24)
         return cls(
             queue,
-            env.integer("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", min(_BATCH, queue), minimum=1, maximum=queue),
+            env.integer(
+                "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", min(_BATCH, (queue + 1) // 2), minimum=1, maximum=queue
+            ),
             env.integer("OTEL_BSP_SCHEDULE_DELAY", 5000, minimum=1, maximum=_MOST),
         )
 

@@ -36,6 +36,8 @@ _scan = json.JSONDecoder().raw_decode
 _KIND_OF = {code: kind for kind, code in layout.CODE_OF.items()}
 # Where a record has the latest of its times.
 _TIME_OF: dict[Any, int] = {SpanEnd: 5, SpanBegin: 4, RequestBegin: 2, RequestSeen: 2}
+# Of a pass: of how many records the latest time is sought.
+_LATEST = 64
 # Raised for damaged data.
 _ERRORS = (ValueError, TypeError, LookupError, struct.error, RecursionError)
 _new: Any = tuple.__new__
@@ -55,6 +57,17 @@ class _Layout(NamedTuple):
     links: int
 
 
+class _Definitions(dict[int, Any]):
+    """The definitions of one kind, by their number: found once, then without a call."""
+
+    def __init__(self, find: Callable[[int, type], Any], kind: type) -> None:
+        self._find, self._kind = find, kind
+
+    def __missing__(self, number: int) -> Any:
+        found = self[number] = self._find(number, self._kind)
+        return found
+
+
 class Decoder:
     """The definitions of one ring, and incomplete multi-part records.
 
@@ -67,6 +80,7 @@ class Decoder:
         self._clock_offset = clock_offset
         self.last_ns = 0
         self._definitions: list[_Layout | str | list[str] | None] = [None]
+        self._strings, self._lists = _Definitions(self._defined, str), _Definitions(self._defined, list)
         # By the first word of a slot.
         self._readers: dict[int, _Reader] = {
             layout.KIND_VOID: _void,
@@ -86,12 +100,13 @@ class Decoder:
     def decode(self, data: bytes, positions: Iterable[int]) -> tuple[list[Record], int]:
         """Decode the slots at these positions: the records, and the number of damaged ones."""
         records: list[Any] = []
-        damaged, readers, links = 0, self._readers, self._links
+        damaged, reader_of, links = 0, self._readers.get, self._links
         heads = memoryview(data).cast("Q")[:: layout.STEP_WORDS].tolist()
-        for position in positions:
-            head = heads[position // layout.SLOT_BYTES]
+        if positions != range(0, len(data), layout.SLOT_BYTES):
+            heads = [heads[position // layout.SLOT_BYTES] for position in positions]
+        for head, position in zip(heads, positions):
             try:
-                record: Any = (readers.get(head) or self._reader(head))(data, position)
+                record: Any = (reader_of(head) or self._reader(head))(data, position)
             except _ERRORS:
                 damaged += 1
                 continue
@@ -99,7 +114,8 @@ class Decoder:
                 records += record
             elif record is not None:
                 records.append(self._with_links(record) if links else record)
-        times = [each[_TIME_OF[each.__class__]] for each in records if each.__class__ in _TIME_OF]
+        latest = records[-_LATEST:]  # a process writes them in order, its threads nearly so
+        times = [each[_TIME_OF[each.__class__]] for each in latest if each.__class__ in _TIME_OF]
         self.last_ns = max([self.last_ns, *times])
         return records, damaged
 
@@ -125,7 +141,7 @@ class Decoder:
             reader = _begin_reader(found.type, self._clock_offset)
         else:
             is_request = kind == layout.KIND_REQUEST
-            reader = make_reader(*found, self._defined, self._clock_offset, is_request)
+            reader = make_reader(*found, self._strings, self._lists, self._clock_offset, is_request)
         return self._readers.setdefault(kind | index << layout.HEAD_SHIFT, reader)
 
     def _step(self, data: bytes, position: int) -> list[SpanEnd]:

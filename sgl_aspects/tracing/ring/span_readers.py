@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sgl_aspects.generated import execute
@@ -14,11 +14,11 @@ from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.schema import REQUEST_ID
 
 #: ``(data, position)`` -> the span or the request in the slot there. Raises ``ValueError`` for a time beyond
-#: OTLP's range or a trace id of 0, and what ``text_of`` raises.
+#: OTLP's range or a trace id of 0, and what reading a definition raises.
 SlotReader: TypeAlias = "Callable[[bytes, int], SpanEnd | RequestBegin]"
 
 _SOURCE = """
-def make(type, text_of, clock_offset):
+def make(type, texts, lists, clock_offset):
     def read(data, position):
         _, span_id, root_id, parent_id, start_ns, end_ns, {words}_ = unpack_from(data, position)
         start_ns += clock_offset
@@ -34,7 +34,7 @@ def make(type, text_of, clock_offset):
 """
 # What is a span's start is here the parent's id.
 _REQUEST_SOURCE = """
-def make(type, text_of, clock_offset):
+def make(type, texts, lists, clock_offset):
     def read(data, position):
         _, span_id, high, low, parent_id, start_ns, {words}_ = unpack_from(data, position)
         start_ns += clock_offset
@@ -44,7 +44,7 @@ def make(type, text_of, clock_offset):
         attributes = {{{items}}}
         return new(RequestBegin, (
             span_id, {request_id}, start_ns, high << 64 | low, parent_id, value_0 & 1 != 0,
-            {error}, value_0 & 2 != 0, text_of(value_1), attributes
+            {error}, value_0 & 2 != 0, texts[value_1], attributes
         ))
     return read
 """
@@ -53,8 +53,8 @@ _VALUES = {
     "i": "None if {0} == NONE else {0}",
     "f": "None if {0} == NONE else {0}",
     "b": "None if {0} == NONE else {0} != 0",
-    "t": "text_of({0}) if {0} else None",
-    "l": "text_of({0}, list) if {0} else None",
+    "t": "texts[{0}] if {0} else None",
+    "l": "lists[{0}] if {0} else None",
     "s": "{0} or None",
     "o": "[{0}] if {0} else None",
 }
@@ -65,17 +65,18 @@ def make_reader(
     codes: str,
     has_error: bool,
     links: int,
-    text_of: Callable[..., Any],
+    texts: Mapping[int, str],
+    lists: Mapping[int, list[str]],
     clock_offset: int,
     is_request: bool,
 ) -> SlotReader:
     """The reader of spans of ``type`` with values of these codes and ``links`` links.
 
-    ``text_of``: returns the text with a number, or the list with one and ``list``. ``clock_offset``: added to
+    ``texts``, ``lists``: the ring's definitions, by their number. ``clock_offset``: added to
     the ring's times to get Unix time, in nanoseconds. ``is_request``: of requests that began instead.
     """
     names = (*type.attributes,) if is_request else ()
-    reader: SlotReader = _maker(codes, has_error, links, names)(type, text_of, clock_offset)
+    reader: SlotReader = _maker(codes, has_error, links, names)(type, texts, lists, clock_offset)
     return reader
 
 
@@ -90,7 +91,7 @@ def _maker(codes: str, has_error: bool, links: int, keys: tuple[str, ...]) -> Ca
     parts = {
         "words": "".join(f"{name}, " for name in words),
         "ids": f'{", ".join(id_names)}, = ids.decode().split("\\0")' if id_names else "",
-        "error": "text_of(error)" if has_error else "''",
+        "error": "texts[error]" if has_error else "''",
     }
     if keys:
         by_key = dict(zip(keys[2:], values[2:]))
