@@ -232,7 +232,7 @@ def test_a_client_that_hangs_up_ends_its_request_everywhere(run: Run) -> None:
         reason = decode.attributes["sgl_aspects.finish_reason"]
         assert root.attributes.get("error.type") == (None if reason == "length" else reason)
         outcomes.append((reason, decode.attributes["gen_ai.usage.output_tokens"] < MOST))
-    # A busy server may notice it only after the last token.
+    # On a busy machine vLLM may notice it only after the last token, untraced, too (17 of 60 times).
     assert set(outcomes) <= {("abort", True), ("length", False)}
     assert ("abort", True) in outcomes
 
