@@ -52,7 +52,6 @@ def test_prompts_that_begin_alike_are_computed_once_and_answered_as_ever(
 def test_requests_that_have_to_give_way_lose_nothing(checkpoint: tuple[Path, Any], page_size: int) -> None:
     folder, model = checkpoint
     prompts = prompts_of(model.config.vocab_size)[2:6] * 2
-    # With these the best token is 0.002 and more ahead in each model: rounding does not decide.
     prompts = [[*prompt, i + 7] for i, prompt in enumerate(prompts)]
     args = ServerArgs(
         folder, page_size=page_size, max_total_tokens=112, chunked_prefill_size=32, decode_reserve=0

@@ -194,6 +194,10 @@ def greedy(
     return known[call]
 
 
+# Logits of tiny models are about 1, and sums of another order differ by 1e-6.
+_CLEAR = 3e-5
+
+
 def _greedy(model: Any, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool) -> list[list[int]]:
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -201,7 +205,14 @@ def _greedy(model: Any, prompts: list[list[int]], max_new_tokens: int, ignore_eo
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     if ignore_eos:
         settings |= {"eos_token_id": None, "min_new_tokens": max_new_tokens}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
     with torch.no_grad():
-        rows = model.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
+        found = model.generate(ids, attention_mask=mask, **settings)
     end = None if ignore_eos else model.generation_config.eos_token_id
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+    rows = found.sequences[:, longest:].tolist()
+    answers = [row[: row.index(end) + 1] if end in row else row for row in rows]
+    best, second = torch.stack(found.logits, dim=1).topk(2).values.unbind(-1)
+    for prompt, answer, margins in zip(prompts, answers, best - second):
+        margin = margins[: len(answer)].min().item()
+        assert margin > _CLEAR, f"two tokens are {margin:g} apart: rounding decides; change {prompt}"
+    return answers
