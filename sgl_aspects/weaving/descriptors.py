@@ -48,7 +48,7 @@ def open_attribute(place: AttributeReference) -> Opened:
 
 
 def _open(place: AttributeReference) -> Opened:
-    raw = place.raw
+    raw, owner = place.raw, place.owner
     if is_class(raw):
         raise HookError(
             f"{place} is a class, and a class takes only REPLACE with a class; "
@@ -56,22 +56,34 @@ def _open(place: AttributeReference) -> Opened:
         )
     if place.binds_to_owner:
         return _open_for_owner(place)
-    if is_a(raw, (classmethod, staticmethod)):
-        opened = _itself(place, raw.__func__)
-        binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
-        return _late(place, raw.__func__) if binds else opened
+    if raw is object.__new__:
+        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments.
+        raise HookError(
+            f"{place} is object's own, and CPython cannot undo replacing it; "
+            f"hook '{str(place).removesuffix('__new__')}__init__'"
+        )
     if is_a(raw, property):
-        return _open_property(place)
-    if is_a(raw, functools.cached_property):
-        return _itself(place, raw.func)
-    is_method = isinstance(raw, (functools.partialmethod, functools.singledispatchmethod))
-    # Not a data descriptor: those have no call of their own.
-    only_binds = hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
-    if is_method or (is_class(place.owner) and not callable(raw) and only_binds):
-        return raw, bound_late(raw, place.owner)
-    _check_new(place)
-    opened = _itself(place, raw)
-    return _late(place, raw) if is_class(place.owner) else opened
+        function = getattr(raw, place.part or "fget")
+        if function is None:
+            have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
+            raise HookError(f"{place}: the property has no {place.part}; it has {have}")
+        return function, function
+    if is_a(raw, (classmethod, staticmethod)):
+        content = raw.__func__
+        binds = is_a(raw, classmethod) and sys.version_info < (3, 13)
+    elif is_a(raw, functools.cached_property):
+        content, binds = raw.func, False
+    else:
+        content, binds = raw, is_class(owner)
+        if (
+            binds
+            and not callable(raw)
+            and hasattr(type(raw), "__get__")
+            and not hasattr(type(raw), "__set__")
+        ):
+            return raw, bound_late(raw, owner)
+    opened = _itself(place, content)
+    return (content, bound_late(content, owner)) if binds else opened
 
 
 def _itself(place: AttributeReference, content: Any) -> Opened:
@@ -120,22 +132,6 @@ def _next_in_line(
     return calls_original(functools.update_wrapper(called, content))
 
 
-def _late(place: AttributeReference, content: Any) -> Opened:
-    """Bind at each call unless ``content`` is a plain function: other descriptors bind in their own way."""
-    if type(content) is types.FunctionType:
-        return content, content
-    return content, bound_late(content, place.owner)
-
-
-def _check_new(place: AttributeReference) -> None:
-    if place.raw is object.__new__:
-        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments.
-        raise HookError(
-            f"{place} is object's own, and CPython cannot undo replacing it; "
-            f"hook '{str(place).removesuffix('__new__')}__init__'"
-        )
-
-
 def _open_for_owner(place: AttributeReference) -> Opened:
     """Unwrap a method that an instance inherits from its class, or a class from its metaclass."""
     raw, owner = place.raw, place.owner
@@ -152,15 +148,6 @@ def _open_for_owner(place: AttributeReference) -> Opened:
             f"instance's attributes; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
     return _itself(place, raw)
-
-
-def _open_property(place: AttributeReference) -> Opened:
-    raw, part = place.raw, place.part or "fget"
-    function = getattr(raw, part)
-    if function is None:
-        have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
-        raise HookError(f"{place}: the property has no {part}; it has {have}")
-    return function, function
 
 
 # -- rebuilding --------------------------------------------------------------------------------------------
