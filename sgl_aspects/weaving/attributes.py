@@ -356,6 +356,17 @@ def _with_subclasses(cls: type) -> list[type]:
     return list(found.values())
 
 
+def with_nested(classes: Iterable[type]) -> list[type]:
+    """Return ``classes`` and those defined within them."""
+    found = list(classes)
+    for cls in found:  # grows during the iteration
+        prefix = f"{class_name(cls)}."
+        found += [
+            one for one in namespace(cls).values() if is_class(one) and class_name(one).startswith(prefix)
+        ]
+    return found
+
+
 def filled_slots(instance: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
     """Return the members from `__slots__` that are set in ``instance``: those of C types may be read-only."""
     found = []

@@ -253,9 +253,10 @@ class Weaver:
         try:
             if name in (_COMPILER, _SCRIPTING):
                 self._note_compiler()
-            concerned = list(self._index.concerned(name, module))
-            self._weave(concerned, strict=strict)
-            lost = [advice for advice, *_ in concerned if advice.required and advice.state in _LOST]
+            concerned = self._index.concerned(name)
+            elsewhere = self._in_loaded_modules(self._subclasses.concerned_in(name, module))
+            self._weave([*((advice, name, module) for advice in concerned), *elsewhere], strict=strict)
+            lost = [advice for advice in concerned if advice.required and advice.state in _LOST]
         except Exception:
             logger.exception("hooks on %s failed; the import continues", name)
         finally:
@@ -266,7 +267,7 @@ class Weaver:
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         try:
-            self._changes.run_or_defer(self._look_again, self._subclasses.concerned(cls))
+            self._changes.run_or_defer(self._look_again, self._subclasses.concerned([cls]))
         except Exception:
             logger.exception("hooks on %s failed", class_name(cls))
 

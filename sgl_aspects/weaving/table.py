@@ -18,10 +18,12 @@ from sgl_aspects.weaving.attributes import (
     OwnDict,
     current,
     find,
+    holds,
     inherited,
     is_class,
     is_module,
     namespace,
+    with_nested,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.joinpoints import FunctionJoinPoint, JoinPoint, Slot
@@ -271,8 +273,8 @@ class JoinPointTable:
 
     def _detach_members(self, before: type, refused: Refused) -> list[Advice]:
         """Detach the hooks from the members of a class that was replaced or restored."""
-        owners = _with_nested(before)
-        points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
+        owners = with_nested([before])
+        points = [point for point in self.points if holds(owners, point.place.owner)]
         advices = [advice for point in points for advice in self._detach_all(point)]
         refused_there, detached = self.apply(points)
         refused.update(refused_there)
@@ -284,13 +286,3 @@ def _expected(point: JoinPoint) -> Any:
     if not point.installed and point.place.inherited:
         return MISSING
     return point.standing
-
-
-def _with_nested(cls: type) -> list[type]:
-    found = [cls]
-    for owner in found:
-        prefix = f"{owner.__qualname__}."
-        members = namespace(owner).values()
-        # Grows during the iteration.
-        found += [cls for cls in members if is_class(cls) and cls.__qualname__.startswith(prefix)]
-    return found
