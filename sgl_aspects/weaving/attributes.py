@@ -163,7 +163,7 @@ class Presence(enum.Enum):
 class Resolution(NamedTuple):
     """The result of resolving an alternate of a target in one module.
 
-    :param places: the attributes; empty unless found.
+    :param places: the attributes; for a lazy one, the ``__getattr__`` that creates it.
     :param detail: the reason why it is not woven, for reports.
     """
 
@@ -188,18 +188,22 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
     if places:
         return Resolution(Presence.FOUND, places)
     path = tuple(segment.removesuffix("+") for segment in path)
-    if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
+    maker = _attribute_maker(module)
+    if current(module, path[0]) is MISSING and maker is not None:
         detail = f"module {name} creates {path[0]} on first access, which has not happened"
-        return Resolution(Presence.LAZY, detail=detail)
+        return Resolution(Presence.LAZY, (maker,), detail)
     if _is_absent_for_good(alternate, name, module):
         return Resolution(Presence.ABSENT, detail=_absence(path, name, module))
     return Resolution(Presence.PENDING)
 
 
-def attribute_maker(module: Any) -> Any:
-    """Return the owner of the ``__getattr__`` of ``module``: the module itself or a class; or None."""
-    owners = (module, *bases(type(module)))
-    return next((one for one in owners if is_a(current(one, "__getattr__"), types.FunctionType)), None)
+def _attribute_maker(module: Any) -> AttributeReference | None:
+    """Return the ``__getattr__`` of ``module``, of its own or of its class."""
+    for owner in (module, *bases(type(module))):
+        raw = current(owner, "__getattr__")
+        if is_a(raw, types.FunctionType):
+            return AttributeReference(owner, "__getattr__", raw)
+    return None
 
 
 def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:

@@ -33,7 +33,7 @@ class JoinPoint(abc.ABC):
 
     :ivar inner: the hooked object; for a descriptor, the callable in it.
     :ivar function: the woven function or proxy; None for a class.
-    :ivar stale: objects other than referrers that could not be changed.
+    :ivar stale: what still holds the object that was here before, and could not be changed.
     :ivar superseded: the module's code ran again, and another join point has the attribute now.
     """
 
@@ -212,6 +212,7 @@ class FunctionJoinPoint(JoinPoint):
             self.slot.take_out(self.place.part)
 
     def _exchange_attributes(self) -> None:
+        self.stale.clear()
         if self._has_attributes:
             (self.woven.take_attributes if self.active else self.woven.give_attributes)(self.inner)
 

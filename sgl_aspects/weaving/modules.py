@@ -305,8 +305,9 @@ class LazyAttributes:
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
         self._kept = OwnDict()  # by module and attribute
 
-    def wait(self, name: str, module: Any, attribute: str, owner: Any) -> Advice:
-        """Wait for ``attribute`` of ``module``; returns the hook for ``__getattr__`` of ``owner``."""
+    def wait(self, name: str, module: Any, alternate: Alternate, owner: Any) -> Advice:
+        """Wait for what ``alternate`` names in ``module``; returns the hook for ``__getattr__`` there."""
+        attribute = (alternate.attribute_path(name) or ("",))[0].removesuffix("+")
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
         return self.hooks.setdefault(id(owner), _own_hook(self._after_getattr(owner)))
 

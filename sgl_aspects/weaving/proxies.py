@@ -54,7 +54,7 @@ def _binding_of(raw: Any) -> Binding:
 def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
     """Return a function that takes explicitly the object that the descriptor would bind."""
     if type(raw) is types.FunctionType:
-        return raw  # type: ignore[no-any-return]
+        return raw
     binding = _binding_of(raw)
     if binding == "nothing":
         return raw if callable(raw) else _bound(raw, None, owner)

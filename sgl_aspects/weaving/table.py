@@ -27,7 +27,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.joinpoints import FunctionJoinPoint, JoinPoint, Slot
-from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
+from sgl_aspects.weaving.rebinding import Pair, describe, rebind
 from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give_original
 
 logger = logging.getLogger("sgl_aspects")
@@ -42,7 +42,6 @@ class JoinPointTable:
     def __init__(self) -> None:
         self.points: dict[JoinPoint, None] = {}  # in order of creation
         self.compiling: Any = None
-        self.stale: dict[JoinPoint, list[Stale]] = {}
         # What stood at points that `apply` has not rebound yet: more than that if it was interrupted.
         self.before: dict[tuple[JoinPoint, int], Any] = OwnDict()
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
@@ -159,7 +158,6 @@ class JoinPointTable:
         here.remove(point)
         if not here:
             del self._here[point.place.key]
-        self.stale.pop(point, None)
         for seen in (point.replacement, point.standing, point.original):
             for index in (self._by_replacement, self._by_original):
                 if index.get(id(seen)) is point:
@@ -211,7 +209,7 @@ class JoinPointTable:
         self.before.clear()
         for point, was in installed:
             names = {was, describe(point.inner)}
-            self.stale[point] = [one for one in stale if one.target in names] + point.stale
+            point.stale[:0] = [one for one in stale if one.target in names]
         self._follow(pairs)
         for point in unique:
             if not point.advices:
