@@ -162,9 +162,12 @@ class _NotifyingLoader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
+        spec: Any = module.__spec__
         name = spec.name if spec is not None else module.__name__
-        self._step_aside(module)
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
         if hasattr(self._loader, "exec_module"):
             try:
                 self._loader.exec_module(module)
@@ -176,13 +179,6 @@ class _NotifyingLoader:
             sys.modules.pop(name, None)
             self._loader.load_module(name)
         self._notify(name, sys.modules.get(name, module))
-
-    def _step_aside(self, module: ModuleType) -> None:
-        spec: Any = module.__spec__
-        if spec is not None and spec.loader is self:
-            spec.loader = self._loader
-        if getattr(module, "__loader__", None) is self:
-            module.__loader__ = self._loader
 
 
 def wait_for_imports(names: Iterable[str]) -> bool:

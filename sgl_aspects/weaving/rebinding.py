@@ -259,13 +259,13 @@ class _Collected:
                 anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
             elif is_a(referrer, types.FrameType):
                 if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10, instead of the generator
-                    self._report_old(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
+                    self._report(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
             # Other descriptors refer to their own class.
             elif not is_a(referrer, (types.GetSetDescriptorType, types.MemberDescriptorType)):
                 try:
                     self._replace_in(referrer, owned_by)
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
-                    self._report_old(gc.get_referents(referrer), f"{_described(referrer)}: {error!r}")
+                    self._report(gc.get_referents(referrer), f"{_described(referrer)}: {error!r}")
         return anew
 
     def _replace_in(self, referrer: Any, owners: list[Any]) -> None:
@@ -273,25 +273,22 @@ class _Collected:
             _replace_attributes(referrer, self._new)
             accounted = _replace_tuple(referrer, owners, self._new)
             if accounted < len(owners) or not owners:
-                self._report_old(referrer, _described(referrer) + _where(owners))
+                self._report(referrer, _described(referrer) + _where(owners))
         elif is_class(referrer):
             _replace_in_class(referrer, self._new)
         elif not _replace_in_mutable(referrer, self._new):
-            if self._is_old(type(referrer)):
-                self._report(type(referrer), "instances that were made before")
-            else:
-                self._report_old(gc.get_referents(referrer), _described(referrer))
+            is_instance = self._new(type(referrer)) is not type(referrer)
+            holder = "instances that were made before" if is_instance else _described(referrer)
+            self._report(gc.get_referents(referrer), holder)
         if is_a(referrer, dict):
-            for key in [key for key in dict.keys(referrer) if self._is_old(key)]:
-                self._report(key, f"a key of a dictionary of {len(referrer)} entries")
+            self._report(list(dict.keys(referrer)), f"a key of a dictionary of {len(referrer)} entries")
 
     def _bound_anew(self, method: types.MethodType) -> list[Pair]:
         """Pair a bound method, which is immutable, with one of the new function bound to the same object."""
         function, subject = self._new(method.__func__, method.__self__), method.__self__
         if function is not method.__func__:
             return [Pair(method, types.MethodType(function, subject), exclude=self.kept)]
-        if self._is_old(subject):
-            self._report(subject, f"the bound method {method.__func__.__qualname__}")
+        self._report([subject], f"the bound method {method.__func__.__qualname__}")
         return []
 
     # -- old objects ------------------------------------------------------------------------------------
@@ -302,9 +299,6 @@ class _Collected:
         if pair is None or pair.old is not value:
             return value
         return pair.new if _concerns(pair.only_bound_to, bound_to) else value
-
-    def _is_old(self, value: Any) -> bool:
-        return self._new(value) is not value
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """Return the owners of each of ``held``: classes of dictionaries, functions of defaults."""
@@ -322,15 +316,11 @@ class _Collected:
 
     # -- stale referrers --------------------------------------------------------------------------------
 
-    def _report(self, old: Any, referrer: str) -> None:
-        stale = Stale(describe(old), referrer)
-        if stale not in self.stale:
-            self.stale.append(stale)
-
-    def _report_old(self, values: Iterable[Any], referrer: str) -> None:
+    def _report(self, values: Iterable[Any], holder: str) -> None:
+        """Report ``holder`` for those of ``values`` that are old objects."""
         for value in values:
-            if self._is_old(value):
-                self._report(value, referrer)
+            if self._new(value) is not value and Stale(describe(value), holder) not in self.stale:
+                self.stale.append(Stale(describe(value), holder))
 
 
 def _is_ours(referrer: Any) -> bool:
