@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
+import sys
 import unittest.mock
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +128,23 @@ def test_a_family_whose_base_is_made_on_first_access() -> None:
             sub = type("Sub", (module.Base,), {"m": lambda self: "sub"})
             assert sub().m() == ("hooked", "sub")
         assert (module.Base().m(), sub().m()) == ("m", "sub")
+
+
+def test_methods_that_a_decorator_gives_to_a_new_subclass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs after the class was made; the hook comes when the module has loaded."""
+    (tmp_path / "decorated.py").write_text(
+        "import dataclasses, engine\n@dataclasses.dataclass\nclass Sub(engine.Base):\n    x: int\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    with module_of("class Base:\n    def __init__(self): pass\n"):
+        hook = advice("engine:Base+.__init__", HookType.BEFORE, lambda self, *args: seen.append(args))
+        with aspects.woven(hook):
+            assert importlib.import_module("decorated").Sub(3).x == 3
+            del sys.modules["decorated"]
+    assert seen == [(3,)]
 
 
 # -- inherited methods -----------------------------------------------------------------------------------
