@@ -166,7 +166,7 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
                 return rebuilt(raw, kind, woven[""])
     elif is_a(raw, classmethod):
         return types.MethodType(woven[""], type(owner))
-    elif not is_a(raw, staticmethod):
+    elif not (is_a(raw, staticmethod) or is_class(raw)):
         return classmethod(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
     return woven[""]
 

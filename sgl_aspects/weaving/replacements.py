@@ -25,7 +25,7 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.joinpoints import JoinPoint
+from sgl_aspects.weaving.joinpoints import JoinPoint, Slot
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale, unfrozen
 
 logger = logging.getLogger("sgl_aspects")
@@ -141,7 +141,7 @@ class ClassJoinPoint(JoinPoint):
     kind = "a class"
 
     def __init__(self, place: AttributeReference) -> None:
-        super().__init__(place, place.raw)
+        super().__init__(place, place.raw, Slot(place))
         self._replacement: type = self.inner
         self._kept: Exclusions = frozenset()
         self._own: list[_OwnReferrers] = []
@@ -149,16 +149,8 @@ class ClassJoinPoint(JoinPoint):
         self._moved = _OwnList()
 
     @property
-    def original(self) -> type:
-        return self.inner  # type: ignore[no-any-return]
-
-    @property
     def replacement(self) -> type:
         return self._replacement
-
-    @property
-    def standing(self) -> type:
-        return self._replacement if self.installed else self.original
 
     def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:
@@ -194,7 +186,7 @@ class ClassJoinPoint(JoinPoint):
         if not any(own.cls is replacement for own in self._own):
             self._own.append(_OwnReferrers(replacement))
         self._subclasses = _OwnList(type.__subclasses__(replacement))
-        setattr(self.place.owner, self.place.name, replacement)
+        self.slot.put("", replacement)
         self._replacement = replacement
         self.installed = True
         subclasses: list[type] = type.__subclasses__(self.original)
@@ -203,20 +195,14 @@ class ClassJoinPoint(JoinPoint):
                 self._move(subclass, self.original, replacement)
 
     def _restore(self) -> None:
-        displaced = self.superseded or self.displaced
-        self.installed = False
         self.stale.clear()
         subclasses: list[type] = type.__subclasses__(self._replacement)
         for subclass in subclasses:
             # Subclasses from before are its own; the others were created, or moved, while it was installed.
             if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
                 self._move(subclass, self._replacement, self.original)
-        if displaced:
-            logger.info("%s: another class is there; it is left in place", self.place)
-        elif self.place.inherited:
-            delattr(self.place.owner, self.place.name)
-        else:
-            setattr(self.place.owner, self.place.name, self.original)
+        self.slot.take_out("")
+        self.installed = False
 
     def _move(self, subclass: type, old: type, new: type) -> None:
         """Change the base of a subclass from ``old`` to ``new``, where Python allows it."""

@@ -113,7 +113,7 @@ class JoinPointTable:
             give_original(advice.hook, point.standing, point.original)
         if point not in self.points:
             for below in here:
-                below.superseded = True
+                below.slot.superseded = True
             self._remember(point)
         return [point]
 
