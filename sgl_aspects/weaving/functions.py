@@ -126,7 +126,9 @@ class WovenFunction:
         self._run = types.FunctionType(code, namespace, code.co_name, None, closure)
         self.function: Any = self._run
         if not anonymous:
-            self._imitate(original)
+            self._run.__dict__ = Attributes()
+            self._signature = _Signature.of(self._run)
+            self.take_attributes(original)
 
     @property
     def calls(self) -> int:
@@ -198,12 +200,6 @@ class WovenFunction:
             if getattr(self.function, name) is not value:
                 setattr(original, name, getattr(self.function, name))
         _copy_attributes(self.function, original)
-
-    def _imitate(self, original: types.FunctionType) -> None:
-        function = self.function
-        function.__dict__ = Attributes()
-        self._signature = _Signature.of(function)
-        self.take_attributes(original)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """Return the code of ``shape`` with these hooks, and the model's names and lines."""

@@ -254,14 +254,8 @@ def _measure(installed: bool, applied: bool) -> int:
 
 def _once(advices: list[Advice]) -> list[Advice]:
     """Drop duplicates of a hook that was added under two names of the same function: it runs once."""
-    first: dict[tuple[int, HookType], Advice] = {}
-    for advice in advices:
-        first.setdefault((id(advice.hook), advice.hook_type), advice)
-    return [
-        advice
-        for advice in advices
-        if (one := first[id(advice.hook), advice.hook_type]) is advice or one.target == advice.target
-    ]
+    first = {(id(one.hook), one.hook_type): one.target for one in reversed(advices)}
+    return [one for one in advices if one.target == first[id(one.hook), one.hook_type]]
 
 
 class _Failed:

@@ -132,13 +132,10 @@ def _is_class_cell(cell: types.CellType) -> bool:
     """Return whether it is the ``__class__`` cell of `super()`, which always refers to the defining class."""
     if not is_class(cell.cell_contents):
         return False
-    closures = tuple(referrer for referrer in gc.get_referrers(cell) if is_a(referrer, tuple))
-    for function in gc.get_referrers(*closures):
-        if isinstance(function, types.FunctionType):
-            for name, held in zip(function.__code__.co_freevars, function.__closure__ or ()):
-                if held is cell:
-                    return name == "__class__"
-    return False
+    closures = [one for one in gc.get_referrers(cell) if is_a(one, tuple)]
+    functions = [one for one in gc.get_referrers(*closures) if is_a(one, types.FunctionType)]
+    closed = (dict(zip(one.__code__.co_freevars, one.__closure__ or ())) for one in functions)
+    return any(cells.get("__class__") is cell for cells in closed)
 
 
 # -- one pass for all pairs ----------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ Exclusions = frozenset[Any]
 """Ids of containers that are not changed at all, and pairs of a namespace's id and one name in it."""
 
 
-class Pair:
+class Pair(NamedTuple):
     """An object ``old`` to replace by ``new`` in its referrers.
 
     :param extra: the number of unaccounted references to ``old``; negative if unknown.
@@ -168,18 +165,11 @@ class Pair:
         bound to it, or to its instances, are changed.
     """
 
-    __slots__ = ("exclude", "extra", "new", "old", "only_bound_to")
-
-    def __init__(
-        self,
-        old: Any,
-        new: Any,
-        extra: int = -1,
-        exclude: Exclusions = frozenset(),
-        only_bound_to: Any = None,
-    ) -> None:
-        self.old, self.new, self.extra = old, new, extra
-        self.exclude, self.only_bound_to = exclude, only_bound_to
+    old: Any
+    new: Any
+    extra: int = -1
+    exclude: Exclusions = frozenset()
+    only_bound_to: Any = None
 
 
 def rebind(pairs: Iterable[Pair]) -> list[Stale]:
