@@ -23,6 +23,7 @@ from sgl_aspects.weaving.attributes import (
     OwnDict,
     filled_slots,
     found_after,
+    inherited,
     is_a,
     is_class,
     namespace,
@@ -43,7 +44,9 @@ def open_attribute(place: AttributeReference) -> Opened:
     :raises HookError: it contains no callable, or cannot be replaced.
     """
     content, called = _open(place)
-    is_shadow = place.inherited and is_class(place.owner) and not place.binds_to_owner
+    if place.binds_to_owner:
+        return content, _of_class(content, place)
+    is_shadow = place.inherited and is_class(place.owner)
     return content, _next_in_line(content, called, place) if is_shadow else called
 
 
@@ -96,7 +99,7 @@ def _itself(place: AttributeReference, content: Any) -> Opened:
 
 
 def _next_in_line(
-    content: Any, inherited: Callable[..., Any], place: AttributeReference
+    content: Any, fallback: Callable[..., Any], place: AttributeReference
 ) -> Callable[..., Any]:
     """Return a function that calls the next implementation in the subject's method resolution order.
 
@@ -112,14 +115,14 @@ def _next_in_line(
         try:
             following = super(owner, subject)
         except TypeError:  # it is not an instance of the class
-            return inherited(subject, *args, **kwargs)
+            return fallback(subject, *args, **kwargs)
         if is_method:
             return getattr(following, name)(*args, **kwargs)
         if is_getter:
             return getattr(following, name)
         found = found_after(subject if is_class(subject) else type(subject), owner, name)
         if found is MISSING or found is raw:
-            return inherited(subject, *args, **kwargs)
+            return fallback(subject, *args, **kwargs)
         if place.part:
             return getattr(found, place.part)(subject, *args)
         if is_a(found, functools.cached_property):
@@ -148,6 +151,25 @@ def _open_for_owner(place: AttributeReference) -> Opened:
             f"instance's attributes; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
     return _itself(place, raw)
+
+
+def _of_class(content: Any, place: AttributeReference) -> Callable[..., Any]:
+    """Return a function that calls ``content``, or what has replaced it in the class of the owner since."""
+    owner, name, raw, cls = place.owner, place.name, place.raw, type(place.owner)
+    lookup: Any = type(cls).__getattribute__
+    if lookup is not type.__getattribute__:  # it may answer anything
+        return content  # type: ignore[no-any-return]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found = getattr(cls, name, content)
+        if found is content or getattr(found, "__func__", MISSING) is content:
+            return content(*args, **kwargs)
+        found = inherited(owner, name)
+        bind = getattr(type(found), "__get__", None)
+        bound = found if bind is None else bind(found, owner, cls)
+        return bound(*(args if is_a(raw, staticmethod) else args[1:]), **kwargs)
+
+    return calls_original(called)
 
 
 # -- rebuilding --------------------------------------------------------------------------------------------

@@ -175,6 +175,25 @@ def test_a_hook_on_an_inherited_method_calls_what_the_base_has_now(engine: Any, 
     assert "m" not in vars(engine.Sub)
 
 
+def test_a_hook_on_a_method_of_one_instance_calls_what_its_class_has_now(engine: Any) -> None:
+    made = engine.made = engine.Base()
+    with aspects.woven(*(around(f"engine:made.{name}", hooked) for name in "mcs")):
+        assert made.m(2) == ("hooked", ("m", 2))
+        with unittest.mock.patch.object(engine.Base, "m", lambda self, x=1: (self, x)):
+            assert made.m(2) == ("hooked", (made, 2))
+        with unittest.mock.patch.object(engine.Base, "m", return_value="a mock") as mock:
+            assert made.m(2) == ("hooked", "a mock")
+        mock.assert_called_once_with(2)
+        with unittest.mock.patch.object(engine.Base, "c", classmethod(lambda cls: cls)):
+            assert made.c() == ("hooked", engine.Base)
+        with unittest.mock.patch.object(engine.Base, "s", staticmethod(lambda x: -x)):
+            assert made.s(4) == ("hooked", -4)
+        with aspects.woven(around("engine:Base.m", hooked)):
+            assert made.m(2) == ("hooked", ("hooked", ("m", 2)))
+        assert (made.m(2), made.s(4)) == (("hooked", ("m", 2)), ("hooked", ("s", 4)))
+    assert vars(made) == {}
+
+
 def test_a_setter_of_a_base_that_is_replaced(engine: Any) -> None:
     with aspects.woven(around("engine:Sub.p.fset", hand_on)):
         engine.Base.p = property(engine.Base.p.fget, lambda self, value: setattr(self, "value", -value))
