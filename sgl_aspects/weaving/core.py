@@ -52,9 +52,6 @@ _SCRIPTING = "torch.jit.frontend"
 _LOST = (State.MISSING, State.FAILED)
 """No later import can make such a hook work."""
 
-Work = Iterable[tuple[Advice, str, Any]]
-"""Hooks, each with the name of a module in which to resolve its target, and that module."""
-
 
 class Weaver:
     """Everything that is woven in this process.
@@ -155,8 +152,8 @@ class Weaver:
         points = list(self._touched)
         self._apply(strict=False)
         self._forget_compiled_code(gone, points)
+        self._uninstall_watcher()
         if not self._advices:
-            self._uninstall_watcher()
             self._lazy.restore()
             if self._unwatch_scripting is not None:
                 self._unwatch_scripting()
@@ -189,13 +186,12 @@ class Weaver:
     def _notify_listeners(self, name: str, module: Any) -> None:
         with self.lock:
             callbacks = self._listeners.pop(name, [])
-            if not self._advices:
-                self._uninstall_watcher()
+            self._uninstall_watcher()
         for callback in callbacks:
             callback(module)
 
     def _uninstall_watcher(self) -> None:
-        if not self._listeners:
+        if not (self._advices or self._listeners):
             self._watcher.uninstall()
 
     def apply(self) -> None:
@@ -308,8 +304,8 @@ class Weaver:
 
     # -- weaving ----------------------------------------------------------------------------------------
 
-    def _weave(self, work: Work, *, strict: bool) -> None:
-        """Attach hooks to their targets.
+    def _weave(self, work: Iterable[tuple[Advice, str, Any]], *, strict: bool) -> None:
+        """Attach hooks to their targets in the modules of these names.
 
         Class replacements go first, so that hooks on methods apply to the replacement class.
         """

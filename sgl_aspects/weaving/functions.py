@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import enum
 import functools
 import inspect
@@ -53,14 +54,10 @@ class FunctionKind(enum.Enum):
         else:  # a mock object's is none
             call = inspect.getattr_static(type(function), "__call__", None)
             kind = cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        return cls.COROUTINE if kind is cls.PLAIN and _is_marked(function) else kind
-
-
-def _is_marked(function: Any) -> bool:
-    try:
-        return inspect.iscoroutinefunction(function)
-    except Exception:  # noqa: BLE001  an object may answer in any way
-        return False
+        with contextlib.suppress(Exception):  # an object may answer in any way
+            if kind is cls.PLAIN and inspect.iscoroutinefunction(function):
+                return cls.COROUTINE
+        return kind
 
 
 def _kind_of_code(code: types.CodeType) -> FunctionKind:

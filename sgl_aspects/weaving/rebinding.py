@@ -264,9 +264,8 @@ class _Collected:
             accounted = _replace_tuple(referrer, owners, self._new)
             if accounted < len(owners) or not owners:
                 self._report(referrer, _described(referrer) + _where(owners))
-        elif is_class(referrer):
-            _replace_in_class(referrer, self._new)
-        elif not _replace_in_mutable(referrer, self._new):
+        # A class refers to its bases; the dictionary of its attributes is another referrer.
+        elif not is_class(referrer) and not _replace_in_mutable(referrer, self._new):
             is_instance = self._new(type(referrer)) is not type(referrer)
             holder = "instances that were made before" if is_instance else _described(referrer)
             self._report(gc.get_referents(referrer), holder)
