@@ -234,7 +234,8 @@ class _Collected:
         olds = [pair.old for pair in self.pairs.values()]
         left_alone = self.ours | self.kept
         found = [one for one in _referrers(olds) if id(one) not in left_alone and not _is_ours(one)]
-        owners = self._owners([referrer for referrer in found if _needs_owner(referrer)], found)
+        owned = [one for one in found if is_a(one, (dict, tuple)) and not _is_module_namespace(one)]
+        owners = self._owners(owned, found)
         anew: list[Pair] = []
         for referrer in found:
             owned_by = owners.get(id(referrer), [])
@@ -319,14 +320,8 @@ def _is_ours(referrer: Any) -> bool:
     return is_own and type(referrer) not in (Attributes, Result)
 
 
-def _needs_owner(referrer: Any) -> bool:
-    if is_a(referrer, dict):
-        return not _is_module_namespace(referrer)
-    return is_a(referrer, tuple)
-
-
-def _is_module_namespace(referrer: dict[Any, Any]) -> bool:
-    name = dict.get(referrer, "__name__")
+def _is_module_namespace(referrer: Any) -> bool:
+    name = dict.get(referrer, "__name__") if is_a(referrer, dict) else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and namespace(module) is referrer
 
@@ -446,7 +441,6 @@ def _where(owners: list[Any]) -> str:
     """Describe the owner of a tuple, if it has a name."""
     for owner in owners:
         if is_a(owner, dict):
-            name = dict.get(owner, "__name__")
-            return f" in module {name}" if _is_module_namespace(owner) else " in a dict"
+            return f" in module {owner['__name__']}" if _is_module_namespace(owner) else " in a dict"
         return f" in {_described(owner)}"
     return ""
