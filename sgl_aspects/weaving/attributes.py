@@ -261,13 +261,11 @@ def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
     if not place.inherited or not is_class(place.owner):
         return False
     for base in bases(place.owner)[1:]:
-        name = type.__dict__["__qualname__"].__get__(base)
+        module, _, name = class_name(base).partition(":")
         defines = current(base, place.name) is not MISSING
         if defines or inherited(base, place.name) is not MISSING:
-            standing: Any = sys.modules.get(class_module(base))
-            for part in name.split("."):
-                standing = current(standing, part) if standing is not None else None
-            if standing is base and alternate.names_class(class_module(base), name):
+            standing = find(sys.modules.get(module), tuple(name.split(".")))
+            if any(one.raw is base for one in standing) and alternate.names_class(module, name):
                 return True
         if defines:
             return False
