@@ -46,8 +46,8 @@ class JoinPointTable:
         self.before: dict[tuple[JoinPoint, int], Any] = OwnDict()
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
-        self._by_replacement: dict[int, JoinPoint] = {}
-        self._by_original: dict[int, JoinPoint] = {}  # in modules, where one object often has several names
+        # Replacements, and originals in modules, where one object often has several names.
+        self._by_object: dict[int, JoinPoint] = {}
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class JoinPointTable:
         for point in reversed(self._here.get(place.key, ())):
             if current(place.owner, place.name) is _expected(point):
                 return point
-        other = self._by_replacement.get(id(place.raw)) or self._by_original.get(id(place.raw))
+        other = self._by_object.get(id(place.raw))
         # Another name of a woven object.
         if other is None or other.standing is not place.raw or place.inherited:
             return None
@@ -131,9 +131,9 @@ class JoinPointTable:
     def _remember(self, point: JoinPoint) -> None:
         self.points[point] = None
         self._here.setdefault(point.place.key, []).append(point)
-        self._by_replacement[id(point.replacement)] = point
+        self._by_object[id(point.replacement)] = point
         if is_module(point.place.owner):
-            self._by_original[id(point.original)] = point
+            self._by_object.setdefault(id(point.original), point)
 
     def _point_for(self, place: AttributeReference) -> JoinPoint:
         """Create a point, before anything is registered."""
@@ -159,9 +159,8 @@ class JoinPointTable:
         if not here:
             del self._here[point.place.key]
         for seen in (point.replacement, point.standing, point.original):
-            for index in (self._by_replacement, self._by_original):
-                if index.get(id(seen)) is point:
-                    del index[id(seen)]
+            if self._by_object.get(id(seen)) is point:
+                del self._by_object[id(seen)]
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         if advice.hook_type is not HookType.REPLACE:
@@ -203,8 +202,8 @@ class JoinPointTable:
             if point.installed:
                 installed.append((point, describe(before)))
             if is_class(after):  # the installed class has changed
-                self._by_replacement.pop(id(before), None)
-                self._by_replacement[id(after)] = point
+                self._by_object.pop(id(before), None)
+                self._by_object[id(after)] = point
         stale = rebind(pairs)
         self.before.clear()
         for point, was in installed:
