@@ -198,9 +198,8 @@ def test_torch_compile_begins_anew_only_for_functions_that_it_has_traced(
 
 
 def test_torch_compile_takes_a_substitute_for_the_test_of_woven_functions() -> None:
-    import torch
-    import torch._dynamo
-
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch._dynamo")
     test = compat.compiling_test(torch.compiler)
     assert test is not torch.compiler.is_compiling, "find another way in torch: woven functions pay for it"
     traced = torch.compile(lambda number: number + int(test()), fullgraph=True, backend="eager")
