@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
-import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -77,13 +76,18 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="module")
 def forked_schedulers() -> Iterator[None]:
     """Engines of this module start their schedulers by forking: see tests/support/forked_schedulers.py."""
-    from tests.support.forked_schedulers import ForkedContext
+    from tests.support.forked_schedulers import forking
 
-    fake = types.SimpleNamespace(
-        get_context=lambda _: ForkedContext(), resource_tracker=multiprocessing.resource_tracker
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sgl_aspects.runtime.processes.ranks.multiprocessing", fake)
+    with forking():
+        yield
+
+
+@pytest.fixture
+def forked_scheduler() -> Iterator[None]:
+    """The same for one test."""
+    from tests.support.forked_schedulers import forking
+
+    with forking():
         yield
 
 

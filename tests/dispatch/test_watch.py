@@ -416,6 +416,7 @@ def ops(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return status, captured.out, captured.err
 
 
+@pytest.mark.usefixtures("forked_scheduler")
 def test_a_live_engine_is_watched_and_changed_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
