@@ -91,6 +91,15 @@ def forked_scheduler() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def forked_collectors() -> Iterator[None]:
+    """Collectors of this module's runs are forked: see tests/support/forked_collectors.py."""
+    from tests.support.forked_collectors import forking
+
+    with forking():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rebinding looks through the heap and all modules, which in a run of all tests include torch."""

@@ -84,8 +84,9 @@ def _main(words: list[str], log: str, environment: dict[str, str]) -> None:
     from sgl_aspects.runtime.processes import ranks
 
     # The server's own schedulers: it has torch, and no thread yet.
-    ranks.multiprocessing = types.SimpleNamespace(  # type: ignore[assignment]
+    fake = types.SimpleNamespace(
         get_context=lambda _: multiprocessing.get_context("fork"),
         resource_tracker=multiprocessing.resource_tracker,
     )
+    vars(ranks)["multiprocessing"] = fake
     sys.exit(main(words))

@@ -38,6 +38,8 @@ from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin
 from tests.support.tls_files import make_certificate
 
+pytestmark = pytest.mark.usefixtures("forked_collectors")
+
 PARTIAL = ExportTraceServiceResponse(
     partial_success=ExportTracePartialSuccess(rejected_spans=2, error_message="too old")
 )
