@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 class Program(Protocol):
-    """What tests need of a process that they have started, as `subprocess.Popen` has it."""
+    """Methods of a process that tests have started, a `subprocess.Popen` or another."""
 
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
