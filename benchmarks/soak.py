@@ -31,7 +31,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from benchmarks.memory_growth import Watched, watch
 from tests.support.distributions import install
-from tests.support.http_server import LOCAL, Server, serving, wait_for
+from tests.support.http_server import LOCAL, Server, serving
+from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
 CLIENTS = 16
@@ -272,7 +273,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
         asyncio.run(both())
         faults = clients.wrong[:20]
         try:
-            wait_for(server.is_quiet, 30)
+            wait_until(server.is_quiet, 30)
         except AssertionError:
             faults.append(f"slots of the cache are not free in the end: {server.metrics()}")
         found = server.metrics()

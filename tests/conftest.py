@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
-import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -33,10 +32,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 #: Files that take longest, which a run of several processes begins with: none is left with one at the end.
+#: Of models before those of vendors' platforms, which leave state in their process.
 LONGEST = (
-    *("conformance", "vendor_platform", "grafana", "report_page", "demo", "processes", "server_processes"),
-    *("run", "discovery", "engine", "growth", "soak", "smollm2", "graphs", "watch", "server", "collector"),
-    *("examples", "otlp", "models", "vendor", "profile", "metrics", "device_calls", "targets"),
+    *("conformance", "vendor_platform", "grafana", "report_page", "demo", "examples", "processes", "compile"),
+    *("collector", "run", "watch", "discovery", "server_processes", "server", "kinds", "models", "engine"),
+    *("traced_functions", "timeline", "top", "graphs", "vendor", "metrics", "smollm2", "backend", "sdk"),
+    *("soak", "rebinding", "importing", "targets", "hostile", "classes", "otlp", "plugins", "weights"),
+    *("joined", "native", "dump", "requests", "surroundings", "control", "profile", "current", "dispatch"),
+    *("package", "pytest_plugin", "sampling", "equality", "tests", "rooms"),
 )
 
 
@@ -77,13 +80,27 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="module")
 def forked_schedulers() -> Iterator[None]:
     """Engines of this module start their schedulers by forking: see tests/support/forked_schedulers.py."""
-    from tests.support.forked_schedulers import ForkedContext
+    from tests.support.forked_schedulers import forking
 
-    fake = types.SimpleNamespace(
-        get_context=lambda _: ForkedContext(), resource_tracker=multiprocessing.resource_tracker
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sgl_aspects.runtime.processes.ranks.multiprocessing", fake)
+    with forking():
+        yield
+
+
+@pytest.fixture
+def forked_scheduler() -> Iterator[None]:
+    """The same for one test."""
+    from tests.support.forked_schedulers import forking
+
+    with forking():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_collectors() -> Iterator[None]:
+    """Collectors of this module's runs are forked: see tests/support/forked_collectors.py."""
+    from tests.support.forked_collectors import forking
+
+    with forking():
         yield
 
 

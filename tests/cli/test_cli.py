@@ -174,14 +174,21 @@ def test_output_onto_a_full_disk_is_an_error_without_a_traceback() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_platforms_shows_what_was_chosen_and_why() -> None:
-    done = command_line("platforms", SGLANG_PLATFORM="cpu")
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+def test_platforms_shows_what_was_chosen_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "cpu")
+    set_current_platform(None)
+    try:
+        assert main(["platforms"]) == 0
+    finally:
+        set_current_platform(None)
+    output = capsys.readouterr().out
+    lines = [line.split() for line in output.splitlines()]
     assert ["cpu", "built-in", "chosen", "SGLANG_PLATFORM=cpu"] in lines
     assert ["cuda", "built-in", "not", "chosen", "not", "queried:", "SGLANG_PLATFORM=cpu"] in lines
-    assert "sgl_aspects.platforms.cpu:CpuPlatform" in done.stdout
-    assert "GiB free of" in done.stdout
+    assert "sgl_aspects.platforms.cpu:CpuPlatform" in output
+    assert "GiB free of" in output
 
 
 def test_platforms_shows_what_was_found_when_none_can_be_chosen() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms import DeviceCapability, DeviceMixin, PlatformEnum, SRTPlatform
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 from sgl_aspects.platforms.discovery import resolve_qualified_name
+from tests.support.torch_programs import run_with_torch
 
 GIB = 2**30
 
@@ -204,7 +205,7 @@ def test_rocm_is_cuda_under_another_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["npu", "musa"])
-def test_tensors_of_devices_that_an_extension_adds(name: str) -> None:
+def test_tensors_of_devices_that_an_extension_adds(name: str, tmp_path: Path) -> None:
     """Like torch_npu: torch's spare device type gets the name, and torch.<name> the module."""
     code = f"""
 import sys, types, torch
@@ -221,10 +222,9 @@ assert current_platform.get_device(1) == torch.device("{name}:1")
 assert current_platform.get_group_coordinator_device(0) == torch.device("{name}:0")
 assert current_platform.get_dispatch_key_name() == {name!r}
 """
-    env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "SGLANG_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""}
+    status, _, errors = run_with_torch(code, env, tmp_path)
+    assert status == 0, errors
 
 
 def test_a_torch_without_the_module_names_the_package_to_install() -> None:

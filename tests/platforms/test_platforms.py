@@ -32,6 +32,7 @@ from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.platforms.cuda import CudaPlatform, CudaSRTPlatform
 from sgl_aspects.platforms.host_memory import cgroup_limits
 from sgl_aspects.platforms.rocm import RocmPlatform, RocmSRTPlatform
+from tests.support.torch_programs import run_with_torch
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +41,6 @@ def _no_platform_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_current_platform(None)
     yield
     set_current_platform(None)
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"} | environment
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
 
 
 # -- exports and data -------------------------------------------------------------------------------------
@@ -257,7 +253,7 @@ def test_cpu_memory_is_what_the_machine_has() -> None:
     assert 0 < free <= total == CpuPlatform().get_device_total_memory()
 
 
-def test_cpu_memory_follows_a_real_allocation() -> None:
+def test_cpu_memory_follows_a_real_allocation(tmp_path: Path) -> None:
     code = """
 import torch
 from sgl_aspects.platforms.cpu import CpuPlatform
@@ -269,8 +265,8 @@ assert before + 250 * 2**20 <= peak <= before + 400 * 2**20, (before, peak)
 del block
 assert usage() >= peak - 8 * 2**20  # the kernel counts in batches of pages
 """
-    done = run_python(code)  # a process of its own: a peak never falls
-    assert done.returncode == 0, done.stderr
+    status, _, errors = run_with_torch(code, os.environ, tmp_path)  # a process of its own: a peak never falls
+    assert status == 0, errors
 
 
 def test_cpu_events_measure_the_clock() -> None:
@@ -471,8 +467,7 @@ assert "torch" not in sys.modules and "not chosen yet" in repr(current_platform)
 assert current_platform.device_name in ("cpu", "cuda")
 assert "Platform" in repr(current_platform)
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_the_proxy_stands_for_one_object() -> None:
@@ -514,7 +509,7 @@ def test_mixed_into_several_platform_classes_without_a_diamond() -> None:
     assert AcmePlatform().device_name == "acme"
 
 
-def test_usable_in_a_forked_child() -> None:
+def test_usable_in_a_forked_child(tmp_path: Path) -> None:
     code = """
 import os, threading
 from sgl_aspects.platforms import current, current_platform
@@ -531,5 +526,5 @@ _, status = os.waitpid(child, 0)
 release.set(); holder.join()
 raise SystemExit(os.waitstatus_to_exitcode(status))
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+    status, _, errors = run_with_torch(code, os.environ, tmp_path)
+    assert status == 0, errors

@@ -22,6 +22,7 @@ from sgl_aspects.errors import ConfigError, EngineError, ModelLoadError, Schedul
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs
+from tests.support.forked_schedulers import ForkedContext
 from tests.support.processes import is_running, wait_until_gone
 from tests.support.tiny_models import make_llama
 from tests.support.workers import own_an_engine
@@ -103,6 +104,7 @@ def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
     engine.shutdown()
 
 
+@pytest.mark.usefixtures("forked_scheduler")
 def test_an_error_in_the_scheduler_reaches_callers_with_its_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +119,7 @@ def test_an_error_in_the_scheduler_reaches_callers_with_its_message(
 
 @pytest.mark.parametrize(("busy", "fork"), [(True, True), (False, False)])
 def test_the_scheduler_ends_when_its_owner_is_killed(folder: Path, busy: bool, fork: bool) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = ForkedContext()  # of the owner alone: it spawns its scheduler
     ours, theirs = context.Pipe()
     owner = context.Process(target=own_an_engine, args=(theirs, str(folder), busy, fork))
     owner.start()
@@ -136,6 +138,7 @@ def test_the_scheduler_ends_when_its_owner_is_killed(folder: Path, busy: bool, f
 # -- ends in order -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_scheduler")
 def test_shutdown_ends_requests_and_is_welcome_twice(folder: Path) -> None:
     with Engine(model_path=folder, max_total_tokens=20000) as engine:
         handle = engine.submit([5, 6], LONG)

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def shared_server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ("--max-total-tokens", "40000", "--max-running-requests", "16", "--max-body-bytes", "200000")
-    with serving(model[0], log, *flags, "--max-concurrent-requests", "80") as server:
+    with serving(model[0], log, *flags, "--max-concurrent-requests", "80", forks=True) as server:
         yield server
         assert "Traceback" not in log.read_text()
 

@@ -184,7 +184,7 @@ RIGHT = {"authorization": "Bearer sécret".encode().decode("latin-1")}
 def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a key, that waits half a second for a request."""
     log, key = tmp_path_factory.mktemp("guarded") / "log", {"SGL_ASPECTS_API_KEY": "sécret"}
-    with serving(model, log, "--body-timeout", "0.5", environment=key) as server:
+    with serving(model, log, "--body-timeout", "0.5", environment=key, forks=True) as server:
         yield server
         assert server.stop() == 0
 

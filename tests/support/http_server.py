@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_schedulers import ForkedProgram
 from tests.support.processes import end, wait_until
 
 START_SECONDS = 120
@@ -25,7 +26,7 @@ LOCAL = "127.0.0.1"
 class Server:
     """``log`` holds its output; ``model`` is the name that it serves."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProgram
     log: Path
     model: str
     port: int = 0
@@ -112,16 +113,22 @@ def serving(
     prefix: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
+    forks: bool = False,
 ) -> Iterator[Server]:
-    """A server of ``model`` at a free port; ``prefix`` goes before the command's own words."""
-    command = [*prefix, sys.executable, "-m", "sgl_aspects", "serve", "--model", str(model), "--port", "0"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-        )
+    """A server of ``model`` at a free port; ``prefix`` goes before the command's own words.
+
+    :param forks: its processes are forked from one that has torch (see ``forked_schedulers``).
+    """
+    words = ["serve", "--model", str(model), "--port", "0", *flags]
+    env = {**os.environ, **(environment or {})}
+    process: subprocess.Popen[bytes] | ForkedProgram
+    if forks:
+        log.touch()
+        process = ForkedProgram(words, log, env)
+    else:
+        command = [*prefix, sys.executable, "-m", "sgl_aspects", *words]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     server = Server(process, log, model.name)
     try:
         if wait:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 
 def free_port() -> int:
@@ -23,7 +23,15 @@ def free_port() -> int:
             return port
 
 
-def end(process: subprocess.Popen[Any]) -> None:
+class Program(Protocol):
+    """Methods of a process that tests have started, a `subprocess.Popen` or another."""
+
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def end(process: Program) -> None:
     """Terminate the process, after 20 seconds kill it, and wait for its end."""
     process.terminate()
     try:

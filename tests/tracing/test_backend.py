@@ -23,6 +23,8 @@ from tests.support.otlp_receiver import spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin, collected
 
+pytestmark = pytest.mark.usefixtures("forked_collectors")
+
 
 def test_a_process_that_waits_for_the_end_logs_why(capfd: pytest.CaptureFixture[str]) -> None:
     class Hanging(SpanExporter):

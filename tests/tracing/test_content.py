@@ -20,7 +20,7 @@ from sgl_aspects.tracing.content import CAPTURE, INPUT, LENGTH, OUTPUT, REDACT, 
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.tiny_models import make_llama
 
-pytestmark = pytest.mark.usefixtures("forked_schedulers")
+pytestmark = pytest.mark.usefixtures("forked_schedulers", "forked_collectors")
 
 SECRET = "xylophone-quartz"
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"my name is {SECRET}"}]

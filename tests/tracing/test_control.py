@@ -24,7 +24,7 @@ from tests.support.processes import command, is_running, wait_until
 from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
 
-pytestmark = pytest.mark.usefixtures("forked_schedulers")
+pytestmark = pytest.mark.usefixtures("forked_schedulers", "forked_collectors")
 
 spawn = multiprocessing.get_context("spawn")
 

@@ -325,7 +325,7 @@ def test_log_correlation_is_removed_below_a_later_factory(caplog: pytest.LogCapt
         logging.setLogRecordFactory(before)
 
 
-def test_a_scheduler_without_opentelemetry_logs_its_steps(tmp_path: Path) -> None:
+def test_a_scheduler_without_opentelemetry_logs_its_steps(tmp_path: Path, forked_scheduler: None) -> None:
     """In a process of its own: the ids in the log are those of the exported spans."""
     import re
 

@@ -23,6 +23,8 @@ from tests.support.otlp_receiver import spans_of
 from tests.support.processes import command, wait_until
 from tests.support.sessions import begin, read_file, run_scheduler
 
+pytestmark = pytest.mark.usefixtures("forked_collectors")
+
 spawn = multiprocessing.get_context("spawn")
 
 

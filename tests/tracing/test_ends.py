@@ -17,7 +17,7 @@ from tests.support.otlp_receiver import Span, spans_of
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
 
-pytestmark = pytest.mark.usefixtures("forked_schedulers")
+pytestmark = pytest.mark.usefixtures("forked_schedulers", "forked_collectors")
 
 ODD = {
     "ü-日本": "ü-日本",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,12 +24,13 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.schema import DETAILS
 from tests.support import workers
+from tests.support.forked_schedulers import ForkedContext
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 from tests.support.processes import is_running, wait_until
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama, make_tokenizer
 
-spawn = multiprocessing.get_context("spawn")
+with_torch = ForkedContext()
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REQUEST = "chat tiny"
@@ -335,6 +335,7 @@ def test_the_file_parses_back_into_what_the_receiver_got(run: Run) -> None:
     assert sorted(parsed, key=repr) == sorted(run.receiver.spans, key=repr)
 
 
+@pytest.mark.usefixtures("forked_scheduler")
 @pytest.mark.parametrize(
     ("level", "names"),
     [(1, {COMPLETION} | CHILDREN), (3, {COMPLETION, "load_model"} | CHILDREN | STEPS | {"forward"})],
@@ -352,6 +353,7 @@ def test_levels_over_grpc(model: Path, monkeypatch: pytest.MonkeyPatch, level: i
         assert (root.trace_id, root.parent_id) == (TRACE, CALLER)
 
 
+@pytest.mark.usefixtures("forked_scheduler")
 def test_a_scheduler_that_is_killed(model: Path) -> None:
     with http_receiver() as receiver:
         with (
@@ -390,8 +392,8 @@ def test_a_scheduler_that_is_killed(model: Path) -> None:
 
 def test_an_owner_that_is_killed(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "traces.jsonl"
-    ready, theirs = spawn.Pipe()
-    owner = spawn.Process(target=workers.own_a_traced_engine, args=(theirs, str(model), str(file)))
+    ready, theirs = with_torch.Pipe()
+    owner = with_torch.Process(target=workers.own_a_traced_engine, args=(theirs, str(model), str(file)))
     owner.start()
     folder, collector, scheduler = ready.recv()
     owner.kill()
@@ -442,8 +444,8 @@ def test_functions_in_the_scheduler_process_are_the_originals_unless_traced(
 ) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE", asked)
     monkeypatch.setenv("SGL_ASPECTS_TRACE_RUN", str(tmp_path))
-    results, theirs = spawn.Pipe()
-    process = spawn.Process(target=workers.woven_in_a_scheduler_process, args=(theirs,))
+    results, theirs = with_torch.Pipe()
+    process = with_torch.Process(target=workers.woven_in_a_scheduler_process, args=(theirs,))
     process.start()
     theirs.close()
     assert sorted(results.recv()) == expected

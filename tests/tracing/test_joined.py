@@ -35,6 +35,8 @@ from tests.support.otlp_receiver import Receiver, below
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, run_scheduler
 
+pytestmark = pytest.mark.usefixtures("forked_collectors")
+
 
 def test_a_second_engine_serves_the_same_ids(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:

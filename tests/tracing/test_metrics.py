@@ -31,7 +31,7 @@ from tests.support.processes import free_port, wait_until
 from tests.support.sessions import run_scheduler
 from tests.support.tiny_models import make_llama
 
-pytestmark = pytest.mark.usefixtures("forked_schedulers")
+pytestmark = pytest.mark.usefixtures("forked_schedulers", "forked_collectors")
 
 SECOND = 1_000_000_000
 COMMON = {

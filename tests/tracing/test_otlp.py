@@ -33,10 +33,12 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.export import otlp
 from tests.support.distributions import install
-from tests.support.otlp_receiver import Receiver, Span, http_receiver, spans_of
+from tests.support.otlp_receiver import Receiver, Span, http_receiver, serving, spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin
 from tests.support.tls_files import make_certificate
+
+pytestmark = pytest.mark.usefixtures("forked_collectors")
 
 PARTIAL = ExportTraceServiceResponse(
     partial_success=ExportTracePartialSuccess(rejected_spans=2, error_message="too old")
@@ -88,14 +90,8 @@ def http_backend(
         server.socket = context.wrap_socket(server.socket, server_side=True)
     base = "https://localhost" if certificates else "http://127.0.0.1"
     backend.endpoint = f"{base}:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield backend
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from tests.support.otlp_receiver import Receiver, below, spans_of
 from tests.support.processes import wait_until
 from tests.support.sessions import begin, read_file, run_scheduler, unsampled
 
+pytestmark = pytest.mark.usefixtures("forked_collectors")
+
 SECOND = 1_000_000_000
 CHILD = SpanType("tokenize")
 

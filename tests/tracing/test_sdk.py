@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sgl_aspects.tracing import attach
 from tests.support.otlp_receiver import spans_of
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
+from tests.support.torch_programs import run_with_torch
 
 # In a process of its own: a provider is set once and for all.
 PROGRAM = """
@@ -51,19 +51,14 @@ if __name__ == "__main__":
 """
 
 
-def test_the_application_s_provider_gets_the_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_application_s_provider_gets_the_spans(tmp_path: Path) -> None:
     make_llama(tmp_path / "tiny", max_position_embeddings=1024)
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
-    monkeypatch.setenv("SGL_ASPECTS_RECORDER", "sdk")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program), str(tmp_path / "tiny")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    spans = {span["name"]: span for span in json.loads(done.stdout.splitlines()[-1])}
+    begin = "import sys, warnings; warnings.simplefilter('error'); "
+    begin += f"sys.argv[1:] = [{str(tmp_path / 'tiny')!r}]"
+    environment = {**os.environ, "SGL_ASPECTS_RECORDER": "sdk"}
+    status, printed, errors = run_with_torch(begin + PROGRAM, environment, tmp_path)
+    assert status == 0, errors
+    spans = {span["name"]: span for span in json.loads(printed.splitlines()[-1])}
     assert set(spans) == {
         "text_completion tiny",
         "tokenize",
@@ -191,15 +186,13 @@ if __name__ == "__main__":
 def test_the_same_spans_as_with_the_ring(tmp_path: Path) -> None:
     """Names, parents, attributes and links of the same run, each with its own recorder."""
     make_llama(tmp_path / "tiny", max_position_embeddings=1024)
-    program, file = tmp_path / "program.py", tmp_path / "traces.jsonl"
-    program.write_text(SAME)
+    file = tmp_path / "traces.jsonl"
     printed = {}
     for mode in ("sdk", "ring"):
-        command = [sys.executable, str(program), str(tmp_path / "tiny"), mode, str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        printed[mode] = done.stdout.splitlines()[-1]
-    sdk = json.loads(printed["sdk"])
+        arguments = f"import sys; sys.argv[1:] = {[str(tmp_path / 'tiny'), mode, str(file)]}"
+        status, printed[mode], errors = run_with_torch(arguments + SAME, os.environ, tmp_path)
+        assert status == 0, errors
+    sdk = json.loads(printed["sdk"].splitlines()[-1])
     names = {span["context"]["span_id"]: span["name"] for span in sdk}
     traces = {span["context"]["trace_id"] for span in sdk}
     from_sdk = Counter(
