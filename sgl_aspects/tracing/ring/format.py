@@ -36,7 +36,6 @@ WORD_CLOSED = 18
 WORD_DETACHING_NS = 19
 WORD_TAKEN = 24  # by the collector
 WORD_LEVEL = 32  # written by `sgl-aspects control`
-WORD_WANTED_LEVEL = 33
 WORD_SAMPLE = 34
 #: Values of WORD_CLOSED: the process has ended; the process was detached from and lives on.
 CLOSED, DETACHED = 1, 2
