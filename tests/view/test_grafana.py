@@ -115,6 +115,8 @@ def ask(url: str, expression: str) -> list[Any]:
     except ConnectionError:
         return []
     except urllib.error.HTTPError as error:
+        if error.code == 503:  # it is reading its files
+            return []
         raise AssertionError(f"{expression}: {error.read().decode()}") from error
     except urllib.error.URLError:
         return []
