@@ -274,3 +274,12 @@ def test_a_hook_that_was_switched_off_and_removed_is_on_when_it_is_woven_again(e
     handle.remove()
     with aspects.woven(hook):
         assert engine.f() == ("hooked", ("f", 0, 1))
+
+
+def test_bound_methods_of_other_instances_stay_as_they_are(engine: Any) -> None:
+    engine.one, engine.other = engine.A(), engine.A()
+    held = {"one": engine.one.m, "other": engine.other.m}
+    with aspects.woven(around("engine:one.m", hooked)):
+        assert held["one"]() == ("hooked", "m")
+        assert held["other"]() == "m"
+    assert held["one"]() == "m"

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import Watch, around, no_hook_is_left
+from tests.support.woven_modules import Watch, around, hooked, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
 
@@ -235,3 +235,21 @@ def test_a_warning_names_the_callers_file(mod: Any) -> None:
     with aspects.woven(Watch().on("debugged:warn")), pytest.warns(DeprecationWarning, match="old") as caught:
         mod.warn()
     assert isinstance(caught[0].lineno, int)
+
+
+def test_a_finder_that_asks_all_finders_is_not_asked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As watchers of other tools do, which stand beside ours."""
+
+    class Asking:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            specs = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
+            return next((spec for spec in specs if spec is not None), None)
+
+    (tmp_path / "asked_by_all.py").write_text("def f(): return 'f'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [Asking(), *sys.meta_path])
+    with aspects.woven(around("asked_by_all:f", hooked)):
+        module = importlib.import_module("asked_by_all")
+        assert module.f() == ("hooked", "f")
