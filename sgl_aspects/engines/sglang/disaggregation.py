@@ -10,7 +10,7 @@ is the same on both except for its id; they share ``bootstrap_room``, from which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import time_ns
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.engines.base import Role
@@ -129,7 +129,7 @@ class _DisaggregationObserver:
             if request is not None and request.phase == "kv_transfer":
                 metric = req.disagg_kv_sender.get_transfer_metric()
                 request.values = reason, getattr(metric, "transfer_total_bytes", None)
-            self._requests.finished(req.rid, len(req.output_ids), reason)
+            self._requests.finished(req.rid, len(req.output_ids), reason, now=_transferred_ns(req))
 
     def decodes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         now, reqs = time_ns(), list(self._batch(args, kwargs).reqs)
@@ -164,6 +164,12 @@ class _DisaggregationObserver:
         self._requests.finished(
             self._aborted(args, kwargs).rid, None, "abort", _refusal(reason.get("status_code"))
         )
+
+
+def _transferred_ns(req: Any) -> int:
+    """Return SGLang's own time of the transfer's end: by now the answer may have left the server. 0: none."""
+    end = getattr(getattr(req, "time_stats", None), "prefill_kv_transfer_finish_time", 0.0)
+    return time_ns() - int((perf_counter() - end) * 1e9) if end else 0
 
 
 def _refusal(status: int | None) -> str:
