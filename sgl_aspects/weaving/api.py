@@ -347,7 +347,7 @@ def report() -> Report:
     with weaver.lock:
         return Report(
             hooks=tuple(map(_hook_report, weaver.advices)),
-            stale=tuple(stale for point in weaver.points for stale in weaver.table.stale.get(point, ())),
+            stale=tuple(stale for point in weaver.points for stale in point.stale),
             displaced=tuple(str(point.place) for point in weaver.table.displaced()),
         )
 
@@ -392,7 +392,7 @@ def _explain_point(point: JoinPoint) -> list[str]:
             f"{'  ' * (depth + 1)}{advice.hook_type.value} {advice.name} order={advice.order}{source}{state}"
         )
     lines.append(f"{'  ' * (len(point.advices) + 1)}original {point.place}")
-    lines += [f"  still held by {stale.holder}" for stale in weaver.table.stale.get(point, ())]
+    lines += [f"  still held by {stale.holder}" for stale in point.stale]
     if point.displaced:
         lines.append("  another patch covers it")
     return lines

@@ -163,7 +163,7 @@ class Presence(enum.Enum):
 class Resolution(NamedTuple):
     """The result of resolving an alternate of a target in one module.
 
-    :param places: the attributes; empty unless found.
+    :param places: the attributes; for a lazy one, the ``__getattr__`` that creates it.
     :param detail: the reason why it is not woven, for reports.
     """
 
@@ -188,18 +188,22 @@ def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
     if places:
         return Resolution(Presence.FOUND, places)
     path = tuple(segment.removesuffix("+") for segment in path)
-    if current(module, path[0]) is MISSING and attribute_maker(module) is not None:
+    maker = _attribute_maker(module)
+    if current(module, path[0]) is MISSING and maker is not None:
         detail = f"module {name} creates {path[0]} on first access, which has not happened"
-        return Resolution(Presence.LAZY, detail=detail)
+        return Resolution(Presence.LAZY, (maker,), detail)
     if _is_absent_for_good(alternate, name, module):
         return Resolution(Presence.ABSENT, detail=_absence(path, name, module))
     return Resolution(Presence.PENDING)
 
 
-def attribute_maker(module: Any) -> Any:
-    """Return the owner of the ``__getattr__`` of ``module``: the module itself or a class; or None."""
-    owners = (module, *bases(type(module)))
-    return next((one for one in owners if is_a(current(one, "__getattr__"), types.FunctionType)), None)
+def _attribute_maker(module: Any) -> AttributeReference | None:
+    """Return the ``__getattr__`` of ``module``, of its own or of its class."""
+    for owner in (module, *bases(type(module))):
+        raw = current(owner, "__getattr__")
+        if is_a(raw, types.FunctionType):
+            return AttributeReference(owner, "__getattr__", raw)
+    return None
 
 
 def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
@@ -257,13 +261,11 @@ def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
     if not place.inherited or not is_class(place.owner):
         return False
     for base in bases(place.owner)[1:]:
-        name = type.__dict__["__qualname__"].__get__(base)
+        module, _, name = class_name(base).partition(":")
         defines = current(base, place.name) is not MISSING
         if defines or inherited(base, place.name) is not MISSING:
-            standing: Any = sys.modules.get(class_module(base))
-            for part in name.split("."):
-                standing = current(standing, part) if standing is not None else None
-            if standing is base and alternate.names_class(class_module(base), name):
+            standing = find(sys.modules.get(module), tuple(name.split(".")))
+            if any(one.raw is base for one in standing) and alternate.names_class(module, name):
                 return True
         if defines:
             return False
@@ -354,6 +356,17 @@ def _with_subclasses(cls: type) -> list[type]:
         waiting += [one for one in subclasses if id(one) not in found]
         found |= {id(one): one for one in subclasses}
     return list(found.values())
+
+
+def with_nested(classes: Iterable[type]) -> list[type]:
+    """Return ``classes`` and those defined within them."""
+    found = list(classes)
+    for cls in found:  # grows during the iteration
+        prefix = f"{class_name(cls)}."
+        found += [
+            one for one in namespace(cls).values() if is_class(one) and class_name(one).startswith(prefix)
+        ]
+    return found
 
 
 def filled_slots(instance: Any) -> list[tuple[types.MemberDescriptorType, Any]]:

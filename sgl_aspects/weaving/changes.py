@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -33,7 +31,16 @@ class Changes:
         self._deferred: deque[tuple[Change, list[Any]]] = deque()
         self._after_fork = after_fork
         if hasattr(os, "register_at_fork"):
-            _keep_lock_over_forks(weakref.ref(self))
+            # A fork waits for the change in progress: the child gets complete state and an unlocked lock.
+            os.register_at_fork(
+                before=lambda: self.lock.acquire(),
+                after_in_parent=lambda: self.lock.release(),
+                after_in_child=self._renew,
+            )
+
+    def _renew(self) -> None:
+        self.lock = threading.RLock()
+        self._after_fork()
 
     def run(self, change: Change, subjects: list[Any], strict: bool = False) -> None:
         """Run ``change`` under the lock; during another change, defer it until after that one, not strict.
@@ -74,13 +81,10 @@ class Changes:
     def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
         """Remove ``subjects`` from the deferred calls of ``change``; returns the removed ones."""
         withdrawn = []
-        for entry in [entry for entry in list(self._deferred) if entry[0] == change]:
-            for subject in [subject for subject in subjects if subject in entry[1]]:
-                entry[1].remove(subject)
+        for deferred, waiting in list(self._deferred):
+            for subject in [one for one in subjects if deferred == change and one in waiting]:
+                waiting.remove(subject)
                 withdrawn.append(subject)
-            if not entry[1]:
-                with contextlib.suppress(ValueError):  # a signal handler has removed it meanwhile
-                    self._deferred.remove(entry)
         return withdrawn
 
     def _run_deferred(self) -> None:
@@ -95,24 +99,3 @@ class Changes:
         """Run changes that were deferred while the previous one was ending."""
         if self._deferred:
             self.run(lambda subjects, strict: None, [])
-
-
-def _keep_lock_over_forks(changes: weakref.ref[Changes]) -> None:
-    """Make a fork wait for the change in progress: the child gets complete state and an unlocked lock."""
-
-    def calling(action: Callable[[Changes], object]) -> Callable[[], None]:
-        def call() -> None:
-            if (this := changes()) is not None:
-                action(this)
-
-        return call
-
-    def renew(this: Changes) -> None:
-        this.lock = threading.RLock()
-        this._after_fork()
-
-    os.register_at_fork(
-        before=calling(lambda this: this.lock.acquire()),
-        after_in_parent=calling(lambda this: this.lock.release()),
-        after_in_child=calling(renew),
-    )

@@ -18,7 +18,6 @@ from sgl_aspects.errors import HookError, MissingTargetError, Stop
 from sgl_aspects.weaving.attributes import (
     AttributeReference,
     Presence,
-    attribute_maker,
     class_name,
     find,
     is_class,
@@ -53,17 +52,17 @@ _SCRIPTING = "torch.jit.frontend"
 _LOST = (State.MISSING, State.FAILED)
 """No later import can make such a hook work."""
 
-Work = Iterable[tuple[Advice, str, Any]]
-"""Hooks, each with the name of a module in which to resolve its target, and that module."""
-
 
 class Weaver:
-    """Everything that is woven in this process."""
+    """Everything that is woven in this process.
+
+    :ivar table: the join points, for others to read only.
+    """
 
     def __init__(self) -> None:
         self._advices: dict[Advice, None] = {}
-        self._table = JoinPointTable()
-        self._changes = Changes(self._table.count_anew)
+        self.table = JoinPointTable()
+        self._changes = Changes(self.table.count_anew)
         self._index = ModuleIndex()
         self._chosen: dict[Advice, int] = {}  # which alternate is woven
         self._missing: dict[Advice, dict[int, str]] = {}  # alternates that no import can define, and why
@@ -133,7 +132,7 @@ class Weaver:
             self._remove(new)
             raise
         if _COMPILER in sys.modules:
-            self._forget_compiled_code(new, [point for one in new for point, _ in self._table.of(one)])
+            self._forget_compiled_code(new, [point for one in new for point, _ in self.table.of(one)])
 
     def _remove(self, advices: list[Advice], strict: bool = False) -> None:
         gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
@@ -153,19 +152,19 @@ class Weaver:
         points = list(self._touched)
         self._apply(strict=False)
         self._forget_compiled_code(gone, points)
+        self._uninstall_watcher()
         if not self._advices:
-            self._uninstall_watcher()
             self._lazy.restore()
             if self._unwatch_scripting is not None:
                 self._unwatch_scripting()
                 self._unwatch_scripting = None
 
     def _switch(self, advices: list[Advice], enabled: bool) -> None:
-        points = [point for advice in advices for point, _ in self._table.of(advice)]
+        points = [point for advice in advices for point, _ in self.table.of(advice)]
         self._touched += points
         for advice in advices:
             advice.enabled = enabled
-            if self._table.of(advice):
+            if self.table.of(advice):
                 advice.state = State.WOVEN if enabled else State.DISABLED
         self._apply(strict=False)
         self._forget_compiled_code(advices, points)
@@ -187,13 +186,12 @@ class Weaver:
     def _notify_listeners(self, name: str, module: Any) -> None:
         with self.lock:
             callbacks = self._listeners.pop(name, [])
-            if not self._advices:
-                self._uninstall_watcher()
+            self._uninstall_watcher()
         for callback in callbacks:
             callback(module)
 
     def _uninstall_watcher(self) -> None:
-        if not self._listeners:
+        if not (self._advices or self._listeners):
             self._watcher.uninstall()
 
     def apply(self) -> None:
@@ -216,21 +214,16 @@ class Weaver:
     @property
     def points(self) -> list[JoinPoint]:
         with self.lock:
-            return list(self._table.points)
-
-    @property
-    def table(self) -> JoinPointTable:
-        """The table of join points, for reading only."""
-        return self._table
+            return list(self.table.points)
 
     def points_named(self, target: Target) -> list[JoinPoint]:
         """Return the join points of ``target`` in loaded modules, under whatever name they were woven."""
         with self.lock:
             found: dict[JoinPoint, None] = {}
-            for name, module in loaded(target) if self._table.points else ():
+            for name, module in loaded(target) if self.table.points else ():
                 for path in target.attribute_paths(name):
                     for place in find(module, path):
-                        found.update(dict.fromkeys(self._table.at(place)))
+                        found.update(dict.fromkeys(self.table.at(place)))
             return list(found)
 
     # -- modules as they load ---------------------------------------------------------------------------
@@ -253,9 +246,10 @@ class Weaver:
         try:
             if name in (_COMPILER, _SCRIPTING):
                 self._note_compiler()
-            concerned = list(self._index.concerned(name, module))
-            self._weave(concerned, strict=strict)
-            lost = [advice for advice, *_ in concerned if advice.required and advice.state in _LOST]
+            concerned = self._index.concerned(name)
+            elsewhere = self._in_loaded_modules(self._subclasses.concerned_in(name, module))
+            self._weave([*((advice, name, module) for advice in concerned), *elsewhere], strict=strict)
+            lost = [advice for advice in concerned if advice.required and advice.state in _LOST]
         except Exception:
             logger.exception("hooks on %s failed; the import continues", name)
         finally:
@@ -266,13 +260,13 @@ class Weaver:
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         try:
-            self._changes.run_or_defer(self._look_again, self._subclasses.concerned(cls))
+            self._changes.run_or_defer(self._look_again, self._subclasses.concerned([cls]))
         except Exception:
             logger.exception("hooks on %s failed", class_name(cls))
 
     def _scripted(self, function: Any) -> None:
         """Warn that torch.jit is about to compile the source of ``function``, without its hooks."""
-        for point in self._table.points:
+        for point in self.table.points:
             if point.function is function and point.active:
                 logger.warning(
                     "torch.jit compiles %s from its source, without its hooks: %s; hook what calls the "
@@ -285,10 +279,10 @@ class Weaver:
         if self._unwatch_scripting is None and _SCRIPTING in sys.modules:
             self._unwatch_scripting = compat.watch_torchscript(sys.modules[_SCRIPTING], self._scripted)
         compiler = sys.modules.get("torch.compiler")
-        if self._table.compiling is None and _COMPILER in sys.modules and compiler is not None:
-            self._table.compiling = compat.compiling_test(compiler)
-            for point in self._table.points:
-                point.refresh(self._table.compiling)
+        if self.table.compiling is None and _COMPILER in sys.modules and compiler is not None:
+            self.table.compiling = compat.compiling_test(compiler)
+            for point in self.table.points:
+                point.refresh(self.table.compiling)
 
     def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[JoinPoint]) -> None:
         """Reset torch.compile if its code may contain the old body of one of ``points``.
@@ -310,8 +304,8 @@ class Weaver:
 
     # -- weaving ----------------------------------------------------------------------------------------
 
-    def _weave(self, work: Work, *, strict: bool) -> None:
-        """Attach hooks to their targets.
+    def _weave(self, work: Iterable[tuple[Advice, str, Any]], *, strict: bool) -> None:
+        """Attach hooks to their targets in the modules of these names.
 
         Class replacements go first, so that hooks on methods apply to the replacement class.
         """
@@ -328,13 +322,13 @@ class Weaver:
             if resolution is None or self._chosen.get(advice, rank) < rank:
                 continue
             for base in bases_of_family(alternate, module):
-                self._attach_own(self._subclasses.wait(advice, base), base, "__init_subclass__")
+                own = self._subclasses.wait(advice, base)
+                self._touched += self.table.attach(own, next(find(base, ("__init_subclass__",))))
             if resolution.presence is Presence.FOUND:
                 self._attach(advice, rank, resolution.places, module, strict=strict)
             elif resolution.presence is Presence.LAZY:
-                maker, (attribute, *_) = attribute_maker(module), alternate.attribute_path(name)  # type: ignore[misc]
-                own = self._lazy.wait(name, module, attribute.removesuffix("+"), maker)
-                self._attach_own(own, maker, "__getattr__")
+                own = self._lazy.wait(name, module, alternate, resolution.places[0].owner)
+                self._touched += self.table.attach(own, resolution.places[0])
                 advice.detail = resolution.detail
             elif resolution.presence is Presence.ABSENT:
                 self._note_missing(advice, rank, resolution.detail)
@@ -351,27 +345,24 @@ class Weaver:
             try:
                 # The module's code has just run again: its attributes are new, even those woven before.
                 rerun = module is self._just_run and place.owner is module
-                self._touched += self._table.attach(advice, place, rerun=rerun)
+                self._touched += self.table.attach(advice, place, rerun=rerun)
             except HookError as fault:
                 faults.append(fault)
-        if self._table.of(advice):
+        if self.table.of(advice):
             advice.state = State.WOVEN if advice.enabled else State.DISABLED
             advice.detail = ""
         elif faults and "*" not in advice.target.alternates[rank].text:  # patterns skip unhookable objects
             self._fail(advice, faults[0], strict=strict)
 
-    def _attach_own(self, own: Advice, owner: Any, name: str) -> None:
-        self._touched += self._table.attach(own, next(find(owner, (name,))))
-
     def _detach(self, advice: Advice) -> None:
-        self._touched += [point for point, _ in self._table.of(advice)]
-        self._table.detach(advice)
+        self._touched += [point for point, _ in self.table.of(advice)]
+        self.table.detach(advice)
 
     def _apply(self, *, strict: bool) -> None:
         try:
-            refused, detached = self._table.apply(self._touched)
+            refused, detached = self.table.apply(self._touched)
         except Exception:  # it would come again with each later change
-            self._table.before.clear()
+            self.table.before.clear()
             self._touched.clear()
             raise
         self._touched.clear()
@@ -382,7 +373,7 @@ class Weaver:
             self._weave(self._in_loaded_modules([*detached, *absent]), strict=False)
         for advice, fault in refused.items():
             # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
-            if not self._table.of(advice) and advice in self._advices:
+            if not self.table.of(advice) and advice in self._advices:
                 self._fail(advice, fault, strict=strict)
 
     # -- hooks that cannot be woven ---------------------------------------------------------------------
@@ -396,7 +387,7 @@ class Weaver:
             self._report_lost(advice, "failed")
 
     def _note_missing(self, advice: Advice, rank: int, detail: str) -> None:
-        if self._table.of(advice):
+        if self.table.of(advice):
             return
         gone = self._missing.setdefault(advice, {})
         known = gone.get(rank) == detail

@@ -23,6 +23,7 @@ from sgl_aspects.weaving.attributes import (
     OwnDict,
     filled_slots,
     found_after,
+    inherited,
     is_a,
     is_class,
     namespace,
@@ -43,12 +44,14 @@ def open_attribute(place: AttributeReference) -> Opened:
     :raises HookError: it contains no callable, or cannot be replaced.
     """
     content, called = _open(place)
-    is_shadow = place.inherited and is_class(place.owner) and not place.binds_to_owner
+    if place.binds_to_owner:
+        return content, _of_class(content, place)
+    is_shadow = place.inherited and is_class(place.owner)
     return content, _next_in_line(content, called, place) if is_shadow else called
 
 
 def _open(place: AttributeReference) -> Opened:
-    raw = place.raw
+    raw, owner = place.raw, place.owner
     if is_class(raw):
         raise HookError(
             f"{place} is a class, and a class takes only REPLACE with a class; "
@@ -56,22 +59,34 @@ def _open(place: AttributeReference) -> Opened:
         )
     if place.binds_to_owner:
         return _open_for_owner(place)
-    if is_a(raw, (classmethod, staticmethod)):
-        opened = _itself(place, raw.__func__)
-        binds = isinstance(raw, classmethod) and sys.version_info < (3, 13)
-        return _late(place, raw.__func__) if binds else opened
+    if raw is object.__new__:
+        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments.
+        raise HookError(
+            f"{place} is object's own, and CPython cannot undo replacing it; "
+            f"hook '{str(place).removesuffix('__new__')}__init__'"
+        )
     if is_a(raw, property):
-        return _open_property(place)
-    if is_a(raw, functools.cached_property):
-        return _itself(place, raw.func)
-    is_method = isinstance(raw, (functools.partialmethod, functools.singledispatchmethod))
-    # Not a data descriptor: those have no call of their own.
-    only_binds = hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
-    if is_method or (is_class(place.owner) and not callable(raw) and only_binds):
-        return raw, bound_late(raw, place.owner)
-    _check_new(place)
-    opened = _itself(place, raw)
-    return _late(place, raw) if is_class(place.owner) else opened
+        function = getattr(raw, place.part or "fget")
+        if function is None:
+            have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
+            raise HookError(f"{place}: the property has no {place.part}; it has {have}")
+        return function, function
+    if is_a(raw, (classmethod, staticmethod)):
+        content = raw.__func__
+        binds = is_a(raw, classmethod) and sys.version_info < (3, 13)
+    elif is_a(raw, functools.cached_property):
+        content, binds = raw.func, False
+    else:
+        content, binds = raw, is_class(owner)
+        if (
+            binds
+            and not callable(raw)
+            and hasattr(type(raw), "__get__")
+            and not hasattr(type(raw), "__set__")
+        ):
+            return raw, bound_late(raw, owner)
+    opened = _itself(place, content)
+    return (content, bound_late(content, owner)) if binds else opened
 
 
 def _itself(place: AttributeReference, content: Any) -> Opened:
@@ -84,7 +99,7 @@ def _itself(place: AttributeReference, content: Any) -> Opened:
 
 
 def _next_in_line(
-    content: Any, inherited: Callable[..., Any], place: AttributeReference
+    content: Any, fallback: Callable[..., Any], place: AttributeReference
 ) -> Callable[..., Any]:
     """Return a function that calls the next implementation in the subject's method resolution order.
 
@@ -100,14 +115,14 @@ def _next_in_line(
         try:
             following = super(owner, subject)
         except TypeError:  # it is not an instance of the class
-            return inherited(subject, *args, **kwargs)
+            return fallback(subject, *args, **kwargs)
         if is_method:
             return getattr(following, name)(*args, **kwargs)
         if is_getter:
             return getattr(following, name)
         found = found_after(subject if is_class(subject) else type(subject), owner, name)
         if found is MISSING or found is raw:
-            return inherited(subject, *args, **kwargs)
+            return fallback(subject, *args, **kwargs)
         if place.part:
             return getattr(found, place.part)(subject, *args)
         if is_a(found, functools.cached_property):
@@ -118,22 +133,6 @@ def _next_in_line(
         return value(*([subject] if name == "__new__" else []), *args, **kwargs)
 
     return calls_original(functools.update_wrapper(called, content))
-
-
-def _late(place: AttributeReference, content: Any) -> Opened:
-    """Bind at each call unless ``content`` is a plain function: other descriptors bind in their own way."""
-    if type(content) is types.FunctionType:
-        return content, content
-    return content, bound_late(content, place.owner)
-
-
-def _check_new(place: AttributeReference) -> None:
-    if place.raw is object.__new__:
-        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments.
-        raise HookError(
-            f"{place} is object's own, and CPython cannot undo replacing it; "
-            f"hook '{str(place).removesuffix('__new__')}__init__'"
-        )
 
 
 def _open_for_owner(place: AttributeReference) -> Opened:
@@ -154,13 +153,23 @@ def _open_for_owner(place: AttributeReference) -> Opened:
     return _itself(place, raw)
 
 
-def _open_property(place: AttributeReference) -> Opened:
-    raw, part = place.raw, place.part or "fget"
-    function = getattr(raw, part)
-    if function is None:
-        have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
-        raise HookError(f"{place}: the property has no {part}; it has {have}")
-    return function, function
+def _of_class(content: Any, place: AttributeReference) -> Callable[..., Any]:
+    """Return a function that calls ``content``, or what has replaced it in the class of the owner since."""
+    owner, name, raw, cls = place.owner, place.name, place.raw, type(place.owner)
+    lookup: Any = type(cls).__getattribute__
+    if lookup is not type.__getattribute__:  # it may answer anything
+        return content  # type: ignore[no-any-return]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found = getattr(cls, name, content)
+        if found is content or getattr(found, "__func__", MISSING) is content:
+            return content(*args, **kwargs)
+        found = inherited(owner, name)
+        bind = getattr(type(found), "__get__", None)
+        bound = found if bind is None else bind(found, owner, cls)
+        return bound(*(args if is_a(raw, staticmethod) else args[1:]), **kwargs)
+
+    return calls_original(called)
 
 
 # -- rebuilding --------------------------------------------------------------------------------------------
@@ -179,7 +188,7 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
                 return rebuilt(raw, kind, woven[""])
     elif is_a(raw, classmethod):
         return types.MethodType(woven[""], type(owner))
-    elif not is_a(raw, staticmethod):
+    elif not (is_a(raw, staticmethod) or is_class(raw)):
         return classmethod(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
     return woven[""]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import enum
 import functools
 import inspect
@@ -53,14 +54,10 @@ class FunctionKind(enum.Enum):
         else:  # a mock object's is none
             call = inspect.getattr_static(type(function), "__call__", None)
             kind = cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        return cls.COROUTINE if kind is cls.PLAIN and _is_marked(function) else kind
-
-
-def _is_marked(function: Any) -> bool:
-    try:
-        return inspect.iscoroutinefunction(function)
-    except Exception:  # noqa: BLE001  an object may answer in any way
-        return False
+        with contextlib.suppress(Exception):  # an object may answer in any way
+            if kind is cls.PLAIN and inspect.iscoroutinefunction(function):
+                return cls.COROUTINE
+        return kind
 
 
 def _kind_of_code(code: types.CodeType) -> FunctionKind:
@@ -126,7 +123,9 @@ class WovenFunction:
         self._run = types.FunctionType(code, namespace, code.co_name, None, closure)
         self.function: Any = self._run
         if not anonymous:
-            self._imitate(original)
+            self._run.__dict__ = Attributes()
+            self._signature = _Signature.of(self._run)
+            self.take_attributes(original)
 
     @property
     def calls(self) -> int:
@@ -198,12 +197,6 @@ class WovenFunction:
             if getattr(self.function, name) is not value:
                 setattr(original, name, getattr(self.function, name))
         _copy_attributes(self.function, original)
-
-    def _imitate(self, original: types.FunctionType) -> None:
-        function = self.function
-        function.__dict__ = Attributes()
-        self._signature = _Signature.of(function)
-        self.take_attributes(original)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """Return the code of ``shape`` with these hooks, and the model's names and lines."""
@@ -309,14 +302,13 @@ def template(shape: Shape) -> types.CodeType:
     tree = ast.parse("\n".join(_source(shape)))
     factory: Any = tree.body[0]
     woven = factory.body[0]
-    for statement in woven.body:
-        line = 1 + (shape.body if statement in woven.body[:_COUNTING] else 0)
-        for node in ast.walk(statement):
-            _put(node, line)
-    for node in (factory, woven, *ast.walk(factory.args), *ast.walk(woven.args)):
+    for node in ast.walk(factory):
         _put(node, 1)
-    module = compile(tree, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0)
-    code = _code_named("woven", _code_named("factory", module))
+    for node in ast.walk(woven.body[0]):
+        _put(node, 1 + shape.body)
+    names: dict[str, Any] = {}
+    exec(compile(tree, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0), names)
+    code: types.CodeType = names["factory"](*range(shape.free)).__code__
     return code.replace(
         co_consts=tuple(
             _CONSTANTS.get(const, const) if type(const) is str else const for const in code.co_consts
@@ -324,20 +316,11 @@ def template(shape: Shape) -> types.CodeType:
     )
 
 
-_COUNTING = 1  # number of statements that count the call
-
-
 def _put(node: ast.AST, line: int) -> None:
     """Move ``node`` to ``line``, without a column: the source there is the target's own."""
     if "lineno" in node._attributes:
         node.lineno = node.end_lineno = line  # type: ignore[attr-defined]
         node.col_offset = node.end_col_offset = -1 if sys.version_info >= (3, 11) else 0  # type: ignore[attr-defined]
-
-
-def _code_named(name: str, outer: types.CodeType) -> types.CodeType:
-    return next(
-        const for const in outer.co_consts if isinstance(const, types.CodeType) and const.co_name == name
-    )
 
 
 def _source(shape: Shape) -> list[str]:
@@ -354,7 +337,8 @@ def _source(shape: Shape) -> list[str]:
         body.append(f"if 0: {free}")  # never runs: makes the function close over them
     body.append("chain = '<chain>'")
     body += _observed(shape) if shape.observers else _delegate(shape, "chain", packed=shape.packed)
-    return [f"def factory({free}):", f"    {definition} woven(*args, **kwargs):", *_indent(_indent(body))]
+    woven = [f"{definition} woven(*args, **kwargs):", *_indent(body), "return woven"]
+    return [f"def factory({free}):", *_indent(woven)]
 
 
 def _result(shape: Shape, chain: str, packed: bool) -> str:

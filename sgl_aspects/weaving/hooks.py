@@ -13,6 +13,7 @@ import itertools
 import logging
 import reprlib
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -434,8 +435,8 @@ class CompiledChain:
 
     def remove(self) -> None:
         """Withdraw the chain except from calls in progress: the compiler may keep code alive."""
-        frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
-        begun = {id(frame.f_code) for frame in frames}
+        stacks = map(traceback.walk_stack, sys._current_frames().values())
+        begun = {id(frame.f_code) for stack in stacks for frame, _ in stack}
         for reader, name in list(self._readers.items()):
             if name == self.name and id(reader()) not in begun:
                 self._forget(reader)
@@ -452,9 +453,3 @@ class CompiledChain:
             self._namespace.pop(CHAINS_NAME, None)
             if readers:
                 self._namespace[CHAINS_NAME] = _chains
-
-
-def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -33,27 +33,26 @@ class JoinPoint(abc.ABC):
 
     :ivar inner: the hooked object; for a descriptor, the callable in it.
     :ivar function: the woven function or proxy; None for a class.
-    :ivar stale: objects other than referrers that could not be changed.
-    :ivar superseded: the module's code ran again, and another join point has the attribute now.
+    :ivar stale: what still holds the object that was here before, and could not be changed.
+    :ivar slot: the attribute; shared by the points for the parts of one property.
     """
 
-    __slots__ = ("advices", "inner", "installed", "place", "stale", "superseded")
+    __slots__ = ("advices", "inner", "installed", "place", "slot", "stale")
 
     kind: str
     function: Any = None
-    slot: Slot | None = None
     calls: Any = 0
 
-    def __init__(self, place: AttributeReference, inner: Any) -> None:
-        self.place, self.inner = place, inner
+    def __init__(self, place: AttributeReference, inner: Any, slot: Slot) -> None:
+        self.place, self.inner, self.slot = place, inner, slot
         self.advices: list[Advice] = []
         self.stale: list[Stale] = []
-        self.installed = self.superseded = False
+        self.installed = False
 
     @property
-    @abc.abstractmethod
     def original(self) -> Any:
         """The object to restore; for an inherited attribute, the present one of the base."""
+        return self.slot.original
 
     @property
     @abc.abstractmethod
@@ -61,9 +60,9 @@ class JoinPoint(abc.ABC):
         """The object to install, installed or not."""
 
     @property
-    @abc.abstractmethod
     def standing(self) -> Any:
         """The object last installed here: the original, or the replacement."""
+        return self.slot.standing
 
     @property
     def displaced(self) -> bool:
@@ -112,38 +111,25 @@ class JoinPoint(abc.ABC):
 
 
 class FunctionJoinPoint(JoinPoint):
-    """A function, or another callable.
+    """A function, or another callable."""
 
-    :param slot: shared by the points for the parts of one property.
-    """
-
-    __slots__ = ("_called", "_observers", "function", "slot", "woven")
+    __slots__ = ("_called", "_observers", "function", "woven")
 
     kind = "a generated function"
-    slot: Slot
 
     def __init__(self, place: AttributeReference, slot: Slot | None = None) -> None:
         place = place if slot is None else place._replace(raw=slot.original)
         content, self._called = open_attribute(place)
-        super().__init__(place, content)
+        super().__init__(place, content, slot or Slot(place))
         is_function = type(content) is types.FunctionType
         self.woven = WovenFunction(content) if is_function else WovenProxy(content, self._called, str(place))
         self.function = self.woven.function
-        self.slot = slot or Slot(place)
         self._observers: dict[Advice, Any] = {}  # those made by `bound_to` for this function
         self.slot.with_occupant(place.part, self.function)  # may fail: now, before it is registered
 
     @property
-    def original(self) -> Any:
-        return self.slot.original
-
-    @property
     def replacement(self) -> Any:
         return self.slot.with_occupant(self.place.part, self.function)
-
-    @property
-    def standing(self) -> Any:
-        return self.slot.standing
 
     @property
     def calls(self) -> int:
@@ -212,6 +198,7 @@ class FunctionJoinPoint(JoinPoint):
             self.slot.take_out(self.place.part)
 
     def _exchange_attributes(self) -> None:
+        self.stale.clear()
         if self._has_attributes:
             (self.woven.take_attributes if self.active else self.woven.give_attributes)(self.inner)
 
@@ -267,14 +254,8 @@ def _measure(installed: bool, applied: bool) -> int:
 
 def _once(advices: list[Advice]) -> list[Advice]:
     """Drop duplicates of a hook that was added under two names of the same function: it runs once."""
-    first: dict[tuple[int, HookType], Advice] = {}
-    for advice in advices:
-        first.setdefault((id(advice.hook), advice.hook_type), advice)
-    return [
-        advice
-        for advice in advices
-        if (one := first[id(advice.hook), advice.hook_type]) is advice or one.target == advice.target
-    ]
+    first = {(id(one.hook), one.hook_type): one.target for one in reversed(advices)}
+    return [one for one in advices if one.target == first[id(one.hook), one.hook_type]]
 
 
 class _Failed:
@@ -291,14 +272,18 @@ class _Failed:
 
 
 class Slot:
-    """The attribute of a join point, or of several for a property: its original and the installed value."""
+    """The attribute of a join point, or of several for a property: its original and the installed value.
 
-    __slots__ = ("_made", "_occupants", "_place", "standing")
+    :ivar superseded: the module's code ran again, and another join point has the attribute now.
+    """
+
+    __slots__ = ("_made", "_occupants", "_place", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.standing = place.raw
-        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part
+        self.superseded = False
+        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part; a class as ""
         self._made: dict[frozenset[tuple[str, int]], Any] = OwnDict()
 
     @property
@@ -333,7 +318,7 @@ class Slot:
         owner, name = self._place.owner, self._place.name
         wanted, present = self._with(occupants), current(owner, name)
         vacant = self._place.inherited and not self._occupants
-        if present is not (MISSING if vacant else self.standing):
+        if self.superseded or present is not (MISSING if vacant else self.standing):
             logger.info("%s: another patch is there; it is left in place", self._place)
         elif self._place.inherited and not occupants:
             delattr(owner, name)

@@ -20,11 +20,10 @@ from sgl_aspects.weaving.attributes import (
     OwnDict,
     bases,
     class_module,
-    derives,
     find,
-    holds,
     is_class,
     namespace,
+    with_nested,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, Result
 from sgl_aspects.weaving.targets import Alternate, Target
@@ -163,9 +162,12 @@ class _NotifyingLoader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
+        spec: Any = module.__spec__
         name = spec.name if spec is not None else module.__name__
-        self._step_aside(module)
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
         if hasattr(self._loader, "exec_module"):
             try:
                 self._loader.exec_module(module)
@@ -177,13 +179,6 @@ class _NotifyingLoader:
             sys.modules.pop(name, None)
             self._loader.load_module(name)
         self._notify(name, sys.modules.get(name, module))
-
-    def _step_aside(self, module: ModuleType) -> None:
-        spec: Any = module.__spec__
-        if spec is not None and spec.loader is self:
-            spec.loader = self._loader
-        if getattr(module, "__loader__", None) is self:
-            module.__loader__ = self._loader
 
 
 def wait_for_imports(names: Iterable[str]) -> bool:
@@ -235,18 +230,16 @@ class ModuleIndex:
 
     def __init__(self) -> None:
         self._by_name: dict[str, list[Advice]] = {}
-        self._patterns: dict[Advice, None] = {}
-        self._families: dict[Advice, None] = {}  # with `Class+`: any module may define a subclass
+        # Patterns, and `Class+`: any module may define a subclass.
+        self._anywhere: dict[Advice, None] = {}
 
     def add(self, advice: Advice) -> None:
         """Add ``advice``, to wait for its modules."""
         target = advice.target
         for name in target.module_names:
             self._by_name.setdefault(name, []).append(advice)
-        if target.has_module_pattern:
-            self._patterns[advice] = None
-        if target.has_family:
-            self._families[advice] = None
+        if target.has_module_pattern or target.has_family:
+            self._anywhere[advice] = None
 
     def discard(self, advice: Advice) -> None:
         """Remove ``advice``."""
@@ -254,25 +247,16 @@ class ModuleIndex:
             waiting = [one for one in self._by_name.pop(name, ()) if one is not advice]
             if waiting:
                 self._by_name[name] = waiting
-        self._patterns.pop(advice, None)
-        self._families.pop(advice, None)
+        self._anywhere.pop(advice, None)
 
     def wants(self, name: str) -> bool:
         """Return whether a hook may wait for the module ``name``; safe without a lock."""
-        return name in self._by_name or bool(self._patterns) or bool(self._families)
+        return name in self._by_name or bool(self._anywhere)
 
-    def concerned(self, name: str, module: Any) -> Iterator[tuple[Advice, str, Any]]:
-        """Yield each hook that may target ``module``, just loaded, with the module in which to resolve it."""
-        for advice in dict.fromkeys([*self._by_name.get(name, ()), *self._patterns]):
-            if advice.target.attribute_paths(name):
-                yield advice, name, module
-        defined = _classes_of(module, name) if self._families else []
-        alternates = [(advice, one) for advice in list(self._families) for one in advice.target.alternates]
-        for advice, alternate in alternates:
-            for home, module in loaded(Target((alternate,))) if alternate.has_family and defined else ():
-                family = bases_of_family(alternate, module) if home != name else []
-                if any(derives(cls, base) for base in family for cls in defined):
-                    yield advice, home, module
+    def concerned(self, name: str) -> list[Advice]:
+        """Return the hooks whose targets may be in the module ``name``."""
+        waiting = dict.fromkeys([*self._by_name.get(name, ()), *self._anywhere])
+        return [advice for advice in waiting if advice.target.attribute_paths(name)]
 
 
 def loaded(target: Target) -> Iterator[tuple[str, Any]]:
@@ -296,16 +280,6 @@ def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
     return [place.raw for place in find(module, path) if is_class(place.raw)]
 
 
-def _classes_of(module: Any, name: str) -> list[type]:
-    """Return the classes that ``module`` defines, including nested ones."""
-    found = [
-        value for value in list(namespace(module).values()) if is_class(value) and class_module(value) == name
-    ]
-    for cls in found:
-        found += [value for value in namespace(cls).values() if is_class(value) and not holds(found, value)]
-    return found
-
-
 # -- attributes and subclasses created later -----------------------------------------------------------------
 
 
@@ -327,8 +301,9 @@ class LazyAttributes:
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
         self._kept = OwnDict()  # by module and attribute
 
-    def wait(self, name: str, module: Any, attribute: str, owner: Any) -> Advice:
-        """Wait for ``attribute`` of ``module``; returns the hook for ``__getattr__`` of ``owner``."""
+    def wait(self, name: str, module: Any, alternate: Alternate, owner: Any) -> Advice:
+        """Wait for what ``alternate`` names in ``module``; returns the hook for ``__getattr__`` there."""
+        attribute = (alternate.attribute_path(name) or ("",))[0].removesuffix("+")
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
         return self.hooks.setdefault(id(owner), _own_hook(self._after_getattr(owner)))
 
@@ -383,7 +358,14 @@ class SubclassWatcher:
                 del self._bases[key]
             waiting.pop(advice, None)
 
-    def concerned(self, cls: type) -> list[Advice]:
-        """Return the hooks that wait for ``cls``."""
-        waiting = [self._bases[id(base)][2] for base in bases(cls) if id(base) in self._bases]
-        return list(dict.fromkeys(advice for advices in waiting for advice in advices))
+    def concerned(self, classes: Iterable[type]) -> list[Advice]:
+        """Return the hooks that wait for one of ``classes``."""
+        above = (self._bases.get(id(base)) for cls in classes for base in bases(cls))
+        return list(dict.fromkeys(advice for found in above if found is not None for advice in found[2]))
+
+    def concerned_in(self, name: str, module: Any) -> list[Advice]:
+        """Return the hooks that wait for classes of ``module``, whose decorators have run by now."""
+        if not self._bases:
+            return []
+        found = [value for value in list(namespace(module).values()) if is_class(value)]
+        return self.concerned(with_nested(cls for cls in found if class_module(cls) == name))

@@ -53,6 +53,8 @@ def _binding_of(raw: Any) -> Binding:
 
 def bound_late(raw: Any, owner: type) -> Callable[..., Any]:
     """Return a function that takes explicitly the object that the descriptor would bind."""
+    if type(raw) is types.FunctionType:
+        return raw
     binding = _binding_of(raw)
     if binding == "nothing":
         return raw if callable(raw) else _bound(raw, None, owner)
@@ -116,7 +118,7 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return self._copied(copy.deepcopy(self.__wrapped__, memo))
 
     def _copied(self, copied: Any) -> Any:
-        return copied
+        return self if copied is self.__wrapped__ else copied
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)
@@ -150,9 +152,6 @@ class CallableProxy(BoundProxy):
             return BoundProxy(bound, self._self_run, subject)
         _warn_of_value(self._self_place, type(bound).__name__)
         return bound
-
-    def _copied(self, copied: Any) -> Any:
-        return self if copied is self.__wrapped__ else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):

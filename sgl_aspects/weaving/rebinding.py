@@ -132,13 +132,10 @@ def _is_class_cell(cell: types.CellType) -> bool:
     """Return whether it is the ``__class__`` cell of `super()`, which always refers to the defining class."""
     if not is_class(cell.cell_contents):
         return False
-    closures = tuple(referrer for referrer in gc.get_referrers(cell) if is_a(referrer, tuple))
-    for function in gc.get_referrers(*closures):
-        if isinstance(function, types.FunctionType):
-            for name, held in zip(function.__code__.co_freevars, function.__closure__ or ()):
-                if held is cell:
-                    return name == "__class__"
-    return False
+    closures = [one for one in gc.get_referrers(cell) if is_a(one, tuple)]
+    functions = [one for one in gc.get_referrers(*closures) if is_a(one, types.FunctionType)]
+    closed = (dict(zip(one.__code__.co_freevars, one.__closure__ or ())) for one in functions)
+    return any(cells.get("__class__") is cell for cells in closed)
 
 
 # -- one pass for all pairs ----------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ Exclusions = frozenset[Any]
 """Ids of containers that are not changed at all, and pairs of a namespace's id and one name in it."""
 
 
-class Pair:
+class Pair(NamedTuple):
     """An object ``old`` to replace by ``new`` in its referrers.
 
     :param extra: the number of unaccounted references to ``old``; negative if unknown.
@@ -168,18 +165,11 @@ class Pair:
         bound to it, or to its instances, are changed.
     """
 
-    __slots__ = ("exclude", "extra", "new", "old", "only_bound_to")
-
-    def __init__(
-        self,
-        old: Any,
-        new: Any,
-        extra: int = -1,
-        exclude: Exclusions = frozenset(),
-        only_bound_to: Any = None,
-    ) -> None:
-        self.old, self.new, self.extra = old, new, extra
-        self.exclude, self.only_bound_to = exclude, only_bound_to
+    old: Any
+    new: Any
+    extra: int = -1
+    exclude: Exclusions = frozenset()
+    only_bound_to: Any = None
 
 
 def rebind(pairs: Iterable[Pair]) -> list[Stale]:
@@ -244,7 +234,8 @@ class _Collected:
         olds = [pair.old for pair in self.pairs.values()]
         left_alone = self.ours | self.kept
         found = [one for one in _referrers(olds) if id(one) not in left_alone and not _is_ours(one)]
-        owners = self._owners([referrer for referrer in found if _needs_owner(referrer)], found)
+        owned = [one for one in found if is_a(one, (dict, tuple)) and not _is_module_namespace(one)]
+        owners = self._owners(owned, found)
         anew: list[Pair] = []
         for referrer in found:
             owned_by = owners.get(id(referrer), [])
@@ -259,13 +250,13 @@ class _Collected:
                 anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
             elif is_a(referrer, types.FrameType):
                 if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10, instead of the generator
-                    self._report_old(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
+                    self._report(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
             # Other descriptors refer to their own class.
             elif not is_a(referrer, (types.GetSetDescriptorType, types.MemberDescriptorType)):
                 try:
                     self._replace_in(referrer, owned_by)
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
-                    self._report_old(gc.get_referents(referrer), f"{_described(referrer)}: {error!r}")
+                    self._report(gc.get_referents(referrer), f"{_described(referrer)}: {error!r}")
         return anew
 
     def _replace_in(self, referrer: Any, owners: list[Any]) -> None:
@@ -273,25 +264,21 @@ class _Collected:
             _replace_attributes(referrer, self._new)
             accounted = _replace_tuple(referrer, owners, self._new)
             if accounted < len(owners) or not owners:
-                self._report_old(referrer, _described(referrer) + _where(owners))
-        elif is_class(referrer):
-            _replace_in_class(referrer, self._new)
-        elif not _replace_in_mutable(referrer, self._new):
-            if self._is_old(type(referrer)):
-                self._report(type(referrer), "instances that were made before")
-            else:
-                self._report_old(gc.get_referents(referrer), _described(referrer))
+                self._report(referrer, _described(referrer) + _where(owners))
+        # A class refers to its bases; the dictionary of its attributes is another referrer.
+        elif not is_class(referrer) and not _replace_in_mutable(referrer, self._new):
+            is_instance = self._new(type(referrer)) is not type(referrer)
+            holder = "instances that were made before" if is_instance else _described(referrer)
+            self._report(gc.get_referents(referrer), holder)
         if is_a(referrer, dict):
-            for key in [key for key in dict.keys(referrer) if self._is_old(key)]:
-                self._report(key, f"a key of a dictionary of {len(referrer)} entries")
+            self._report(list(dict.keys(referrer)), f"a key of a dictionary of {len(referrer)} entries")
 
     def _bound_anew(self, method: types.MethodType) -> list[Pair]:
         """Pair a bound method, which is immutable, with one of the new function bound to the same object."""
         function, subject = self._new(method.__func__, method.__self__), method.__self__
         if function is not method.__func__:
             return [Pair(method, types.MethodType(function, subject), exclude=self.kept)]
-        if self._is_old(subject):
-            self._report(subject, f"the bound method {method.__func__.__qualname__}")
+        self._report([subject], f"the bound method {method.__func__.__qualname__}")
         return []
 
     # -- old objects ------------------------------------------------------------------------------------
@@ -302,9 +289,6 @@ class _Collected:
         if pair is None or pair.old is not value:
             return value
         return pair.new if _concerns(pair.only_bound_to, bound_to) else value
-
-    def _is_old(self, value: Any) -> bool:
-        return self._new(value) is not value
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """Return the owners of each of ``held``: classes of dictionaries, functions of defaults."""
@@ -322,15 +306,11 @@ class _Collected:
 
     # -- stale referrers --------------------------------------------------------------------------------
 
-    def _report(self, old: Any, referrer: str) -> None:
-        stale = Stale(describe(old), referrer)
-        if stale not in self.stale:
-            self.stale.append(stale)
-
-    def _report_old(self, values: Iterable[Any], referrer: str) -> None:
+    def _report(self, values: Iterable[Any], holder: str) -> None:
+        """Report ``holder`` for those of ``values`` that are old objects."""
         for value in values:
-            if self._is_old(value):
-                self._report(value, referrer)
+            if self._new(value) is not value and Stale(describe(value), holder) not in self.stale:
+                self.stale.append(Stale(describe(value), holder))
 
 
 def _is_ours(referrer: Any) -> bool:
@@ -340,14 +320,8 @@ def _is_ours(referrer: Any) -> bool:
     return is_own and type(referrer) not in (Attributes, Result)
 
 
-def _needs_owner(referrer: Any) -> bool:
-    if is_a(referrer, dict):
-        return not _is_module_namespace(referrer)
-    return is_a(referrer, tuple)
-
-
-def _is_module_namespace(referrer: dict[Any, Any]) -> bool:
-    name = dict.get(referrer, "__name__")
+def _is_module_namespace(referrer: Any) -> bool:
+    name = dict.get(referrer, "__name__") if is_a(referrer, dict) else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and namespace(module) is referrer
 
@@ -467,7 +441,6 @@ def _where(owners: list[Any]) -> str:
     """Describe the owner of a tuple, if it has a name."""
     for owner in owners:
         if is_a(owner, dict):
-            name = dict.get(owner, "__name__")
-            return f" in module {name}" if _is_module_namespace(owner) else " in a dict"
+            return f" in module {owner['__name__']}" if _is_module_namespace(owner) else " in a dict"
         return f" in {_described(owner)}"
     return ""

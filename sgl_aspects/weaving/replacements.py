@@ -15,17 +15,17 @@ from typing import Any
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     AttributeReference,
+    OwnDict,
     bases,
     class_module,
     class_name,
     derives,
-    holds,
     is_a,
     is_class,
     namespace,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.joinpoints import JoinPoint
+from sgl_aspects.weaving.joinpoints import JoinPoint, Slot
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale, unfrozen
 
 logger = logging.getLogger("sgl_aspects")
@@ -99,10 +99,6 @@ def _containers_in(hook: Any) -> Iterator[Any]:
         yield namespace(hook)
 
 
-class _OwnList(list[type]):
-    __slots__ = ()
-
-
 class _OwnReferrers:
     """The referrers of a class from before it replaced another one."""
 
@@ -141,24 +137,16 @@ class ClassJoinPoint(JoinPoint):
     kind = "a class"
 
     def __init__(self, place: AttributeReference) -> None:
-        super().__init__(place, place.raw)
+        super().__init__(place, place.raw, Slot(place))
         self._replacement: type = self.inner
         self._kept: Exclusions = frozenset()
         self._own: list[_OwnReferrers] = []
-        self._subclasses = _OwnList()  # of the replacement, before it was installed
-        self._moved = _OwnList()
-
-    @property
-    def original(self) -> type:
-        return self.inner  # type: ignore[no-any-return]
+        self._subclasses = OwnDict()  # of the replacement, before it was installed, by id
+        self._moved = OwnDict()  # by id
 
     @property
     def replacement(self) -> type:
         return self._replacement
-
-    @property
-    def standing(self) -> type:
-        return self._replacement if self.installed else self.original
 
     def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:
@@ -167,7 +155,7 @@ class ClassJoinPoint(JoinPoint):
                 f"does, name one of its methods: '{self.place}.__init__'"
             )
         _hooks[id(advice.hook)] = advice.hook
-        if holds(self._moved, advice.hook):
+        if id(advice.hook) in self._moved:
             self._move(advice.hook, self._replacement, self.original)
         self.advices.append(advice)
 
@@ -181,7 +169,7 @@ class ClassJoinPoint(JoinPoint):
         wanted = active[-1].hook if active else self.original
         if wanted is self.standing:
             return
-        if self.installed:
+        if self.standing is not self.original:  # after an interrupt, too
             self._restore()
         if active:
             self._install(wanted)
@@ -193,9 +181,10 @@ class ClassJoinPoint(JoinPoint):
     def _install(self, replacement: type) -> None:
         if not any(own.cls is replacement for own in self._own):
             self._own.append(_OwnReferrers(replacement))
-        self._subclasses = _OwnList(type.__subclasses__(replacement))
-        setattr(self.place.owner, self.place.name, replacement)
+        own: list[type] = type.__subclasses__(replacement)
+        self._subclasses = OwnDict((id(subclass), subclass) for subclass in own)
         self._replacement = replacement
+        self.slot.put("", replacement)
         self.installed = True
         subclasses: list[type] = type.__subclasses__(self.original)
         for subclass in subclasses:
@@ -203,20 +192,14 @@ class ClassJoinPoint(JoinPoint):
                 self._move(subclass, self.original, replacement)
 
     def _restore(self) -> None:
-        displaced = self.superseded or self.displaced
-        self.installed = False
         self.stale.clear()
         subclasses: list[type] = type.__subclasses__(self._replacement)
         for subclass in subclasses:
             # Subclasses from before are its own; the others were created, or moved, while it was installed.
-            if not holds(self._subclasses, subclass) and id(subclass) not in _hooks:
+            if id(subclass) not in self._subclasses and id(subclass) not in _hooks:
                 self._move(subclass, self._replacement, self.original)
-        if displaced:
-            logger.info("%s: another class is there; it is left in place", self.place)
-        elif self.place.inherited:
-            delattr(self.place.owner, self.place.name)
-        else:
-            setattr(self.place.owner, self.place.name, self.original)
+        self.slot.take_out("")
+        self.installed = False
 
     def _move(self, subclass: type, old: type, new: type) -> None:
         """Change the base of a subclass from ``old`` to ``new``, where Python allows it."""
@@ -228,5 +211,6 @@ class ClassJoinPoint(JoinPoint):
             self.stale.append(Stale(str(self.place), fault))
             logger.warning("%s: %s", self.place, fault)
         else:
-            self._moved[:] = [one for one in self._moved if one is not subclass]
-            self._moved += [] if new is self.original else [subclass]
+            self._moved.pop(id(subclass), None)
+            if new is not self.original:
+                self._moved[id(subclass)] = subclass

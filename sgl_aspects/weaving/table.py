@@ -18,14 +18,16 @@ from sgl_aspects.weaving.attributes import (
     OwnDict,
     current,
     find,
+    holds,
     inherited,
     is_class,
     is_module,
     namespace,
+    with_nested,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.joinpoints import FunctionJoinPoint, JoinPoint, Slot
-from sgl_aspects.weaving.rebinding import Pair, Stale, describe, rebind
+from sgl_aspects.weaving.rebinding import Pair, describe, rebind
 from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give_original
 
 logger = logging.getLogger("sgl_aspects")
@@ -40,13 +42,12 @@ class JoinPointTable:
     def __init__(self) -> None:
         self.points: dict[JoinPoint, None] = {}  # in order of creation
         self.compiling: Any = None
-        self.stale: dict[JoinPoint, list[Stale]] = {}
         # What stood at points that `apply` has not rebound yet: more than that if it was interrupted.
         self.before: dict[tuple[JoinPoint, int], Any] = OwnDict()
         self._at: dict[Advice, list[tuple[JoinPoint, int]]] = {}
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
-        self._by_replacement: dict[int, JoinPoint] = {}
-        self._by_original: dict[int, JoinPoint] = {}  # in modules, where one object often has several names
+        # Replacements, and originals in modules, where one object often has several names.
+        self._by_object: dict[int, JoinPoint] = {}
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ class JoinPointTable:
         for point in reversed(self._here.get(place.key, ())):
             if current(place.owner, place.name) is _expected(point):
                 return point
-        other = self._by_replacement.get(id(place.raw)) or self._by_original.get(id(place.raw))
+        other = self._by_object.get(id(place.raw))
         # Another name of a woven object.
         if other is None or other.standing is not place.raw or place.inherited:
             return None
@@ -112,7 +113,7 @@ class JoinPointTable:
             give_original(advice.hook, point.standing, point.original)
         if point not in self.points:
             for below in here:
-                below.superseded = True
+                below.slot.superseded = True
             self._remember(point)
         return [point]
 
@@ -130,9 +131,9 @@ class JoinPointTable:
     def _remember(self, point: JoinPoint) -> None:
         self.points[point] = None
         self._here.setdefault(point.place.key, []).append(point)
-        self._by_replacement[id(point.replacement)] = point
+        self._by_object[id(point.replacement)] = point
         if is_module(point.place.owner):
-            self._by_original[id(point.original)] = point
+            self._by_object.setdefault(id(point.original), point)
 
     def _point_for(self, place: AttributeReference) -> JoinPoint:
         """Create a point, before anything is registered."""
@@ -157,11 +158,9 @@ class JoinPointTable:
         here.remove(point)
         if not here:
             del self._here[point.place.key]
-        self.stale.pop(point, None)
         for seen in (point.replacement, point.standing, point.original):
-            for index in (self._by_replacement, self._by_original):
-                if index.get(id(seen)) is point:
-                    del index[id(seen)]
+            if self._by_object.get(id(seen)) is point:
+                del self._by_object[id(seen)]
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         if advice.hook_type is not HookType.REPLACE:
@@ -203,13 +202,13 @@ class JoinPointTable:
             if point.installed:
                 installed.append((point, describe(before)))
             if is_class(after):  # the installed class has changed
-                self._by_replacement.pop(id(before), None)
-                self._by_replacement[id(after)] = point
+                self._by_object.pop(id(before), None)
+                self._by_object[id(after)] = point
         stale = rebind(pairs)
         self.before.clear()
         for point, was in installed:
             names = {was, describe(point.inner)}
-            self.stale[point] = [one for one in stale if one.target in names] + point.stale
+            point.stale[:0] = [one for one in stale if one.target in names]
         self._follow(pairs)
         for point in unique:
             if not point.advices:
@@ -271,8 +270,8 @@ class JoinPointTable:
 
     def _detach_members(self, before: type, refused: Refused) -> list[Advice]:
         """Detach the hooks from the members of a class that was replaced or restored."""
-        owners = _with_nested(before)
-        points = [point for point in self.points if any(point.place.owner is owner for owner in owners)]
+        owners = with_nested([before])
+        points = [point for point in self.points if holds(owners, point.place.owner)]
         advices = [advice for point in points for advice in self._detach_all(point)]
         refused_there, detached = self.apply(points)
         refused.update(refused_there)
@@ -284,13 +283,3 @@ def _expected(point: JoinPoint) -> Any:
     if not point.installed and point.place.inherited:
         return MISSING
     return point.standing
-
-
-def _with_nested(cls: type) -> list[type]:
-    found = [cls]
-    for owner in found:
-        prefix = f"{owner.__qualname__}."
-        members = namespace(owner).values()
-        # Grows during the iteration.
-        found += [cls for cls in members if is_class(cls) and cls.__qualname__.startswith(prefix)]
-    return found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
+import sys
 import unittest.mock
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +130,23 @@ def test_a_family_whose_base_is_made_on_first_access() -> None:
         assert (module.Base().m(), sub().m()) == ("m", "sub")
 
 
+def test_methods_that_a_decorator_gives_to_a_new_subclass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs after the class was made; the hook comes when the module has loaded."""
+    (tmp_path / "decorated.py").write_text(
+        "import dataclasses, engine\n@dataclasses.dataclass\nclass Sub(engine.Base):\n    x: int\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    with module_of("class Base:\n    def __init__(self): pass\n"):
+        hook = advice("engine:Base+.__init__", HookType.BEFORE, lambda self, *args: seen.append(args))
+        with aspects.woven(hook):
+            assert importlib.import_module("decorated").Sub(3).x == 3
+            del sys.modules["decorated"]
+    assert seen == [(3,)]
+
+
 # -- inherited methods -----------------------------------------------------------------------------------
 
 
@@ -153,6 +173,25 @@ def test_a_hook_on_an_inherited_method_calls_what_the_base_has_now(engine: Any, 
         # Called with an object that is not of the class, as Python allows.
         assert engine.Sub.m(engine.Bare(), 3) == ("hooked", ("m", 3))
     assert "m" not in vars(engine.Sub)
+
+
+def test_a_hook_on_a_method_of_one_instance_calls_what_its_class_has_now(engine: Any) -> None:
+    made = engine.made = engine.Base()
+    with aspects.woven(*(around(f"engine:made.{name}", hooked) for name in "mcs")):
+        assert made.m(2) == ("hooked", ("m", 2))
+        with unittest.mock.patch.object(engine.Base, "m", lambda self, x=1: (self, x)):
+            assert made.m(2) == ("hooked", (made, 2))
+        with unittest.mock.patch.object(engine.Base, "m", return_value="a mock") as mock:
+            assert made.m(2) == ("hooked", "a mock")
+        mock.assert_called_once_with(2)
+        with unittest.mock.patch.object(engine.Base, "c", classmethod(lambda cls: cls)):
+            assert made.c() == ("hooked", engine.Base)
+        with unittest.mock.patch.object(engine.Base, "s", staticmethod(lambda x: -x)):
+            assert made.s(4) == ("hooked", -4)
+        with aspects.woven(around("engine:Base.m", hooked)):
+            assert made.m(2) == ("hooked", ("hooked", ("m", 2)))
+        assert (made.m(2), made.s(4)) == (("hooked", ("m", 2)), ("hooked", ("s", 4)))
+    assert vars(made) == {}
 
 
 def test_a_setter_of_a_base_that_is_replaced(engine: Any) -> None:

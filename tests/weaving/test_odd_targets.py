@@ -196,6 +196,17 @@ def test_annotations_follow_a_class_that_is_replaced(engine: Any) -> None:
     assert engine.typed.__annotations__ == {"x": original, "return": original}
 
 
+def test_a_class_that_one_instance_inherits_is_replaced_there(engine: Any) -> None:
+    class Replacement:
+        pass
+
+    engine.A.Config, engine.one = engine.Sub, engine.A()
+    with aspects.woven(advice("engine:one.Config", HookType.REPLACE, Replacement)):
+        assert engine.one.Config is Replacement
+        assert engine.A().Config is engine.Sub
+    assert vars(engine.one) == {}
+
+
 ODD_PARTS = """
 import functools, operator
 class A:
