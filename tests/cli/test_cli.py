@@ -174,16 +174,21 @@ def test_output_onto_a_full_disk_is_an_error_without_a_traceback() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_platforms_shows_what_was_chosen_and_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", "cpu")
+def platforms_output(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `platforms` prints, with no platform chosen before or after."""
     set_current_platform(None)
     try:
         assert main(["platforms"]) == 0
     finally:
         set_current_platform(None)
-    output = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_platforms_shows_what_was_chosen_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "cpu")
+    output = platforms_output(capsys)
     lines = [line.split() for line in output.splitlines()]
     assert ["cpu", "built-in", "chosen", "SGLANG_PLATFORM=cpu"] in lines
     assert ["cuda", "built-in", "not", "chosen", "not", "queried:", "SGLANG_PLATFORM=cpu"] in lines
@@ -207,12 +212,7 @@ def test_platforms_shows_a_vendors_class_that_declares_less(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SGLANG_PLATFORM", "bare=vendor_of_test:Bare")
-    set_current_platform(None)
-    try:
-        assert main(["platforms"]) == 0
-    finally:
-        set_current_platform(None)
-    output = capsys.readouterr().out
+    output = platforms_output(capsys)
     assert "bare" in output
     assert "not implemented" in output
 

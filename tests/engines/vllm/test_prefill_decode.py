@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +25,13 @@ from tests.support.vllm_server import serve
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 NAME = "text_completion mini"
+
+# NIXL's threads and vLLM's workers wait by calling sched_yield in a loop. Where there are as many of them as
+# cores, Linux 6.18 ran nothing else for up to a minute, with tracing and without: here they sleep instead.
+YIELD = """
+#include <time.h>
+int sched_yield(void) { struct timespec pause = {0, 100000}; return nanosleep(&pause, 0); }
+"""
 
 
 class Cluster(NamedTuple):
@@ -53,14 +62,24 @@ class Cluster(NamedTuple):
         return found
 
 
+def sleeping_yield(folder: Path) -> Path:
+    """Build a library to preload, in which `sched_yield` sleeps for 100 microseconds."""
+    library = folder / "sleeping_yield.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-"]
+    subprocess.run(command, input=YIELD, text=True, check=True)
+    return library
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     model = make_mini(folder / "mini")
+    preloaded = str(sleeping_yield(folder))
     with http_receiver() as receiver, ExitStack() as stack:
         servers: list[EngineServer] = []
         for mode, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             environment = {
+                "LD_PRELOAD": preloaded,
                 "SGL_ASPECTS_TRACE": "3",
                 "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
                 "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
