@@ -79,13 +79,15 @@ def elapsed(bench: Bench) -> str:
     _work(bench, 0.01)
     start, end = _events(bench)
     bench.platform.synchronize()
+    begin = time.perf_counter()
     start.record()
-    host_ms = _work(bench, _BUSY_SECONDS) * 1e3
+    work_ms = _work(bench, _BUSY_SECONDS) * 1e3
     end.record()
     bench.platform.synchronize()
+    host_ms = (time.perf_counter() - begin) * 1e3  # more than the work, where a busy machine stopped a thread
     device_ms = start.elapsed_ms(end)
     require(
-        0.5 * host_ms <= device_ms <= 1.5 * host_ms + 20,
+        0.5 * work_ms <= device_ms <= 1.5 * host_ms + 20,
         f"about {host_ms:.1f} ms, the host's time",
         f"{device_ms} ms",
     )
@@ -94,12 +96,16 @@ def elapsed(bench: Bench) -> str:
 
 @check(write="DeviceEvent.record", expects="recording again to move the mark")
 def again(bench: Bench) -> str:
-    start, end = _events(bench)
-    start.record()
-    _work(bench, _BUSY_SECONDS)
-    start.record()
-    end.record()
-    bench.platform.synchronize()
-    found = start.elapsed_ms(end)
-    require(0 <= found < 0.8 * _BUSY_SECONDS * 1e3, "the time since the second record()", found)
+    found = 0.0
+    for _ in range(3):  # a machine that stops this thread while it waits hides the fault in that round
+        start, end = _events(bench)
+        start.record()
+        work_ms = _work(bench, _BUSY_SECONDS) * 1e3
+        begin = time.perf_counter()
+        start.record()
+        end.record()
+        bench.platform.synchronize()
+        host_ms = (time.perf_counter() - begin) * 1e3
+        found = start.elapsed_ms(end)
+        require(0 <= found < host_ms + 0.8 * work_ms, "the time since the second record()", found)
     return f"{found:.3f} ms"
