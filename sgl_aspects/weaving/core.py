@@ -89,10 +89,16 @@ class Weaver:
         :raises MissingTargetError: a required hook's module is loaded and has no such attribute.
         """
         advices = list(advices)
-        for advice in advices:
-            if advice.state is State.REMOVED:
-                advice.state, advice.detail = State.PENDING, "another change of hooks is in progress"
-        self._changes.run(self._add, advices, strict)
+        fresh = [advice for advice in advices if advice.state is State.REMOVED]
+        for advice in fresh:
+            advice.state, advice.detail = State.PENDING, "another change of hooks is in progress"
+        try:
+            self._changes.run(self._add, advices, strict)
+        except BaseException:
+            for advice in fresh:  # without a call: this may be at the recursion limit
+                if advice not in self._advices:
+                    advice.state, advice.detail = State.REMOVED, ""
+            raise
         wanted = [advice for advice in advices if advice.state is State.PENDING]
         if wait_for_imports(name for one in wanted for name in one.target.module_names):
             self._changes.run(self._look_again, wanted)

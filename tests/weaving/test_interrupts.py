@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -126,3 +128,24 @@ def test_a_bug_in_rebinding_one_object_harms_no_other_hook(
     with aspects.woven(around("engine:A.m", hooked)):
         assert engine.A().m() == ("hooked", "m")
     assert engine.A().m() == "m"
+
+
+def test_a_weave_at_the_recursion_limit_leaves_no_hook_pending_that_is_not_in_the_report(engine: Any) -> None:
+    """A few frames before the limit, the weaver can begin, and not undo what it has begun."""
+
+    def deep(frames: int, function: Callable[[], Any]) -> Any:
+        return deep(frames - 1, function) if frames else function()
+
+    original, limit = engine.f, sys.getrecursionlimit()
+    hooks, handles = [around("engine:f") for _ in range(200)], []
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
+    try:
+        for frames, hook in enumerate(hooks):
+            with contextlib.suppress(RecursionError):
+                handles.append(deep(frames, lambda hook=hook: aspects.weave(hook)))  # type: ignore[misc]
+    finally:
+        sys.setrecursionlimit(limit)
+    assert 0 < len(handles) < 200
+    weaver.remove(weaver.advices)
+    assert {hook.state for hook in hooks} == {aspects.State.REMOVED}
+    assert engine.f is original
