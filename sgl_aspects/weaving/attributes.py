@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from sgl_aspects.weaving.targets import Alternate, segment_regex
 
 MISSING: Any = object()
+# `enum.property` is one of the second type.
+PROPERTIES: tuple[type, ...] = (property, types.DynamicClassAttribute)
 PROPERTY_PARTS = ("fget", "fset", "fdel")
 
 # Shared: rebinding identifies containers by id, and a new dictionary might get the id of a freed one.
@@ -250,7 +252,7 @@ def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
     """Yield the attributes that ``path`` names in ``module``: several for wildcards, none if missing."""
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1]):
-            if is_a(place.raw, property):
+            if is_a(place.raw, PROPERTIES):
                 yield place._replace(part="" if path[-1] == "fget" else path[-1])
                 return
     yield from _walk(module, path)
@@ -288,7 +290,7 @@ def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
 
 
 _DESCRIPTORS = (
-    *(classmethod, staticmethod, property),
+    *(classmethod, staticmethod, *PROPERTIES),
     *(functools.cached_property, functools.partialmethod, functools.singledispatchmethod),
 )
 

@@ -18,6 +18,7 @@ from typing import Any
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
+    PROPERTIES,
     PROPERTY_PARTS,
     AttributeReference,
     OwnDict,
@@ -65,7 +66,7 @@ def _open(place: AttributeReference) -> Opened:
             f"{place} is object's own, and CPython cannot undo replacing it; "
             f"hook '{str(place).removesuffix('__new__')}__init__'"
         )
-    if is_a(raw, property):
+    if is_a(raw, PROPERTIES):
         function = getattr(raw, place.part or "fget")
         if function is None:
             have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
@@ -109,7 +110,7 @@ def _next_in_line(
     if name != "__new__" and is_a(raw, staticmethod):  # it does not get its class as an argument
         return calls_original(lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs))
     is_method = is_a(raw, (types.FunctionType, classmethod))
-    is_getter = is_a(raw, property) and not place.part
+    is_getter = is_a(raw, PROPERTIES) and not place.part
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -175,13 +176,23 @@ def _of_class(content: Any, place: AttributeReference) -> Callable[..., Any]:
 # -- rebuilding --------------------------------------------------------------------------------------------
 
 
+class _OfMetaclass(classmethod):  # type: ignore[type-arg]
+    """A metaclass's method in the namespace of a class, whose instances do not have it."""
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        if instance is not None:
+            name = self.__func__.__name__
+            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {name!r}")
+        return super().__get__(instance, owner)
+
+
 def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
     raw, owner = place.raw, place.owner
-    if is_a(raw, property):
+    if is_a(raw, PROPERTIES):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
         functions.update({part or "fget": function for part, function in woven.items()})
-        return rebuilt(raw, property, *functions.values())
+        return rebuilt(raw, _kind_of_property(raw), *functions.values())
     if not place.binds_to_owner:
         for kind in (classmethod, staticmethod, functools.cached_property):
             if is_a(raw, kind):
@@ -189,7 +200,7 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     elif is_a(raw, classmethod):
         return types.MethodType(woven[""], type(owner))
     elif not (is_a(raw, staticmethod) or is_class(raw)):
-        return classmethod(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
+        return _OfMetaclass(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
     return woven[""]
 
 
@@ -198,7 +209,7 @@ _REMADE_FROM = "_sgl_aspects_remade_from"
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """Return a descriptor of the same type around new functions; the earlier one if it had the same."""
-    parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
+    parts = PROPERTY_PARTS if is_a(descriptor, PROPERTIES) else ("__func__",)
     held = [getattr(descriptor, part) for part in parts]
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
@@ -206,11 +217,15 @@ def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     earlier = getattr(descriptor, "__dict__", {}).get(_REMADE_FROM, {}).get("origin")
     if earlier is not None and all(getattr(earlier, part) is value for part, value in zip(parts, wanted)):
         return earlier
-    if is_a(descriptor, property):
-        return rebuilt(descriptor, property, *wanted)
+    if is_a(descriptor, PROPERTIES):
+        return rebuilt(descriptor, _kind_of_property(descriptor), *wanted)
     anew = rebuilt(descriptor, staticmethod if is_a(descriptor, staticmethod) else classmethod, *wanted)
     anew.__dict__[_REMADE_FROM] = OwnDict(origin=descriptor)
     return anew
+
+
+def _kind_of_property(raw: Any) -> type:
+    return next(kind for kind in PROPERTIES if is_a(raw, kind))
 
 
 def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
@@ -220,7 +235,7 @@ def rebuilt(descriptor: Any, kind: type, *functions: Any) -> Any:
     """
     make: Any = kind
     anew = make.__new__(type(descriptor))
-    make.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
+    make.__init__(anew, *functions, *([descriptor.__doc__] if kind in PROPERTIES else ()))
     for slot, value in filled_slots(descriptor):
         slot.__set__(anew, value)
     for name, value in namespace(descriptor).items():

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
+    PROPERTIES,
     Attributes,
     bases,
     class_module,
@@ -245,7 +246,7 @@ class _Collected:
                         _replace_in_class(cls, self._new)
             elif is_a(referrer, types.MethodType):
                 anew += self._bound_anew(referrer)
-            elif is_a(referrer, (staticmethod, classmethod, property)):
+            elif is_a(referrer, (staticmethod, classmethod, *PROPERTIES)):
                 remade = descriptor_anew(referrer, self._new)
                 anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
             elif is_a(referrer, types.FrameType):
@@ -420,7 +421,7 @@ def describe(obj: Any) -> str:
     """Return the qualified name of a function or class, with its module."""
     if is_a(obj, (classmethod, staticmethod, types.MethodType)):
         return describe(obj.__func__)
-    if is_a(obj, property):
+    if is_a(obj, PROPERTIES):
         return describe(obj.fget)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType, type)):
         return class_name(obj) if is_class(obj) else f"{obj.__module__}:{obj.__qualname__}"

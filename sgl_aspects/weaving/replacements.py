@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
+    PROPERTIES,
     AttributeReference,
     OwnDict,
     bases,
@@ -91,7 +92,7 @@ def _containers_in(hook: Any) -> Iterator[Any]:
         for member in namespace(hook).values():
             if is_a(member, (classmethod, staticmethod)):
                 member = member.__func__
-            parts = (member.fget, member.fset, member.fdel) if is_a(member, property) else (member,)
+            parts = (member.fget, member.fset, member.fdel) if is_a(member, PROPERTIES) else (member,)
             for part in parts:
                 if is_a(part, types.FunctionType):
                     yield from _containers_in(part)

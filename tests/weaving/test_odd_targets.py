@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 import sys
+import textwrap
 import types
 import unittest.mock
 from collections.abc import Iterator
@@ -283,3 +284,41 @@ def test_bound_methods_of_other_instances_stay_as_they_are(engine: Any) -> None:
         assert held["one"]() == ("hooked", "m")
         assert held["other"]() == "m"
     assert held["one"]() == "m"
+
+
+def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> None:
+    source = """
+    class Meta(type):
+        def of(cls): return cls.__name__
+    class Made(metaclass=Meta): pass
+    class Sub(Made): pass
+    class Answering(metaclass=Meta):
+        def __getattr__(self, name): return f"answer to {name}"
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    with aspects.woven(around("engine:Made.of", hooked), around("engine:Answering.of", hooked)):
+        assert [engine.Made.of(), engine.Sub.of()] == [("hooked", "Made"), ("hooked", "Sub")]
+        assert engine.Answering.of() == ("hooked", "Answering")
+        assert engine.Answering().of == "answer to of"
+        with pytest.raises(AttributeError, match="'Sub' object has no attribute 'of'"):
+            engine.Sub().of()
+    assert "of" not in vars(engine.Made)
+
+
+def test_properties_of_enumerations(engine: Any) -> None:
+    source = """
+    import enum, types
+    class Color(enum.Enum):
+        RED = 1
+        @types.DynamicClassAttribute
+        def shade(self): return f"shade of {self.name}"
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    raw, names = vars(engine.Color)["shade"], list(vars(engine.Color))
+    with aspects.woven(around("engine:Color.shade", hooked), around("engine:Color.value", hooked)):
+        assert engine.Color.RED.shade == ("hooked", "shade of RED")
+        assert (engine.Color.RED.value, engine.Color.RED.name) == (("hooked", 1), "RED")
+        assert engine.Color(1) is engine.Color.RED
+    assert engine.Color.RED.value == 1
+    assert vars(engine.Color)["shade"] is raw
+    assert list(vars(engine.Color)) == names
