@@ -367,6 +367,8 @@ class Weaver:
     def _apply(self, *, strict: bool) -> None:
         try:
             refused, detached = self.table.apply(self._touched)
+        except RecursionError:  # the next change, from fewer frames, completes it
+            raise
         except Exception:  # it would come again with each later change
             self.table.before.clear()
             self._touched.clear()
