@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 
 from benchmarks import backends, calls, levels, spans, steps, weaving
+from benchmarks.turns import interval
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BASE = "SGLang's registry"
@@ -23,29 +25,29 @@ BUDGETS = (
 """A figure, its subject, the number of hooks, and its limit relative to SGLang's registry."""
 
 
-def budget_table(medians: Mapping[tuple[str, str, int], float]) -> str:
-    """One row a budget: the best and the worst over the kinds of calls."""
+def budget_table(rounds: calls.Rounds) -> str:
+    """One row a budget: the lowest and the highest ratio over the kinds of calls, each with its interval."""
     lines = ["| what | of SGLang's registry | budget |", "| --- | --- | --- |"]
     for what, subject, depth, budget in BUDGETS:
-        bases = {call: medians.get((BASE, call, depth)) for call in calls.CALLS}
-        ratios = [medians[subject, call, depth] / base for call, base in bases.items() if base]
-        if ratios:
-            lines.append(f"| {what} | {min(ratios):.2f} to {max(ratios):.2f} | {budget} |")
+        found = [interval(calls.ratios(rounds, subject, BASE, call, depth)) for call in calls.CALLS]
+        least, most = (
+            f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            for low, middle, high in (pick(found, key=itemgetter(1)) for pick in (min, max))
+        )
+        lines.append(f"| {what} | {least}, to {most} | {budget} |")
     return "\n".join(lines)
 
 
-def call_table(medians: Mapping[tuple[str, str, int], float]) -> str:
+def call_table(rounds: calls.Rounds) -> str:
     """One row a call and depth, one column a subject: nanoseconds and the ratio to SGLang's registry."""
     subjects = [name for name, hook in calls.SUBJECTS.items() if hook is not None]
     lines = ["| call | hooks | " + " | ".join(subjects) + " |", "| --- " * (len(subjects) + 2) + "|"]
     for call in calls.CALLS:
         for depth in calls.DEPTHS:
-            base = medians.get((BASE, call, depth))
             cells = []
             for subject in subjects:
-                nanoseconds = medians[subject, call, depth]
-                ratio = f" ({nanoseconds / base:.2f})" if base else ""
-                cells.append(f"{nanoseconds:.0f}{ratio}")
+                ratio = median(calls.ratios(rounds, subject, BASE, call, depth))
+                cells.append(f"{median(rounds[subject, call, depth]):.0f} ({ratio:.2f})")
             lines.append(f"| {call} | {depth} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -64,15 +66,15 @@ def steps_line() -> str:
 
 
 def _calls() -> str:
-    medians = calls.measure()
+    rounds = calls.measure()
     return f"""## Nanoseconds a call
 
 All subjects hooked in one process, rounds interleaved, medians. A no-op hook each; in brackets the ratio to
-SGLang's own hook registry.
+SGLang's own hook registry in the same round.
 
-{call_table(medians)}
+{call_table(rounds)}
 
-{budget_table(medians)}
+{budget_table(rounds)}
 """
 
 

@@ -1,13 +1,12 @@
 """The cost of a call through no-op hooks: this package against SGLang's registry, wrapt, a closure,
 aspectlib.
 
-Each subject hooks the same function in the same process; rounds are interleaved, so that a slow moment of the
-machine hits all of them; the table gives medians and ratios of medians.
+Each subject hooks the same function in the same process; rounds are interleaved, and a ratio is of two times
+of the same round, so that a slow moment of the machine hits both.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import timeit
 import types
@@ -57,7 +56,7 @@ CALLS = {
     "staticmethod": ("C.static", "m.C.static()"),
 }
 DEPTHS = (1, 2, 4)
-ROUNDS, NUMBER = 15, 20_000
+ROUNDS, NUMBER = 60, 5_000
 
 
 class EnterOnly:
@@ -104,8 +103,12 @@ SUBJECTS: dict[str, Callable[[str, str, int], None] | None] = {
 }
 
 
-def measure() -> dict[tuple[str, str, int], float]:
-    """Median nanoseconds a call, by (subject, call, depth)."""
+Rounds = dict[tuple[str, str, int], list[float]]
+"""Nanoseconds a call in each round, by (subject, call, depth)."""
+
+
+def measure() -> Rounds:
+    """Time all subjects in turn, round after round."""
     timers: dict[tuple[str, str, int], timeit.Timer] = {}
     for subject, hook in SUBJECTS.items():
         if hook is None:
@@ -118,8 +121,13 @@ def measure() -> dict[tuple[str, str, int], float]:
                 exec(SOURCE, module.__dict__)
                 hook(name, target, depth)
                 timers[subject, call, depth] = timeit.Timer(statement, globals={"m": module})
-    rounds: dict[tuple[str, str, int], list[float]] = {key: [] for key in timers}
+    rounds: Rounds = {key: [] for key in timers}
     for _ in range(ROUNDS):
         for key, timer in timers.items():
             rounds[key].append(timer.timeit(NUMBER) / NUMBER * 1e9)
-    return {key: statistics.median(values) for key, values in rounds.items()}
+    return rounds
+
+
+def ratios(rounds: Rounds, subject: str, base: str, call: str, depth: int) -> list[float]:
+    """One subject's times by another's, round by round."""
+    return [mine / its for mine, its in zip(rounds[subject, call, depth], rounds[base, call, depth])]
