@@ -1,4 +1,4 @@
-"""Files that other processes read."""
+"""Files that other processes read, and descriptors that other code may close."""
 
 from __future__ import annotations
 
@@ -22,3 +22,30 @@ def write_private(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+class OwnDescriptor:
+    """An open descriptor, used only while it still is this file.
+
+    A process that becomes a daemon closes all descriptors, and files that it opens later get their numbers.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._file = _file_of(number)
+
+    def is_open(self) -> bool:
+        return self._file is not None and _file_of(self.number) == self._file
+
+    def close(self) -> None:
+        if self.is_open():
+            self._file = None
+            os.close(self.number)
+
+
+def _file_of(number: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -122,7 +122,7 @@ class Run:
             answers = [self._ask(process, "detach", {}) for process in self.attached()]
         finally:
             if held is not None:
-                os.close(held)
+                held.close()
         self._end_guard(is_done=not any(answer.error for answer in answers))
         return answers
 

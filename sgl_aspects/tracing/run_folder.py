@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import select
 import shutil
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import sgl_aspects
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import write_private
+from sgl_aspects.files import OwnDescriptor, write_private
 from sgl_aspects.tracing.export.variables import normalise
 from sgl_aspects.tracing.settings import TraceSettings
 
@@ -86,16 +87,38 @@ def remove_run_folder(folder: str) -> None:
             return
 
 
-def hold_run(folder: str) -> int | None:
-    """Return a descriptor that keeps the run from ending while it is open, here or in a forked child.
+class RunHold:
+    """Keeps a run from ending until it is closed, here and in every forked child.
 
-    None if the run has ended, or is about to.
+    The mapping keeps the lock in a child that closes all descriptors, as daemons do.
     """
+
+    def __init__(self, descriptor: int) -> None:
+        self._mapping: mmap.mmap | None = None
+        with contextlib.suppress(OSError, ValueError):
+            os.ftruncate(descriptor, 1)
+            self._mapping = mmap.mmap(descriptor, 1, prot=mmap.PROT_READ)
+        self._descriptor = OwnDescriptor(descriptor)
+
+    def close(self) -> None:
+        if not self._descriptor.is_open():
+            _kept.append(self)  # the mapping's descriptor is gone, too: do not close what has its number now
+            return
+        if self._mapping is not None:
+            self._mapping.close()
+        self._descriptor.close()
+
+
+_kept: list[RunHold] = []
+
+
+def hold_run(folder: str) -> RunHold | None:
+    """Hold the run; None if it has ended, or is about to."""
     descriptor = _locked(folder, fcntl.LOCK_SH)
     if descriptor is not None and Path(folder, CLOSING).exists():
         os.close(descriptor)
         return None
-    return descriptor
+    return None if descriptor is None else RunHold(descriptor)
 
 
 def seal_run(folder: str) -> int | None:
@@ -105,7 +128,7 @@ def seal_run(folder: str) -> int | None:
 
 def _locked(folder: str, kind: int) -> int | None:
     try:
-        descriptor = os.open(Path(folder, _HELD), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     try:
@@ -210,7 +233,8 @@ class CollectorProcess:
 
     def __init__(self, folder: str, settings: TraceSettings, environment: Mapping[str, str]) -> None:
         self._folder = folder
-        self._report, report_writer = os.pipe()
+        report, report_writer = os.pipe()
+        self._report = OwnDescriptor(report)
         try:
             values = _collector_environment(settings, environment)
             keep_collector_settings(folder, values)
@@ -226,7 +250,7 @@ class CollectorProcess:
                 check=True,
             )
         except BaseException as error:
-            os.close(self._report)
+            self._report.close()
             if isinstance(error, (OSError, subprocess.SubprocessError)):
                 raise ConfigError(f"the trace collector cannot be started: {error}") from error
             raise
@@ -234,8 +258,8 @@ class CollectorProcess:
             os.close(report_writer)  # otherwise the pipe would not end with the collector
         digits = b""
         while not digits.endswith(b"\n"):
-            if not (digit := os.read(self._report, 1)):
-                os.close(self._report)
+            if not (digit := os.read(report, 1)):
+                self._report.close()
                 raise ConfigError("the trace collector cannot be started: no process may be forked any more")
             digits += digit
         self._process_id = int(digits)
@@ -248,7 +272,7 @@ class CollectorProcess:
 
     @property
     def has_ended(self) -> bool:
-        if self._report >= 0:
+        if self._report.is_open():
             return self._is_ending(0)
         state = collector_state(self._folder)
         return state is None or not state.is_alive
@@ -260,25 +284,27 @@ class CollectorProcess:
 
     def wait(self, seconds: float) -> str | None:
         """Wait for its report; None if it takes longer or ended without one."""
-        if self._report < 0 or not self._is_ending(seconds):
+        if not self.can_report or not self._is_ending(seconds):
             return None
-        descriptor, self._report = self._report, -1
         try:
-            with open(descriptor, encoding="utf-8") as report:
+            with open(self._report.number, encoding="utf-8", closefd=False) as report:
                 return report.read() or None
-        except OSError:  # a daemonized process closes all descriptors
-            return None
+        finally:
+            self._report.close()
+
+    @property
+    def can_report(self) -> bool:
+        """Return whether its pipe is open: a process that becomes a daemon closes all descriptors."""
+        return self._report.is_open()
 
     def abandon(self) -> None:
         """Leave the collector to end by itself; this process no longer waits for it."""
-        if self._report >= 0:
-            os.close(self._report)
-            self._report = -1
+        self._report.close()
 
     def _is_ending(self, seconds: float) -> bool:
         """Read the report, its last act; if there is none, the pipe ends with the process."""
         poll = select.poll()
-        poll.register(self._report, select.POLLIN)
+        poll.register(self._report.number, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
 

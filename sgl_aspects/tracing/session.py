@@ -22,6 +22,7 @@ from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.run_folder import (
     CollectorProcess,
+    RunHold,
     hold_run,
     make_run_folder,
     remove_run_folder,
@@ -61,7 +62,7 @@ class TraceSession:
         self._joins = when_full is not None  # a process that ran before, and goes on afterwards
         self._process_id = os.getpid()
         self._collector: CollectorProcess | None = None
-        self._hold: int | None = None
+        self._hold: RunHold | None = None
         self._restore: dict[str, str | None] = {}
         self._undo: list[Callable[[], None]] = []
         self.run_folder = ""
@@ -150,6 +151,11 @@ class TraceSession:
             self.summary = TraceSummary()
             return self.summary
         self._collector.ask_to_end()
+        if not self._collector.can_report:
+            self.summary = TraceSummary(
+                problem="the counts of the run are not known: this process has closed the collector's pipe"
+            )
+            return self.summary
         if timeout is None:
             timeout = self.settings.flush_seconds + _COLLECTOR_SECONDS
         report = self._collector.wait(timeout)
@@ -181,8 +187,7 @@ class TraceSession:
 
     def _release(self) -> None:
         if self._hold is not None:
-            with contextlib.suppress(OSError):  # a daemonized process closes all descriptors
-                os.close(self._hold)
+            self._hold.close()
             self._hold = None
 
     def close_at_exit(self) -> None:
@@ -307,10 +312,10 @@ def _close_quietly(session: TraceSession) -> None:
     if session.summary is None and session._process_id == os.getpid():
         try:
             summary = session.leave()
+            if summary.problem:
+                logger.warning("%s", summary.problem)
         except KeyboardInterrupt:  # Ctrl-C again: do not wait for the collector, which finishes alone.
-            return
-        if summary.problem:
-            logger.warning("%s", summary.problem)
+            pass
         _keep_interrupted()
 
 

@@ -64,3 +64,39 @@ def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_pa
             os.kill(collector, signal.SIGCONT)
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+EVALUATES = """
+import sgl_aspects.tracing.session, threading, time
+def meanwhile():
+    while True:
+        eval("open('evaluated', 'a').write('x')")
+        time.sleep(0.02)
+threading.Thread(target=meanwhile, daemon=True).start()
+print(sgl_aspects.tracing.session.current().collector_process_id, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_does_not_change_what_ended_the_program(tmp_path: Path) -> None:
+    evaluated = tmp_path / "evaluated"
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--file", str(tmp_path / "spans"), "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", EVALUATES],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        collector = int(process.stdout.readline())
+        os.kill(collector, signal.SIGSTOP)
+        try:
+            wait_until(evaluated.exists)
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: b"poll" in Path(f"/proc/{process.pid}/wchan").read_bytes())
+            before = evaluated.stat().st_size
+            wait_until(lambda: evaluated.stat().st_size > before + 1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == -signal.SIGINT
+        finally:
+            os.kill(collector, signal.SIGCONT)

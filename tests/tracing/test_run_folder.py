@@ -91,5 +91,5 @@ def test_other_runs_are_left_alone(tmp_path: Path, why: str) -> None:
     remove_dead_runs([oldest, *(killed_run(tmp_path, number + 1) for number in range(STAYING))])
     assert oldest.exists()
     if held is not None:
-        os.close(held)
+        held.close()
     remove_run_folder(str(oldest))

@@ -11,6 +11,7 @@ import os
 import struct
 import time
 
+from sgl_aspects.files import OwnDescriptor
 from sgl_aspects.tracing.ring import format as layout
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 # A ring takes at most 1 / _SHARE of the free bytes.
 _SHARE = 32
+
+_kept: list[mmap.mmap] = []
 
 
 class RingFile:
@@ -28,7 +31,7 @@ class RingFile:
     """
 
     def __init__(self, descriptor: int, memory: mmap.mmap, slots: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor = OwnDescriptor(descriptor)
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
         self.slots = slots
@@ -91,19 +94,26 @@ class RingFile:
     def end(self, reason: int = layout.CLOSED) -> None:
         """Close the file. The mapping lives on for a thread that is just writing to it."""
         self.words[layout.WORD_CLOSED] = reason
-        with contextlib.suppress(OSError):  # the same as below
-            _lock(self._descriptor, fcntl.F_UNLCK)  # the mapping has a copy of the descriptor
-        self._close()
+        if not self._is_lost():
+            _lock(self._descriptor.number, fcntl.F_UNLCK)  # the mapping has a copy of the descriptor
+            self._descriptor.close()
 
     def close(self) -> None:
         """Release the copy in a forked child, without marking the file closed."""
-        self.words.release()
-        self.memory.close()
-        self._close()
+        if not self._is_lost():
+            self.words.release()
+            self.memory.close()
+            self._descriptor.close()
 
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):  # a daemonized process closes all descriptors, this one too
-            os.close(self._descriptor)
+    def _is_lost(self) -> bool:
+        """Return whether the process has closed the descriptor, and with it the mapping's copy.
+
+        The mapping is then kept: with it Python would close what has the copy's number now.
+        """
+        is_lost = not self._descriptor.is_open()
+        if is_lost:
+            _kept.append(self.memory)
+        return is_lost
 
 
 def _lock(descriptor: int, kind: int = fcntl.F_WRLCK) -> None:
