@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -56,11 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     _begin_file(environment)
     if arguments.config:
         config.read(arguments.config)  # its errors are reported here, in one line
-        environment[env.spelled(config.VARIABLE, environment)] = os.path.abspath(arguments.config)
+        environment[env.spelled(config.VARIABLE, environment)] = _absolute(arguments.config)
     if arguments.report:
-        environment[env.spelled(process_reports.VARIABLE, environment)] = _made(
-            os.path.abspath(arguments.report)
-        )
+        environment[env.spelled(process_reports.VARIABLE, environment)] = _made(_absolute(arguments.report))
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
     print(end="", flush=True)  # also without a standard output
@@ -98,6 +97,13 @@ def _become(program: str, command: list[str], environment: Mapping[str, str]) ->
         ) from error
 
 
+def _absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: the current folder was removed; name an absolute path") from error
+
+
 def _made(folder: str) -> str:
     try:
         os.makedirs(folder, exist_ok=True)
@@ -117,14 +123,15 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
     environment.pop(_RUN, None)  # even if a traced program requests it
     environment[_TRACE] = arguments.level or environment.get(_TRACE) or level
     perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
-    environment[perfetto] = os.path.abspath(environment.get(perfetto) or "trace.json")
+    with contextlib.suppress(ConfigError):  # of a removed folder; seldom used
+        environment[perfetto] = _absolute(environment.get(perfetto) or "trace.json")
     chosen = []
     if arguments.endpoint:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint
         environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would take precedence
         chosen.append("otlp")
     if arguments.file:
-        environment["ASPECTS_TRACE_FILE"] = os.path.abspath(arguments.file)
+        environment["ASPECTS_TRACE_FILE"] = _absolute(arguments.file)
         chosen.append("otlp-json-file")
     if chosen:
         environment["OTEL_TRACES_EXPORTER"] = ",".join(chosen)

@@ -177,7 +177,10 @@ class TraceSession:
         self._release()
         if self._collector is not None:
             sealed = seal_run(self.run_folder)
-            if sealed is None:
+            # With a container's first process the kernel ends all others, the collector too.
+            if sealed is None and os.getpid() == 1:
+                self._collector.ask_to_end()
+            elif sealed is None:
                 self._collector.abandon()
                 self._collector = None
             else:
@@ -314,7 +317,8 @@ def _close_quietly(session: TraceSession) -> None:
             summary = session.leave()
             if summary.problem:
                 logger.warning("%s", summary.problem)
-        except KeyboardInterrupt:  # Ctrl-C again: do not wait for the collector, which finishes alone.
+        except (KeyboardInterrupt, SystemExit):
+            # Ctrl-C or SIGTERM again: do not wait for the collector, which finishes alone.
             pass
         _keep_interrupted()
 

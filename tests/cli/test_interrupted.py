@@ -37,14 +37,16 @@ def test_ctrl_c_ends_a_traced_program_as_any_other(tmp_path: Path, is_traced: bo
         assert process.wait(60) == -signal.SIGINT
 
 
-def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_path: Path) -> None:
-    """The collector is stopped: without the second one the wait would last for ten minutes."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_program_waits_for_its_collector_is_quiet(tmp_path: Path, number: int) -> None:
+    """The collector is stopped: without the signal the wait would last for ten minutes."""
     program = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); "
         "import os, sgl_aspects.tracing.session as s; print(s.current().collector_process_id, flush=True)"
     )
     command = [sys.executable, "-m", "sgl_aspects", "run", "--file", str(tmp_path / "spans"), "--"]
     with subprocess.Popen(
-        [*command, sys.executable, "-c", f"{program}; import sys; sys.stdin.read()"],
+        [*command, sys.executable, "-c", f"{program}; sys.stdin.read()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -58,8 +60,8 @@ def test_a_second_ctrl_c_while_a_program_waits_for_its_collector_is_quiet(tmp_pa
         try:
             process.stdin.close()
             wait_until(lambda: b"poll" in Path(f"/proc/{process.pid}/wchan").read_bytes())
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.send_signal(number)
+            assert process.wait(60) == 0
         finally:
             os.kill(collector, signal.SIGCONT)
         assert process.stderr is not None

@@ -155,6 +155,17 @@ def test_a_folder_that_is_gone_while_a_child_starts_in_it(site: Path) -> None:
     assert (done.stdout, done.stderr) == ("101\n", "")
 
 
+@pytest.mark.parametrize(("options", "status"), [((), 0), (("--file", "x"), 2), (("--report", "x"), 2)])
+def test_a_run_in_a_folder_that_is_gone(site: Path, options: tuple[str, ...], status: int) -> None:
+    """It is an error, in one line, only where a relative path is named."""
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "0", *options, "--", sys.executable]
+    script = ["sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "-"]
+    done = subprocess.run([*script, *command, "-c", "print(1)"], cwd=site, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "" if status else "1\n")
+    assert ("current folder was removed" in done.stderr) == bool(status)
+    assert "Traceback" not in done.stderr
+
+
 def test_the_program_does_not_find_our_folder_on_its_path(site: Path) -> None:
     code = "import sys; print([path for path in sys.path if 'bootstrap' in path])"
     assert sgl_aspects_run(site, sys.executable, "-c", code).stdout == "[]\n"

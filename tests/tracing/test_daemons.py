@@ -1,4 +1,4 @@
-"""Programs that close all descriptors, as daemons do."""
+"""Programs that become daemons, or leave some behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.processes import wait_until
 
@@ -51,13 +53,20 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def run(folder: Path, program: str) -> str:
+IN_BACKGROUND = """
+if not os.fork():
+    record(2)
+    time.sleep(60)
+"""
+
+
+def run(folder: Path, program: str, *before: str) -> str:
     """Run the program, wait for its collector's end, too, and return its spans."""
     (folder / "program.py").write_text(RECORD + program)
     command = [sys.executable, "-m", "sgl_aspects", "run", "--file", str(folder / "spans")]
     with open(folder / "errors", "w+") as errors:  # a pipe would be open until the daemon ends
         done = subprocess.run(
-            [*command, "--", sys.executable, "program.py"], cwd=folder, stderr=errors, timeout=60
+            [*before, *command, "--", sys.executable, "program.py"], cwd=folder, stderr=errors, timeout=60
         )
         run_folder = (folder / "run").read_text()
         wait_until(lambda: not os.path.exists(run_folder))
@@ -74,3 +83,11 @@ def test_files_that_a_program_opens_after_closing_all_descriptors_are_left_alone
     """They have the numbers of the tracer's own: neither read, unlocked nor closed, here and in a child."""
     assert run(tmp_path, OPENS_OTHERS).count('"name":"work"') == 3
     assert [(tmp_path / f"other-{number}").read_text() for number in range(12)] == ["text"] * 12
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-pf", "true"], capture_output=True).returncode != 0, reason="needs unshare"
+)
+def test_a_container_ends_with_its_first_process_once_its_spans_are_delivered(tmp_path: Path) -> None:
+    """The kernel ends what the program leaves in the background, and the collector, too."""
+    assert run(tmp_path, IN_BACKGROUND, "unshare", "-pf").count('"name":"work"') >= 1
