@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 _NATIVE = "SGL_ASPECTS_NATIVE"
+# One for the process: each request runs a copy of this module.
+_lock = threading.__dict__.setdefault("_sgl_aspects_lock", threading.Lock())
 
 
 def enter(folder: str, key: str) -> None:
@@ -24,7 +26,8 @@ def enter(folder: str, key: str) -> None:
         with open(taken, "w", encoding="utf-8") as file:
             file.write(str(threading.get_native_id()))
         pace = _Pace(request["pause"])
-        agent = _import_agent(request["package"], pace)
+        with _lock:
+            agent = _import_agent(request["package"], pace)
         answer = agent.perform(request)
         answer["import_seconds"], answer["longest_import_seconds"] = pace.spent, pace.longest
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process must not see it

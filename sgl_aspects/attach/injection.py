@@ -150,6 +150,8 @@ def _find_place(process_id: int, text_size: int) -> _Place:
     for start, room in unused_code(process_id, size):
         if not any(read_memory(process_id, start, room)):
             return _Place(start)
+    if not os.path.exists(f"/proc/{process_id}/exe"):
+        raise AttachError(f"process {process_id} has ended")
     raise AttachError(f"process {process_id} has no library with {size} unused bytes behind its code")
 
 

@@ -25,6 +25,7 @@ class Facts:
     has_capability: bool
     ptrace_scope: int
     tracer: int
+    is_stopped: bool
     same_files: bool
     machine: int | None
     our_machine: str
@@ -41,6 +42,7 @@ class Facts:
             has_capability=bool(capabilities >> _PTRACE & 1),
             ptrace_scope=_ptrace_scope(),
             tracer=int(status["TracerPid"]),
+            is_stopped=status["State"].startswith("T"),
             same_files=_same_files(process.id),
             machine=_machine(process.id),
             our_machine=platform.machine(),
@@ -52,7 +54,7 @@ def check(process: Process, *, needs_ptrace: bool = True) -> None:
     """Raise ``AttachError`` if ``process`` cannot be attached to. Nothing is touched."""
     try:
         facts = Facts.of(process)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise AttachError(f"process {process.id} has ended") from error
     reason = refusal(facts, needs_ptrace=needs_ptrace)
     if reason is not None:
@@ -71,6 +73,8 @@ def refusal(facts: Facts, *, needs_ptrace: bool = True) -> str | None:
             f"{where} runs in another container (mount namespace): run the command inside it, "
             f"docker exec CONTAINER {again} or kubectl exec POD -- {again}"
         )
+    if facts.is_stopped:
+        return f"{where} is stopped: let it go on first, with kill -CONT {facts.process_id}"
     if not needs_ptrace:
         return None
     if facts.our_machine != "x86_64" or facts.machine not in (_ELF_X86_64, None):

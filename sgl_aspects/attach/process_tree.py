@@ -133,7 +133,10 @@ def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
             f"process {process_id} ({named.title}) is not known to be an engine ({known}): "
             "name a configuration with --config FILE, or add --force"
         )
-    return [one for one in _descent(root if is_engine else named, processes.values()) if _is_of_engine(one)]
+    descent = _descent(root if is_engine else named, processes.values())
+    if not (found := [one for one in descent if _is_of_engine(one)]):
+        raise AttachError(f"process {process_id} has ended")
+    return found
 
 
 def _is_of_engine(process: Process) -> bool:

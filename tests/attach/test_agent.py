@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects.attach import agent
+from sgl_aspects.attach import agent, entry
 from sgl_aspects.weaving import in_pieces
 from tests.support.stand_ins import Engine
 
@@ -140,3 +142,33 @@ def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engi
     for handle in handles:
         handle.remove()
     assert sys.modules["later"].f() == 1
+
+
+def test_two_attaches_at_once_leave_the_process_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that began first ends first: the other must not restore what it has found meanwhile."""
+    both = threading.Barrier(2)
+
+    def import_together(_: str) -> ModuleType:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        if threading.current_thread() is threads[1]:
+            threads[0].join()
+        return agent
+
+    def state() -> tuple[object, ...]:
+        return dict(os.environ), sys.getswitchinterval(), [*sys.path], [*sys.meta_path]
+
+    monkeypatch.setattr(importlib, "import_module", import_together)
+    before = state()
+    threads = [threading.Thread(target=entry.enter, args=(str(tmp_path), key)) for key in "ab"]
+    for key, thread in zip("ab", threads):
+        request = {"version": "another", "pause": 0.01, "package": str(tmp_path)}
+        (tmp_path / f"{key}.request").write_text(json.dumps(request))
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for key in "ab":
+        assert "attach with the version that is loaded" in (tmp_path / f"{key}.answer").read_text()
+    assert state() == before

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.attach.permissions import Facts, refusal
-from sgl_aspects.attach.process_tree import engine_of, engine_tree, read_process
+from sgl_aspects.attach.process_tree import Process, engine_of, engine_tree, read_process
 from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.errors import AttachError
 from tests.support.attachable import command, running
@@ -25,6 +25,7 @@ _ALLOWED = Facts(
     has_capability=False,
     ptrace_scope=0,
     tracer=0,
+    is_stopped=False,
     same_files=True,
     machine=62,
     our_machine="x86_64",
@@ -39,6 +40,7 @@ _REFUSED = {
     "ptrace scope 3": ({"ptrace_scope": 3, "has_capability": True}, "sgl-aspects run --dormant"),
     "another container": ({"same_files": False}, "docker exec CONTAINER sgl-aspects attach 7"),
     "a debugger": ({"tracer": 99}, "traced by process 99"),
+    "stopped": ({"is_stopped": True}, "kill -CONT 7"),
     "another architecture": ({"machine": 183}, "x86-64 processes only"),
     "a machine that is not x86-64": ({"our_machine": "aarch64", "machine": 183}, "sgl-aspects run --dormant"),
     "32 bits": ({"machine": 3}, "x86-64 processes only"),
@@ -95,6 +97,13 @@ def test_a_process_that_is_not_there() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     assert f"there is no process {process.pid}" in _attach(process.pid)
+
+
+def test_a_process_that_ends_while_the_tree_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True])
+    monkeypatch.setattr(Process, "is_python", property(lambda _: next(answers, False)))
+    with pytest.raises(AttachError, match=f"process {os.getpid()} has ended"):
+        engine_tree(os.getpid(), is_wanted=True)
 
 
 def test_a_python_program_that_is_not_an_engine(tmp_path: Path) -> None:
