@@ -45,6 +45,19 @@ _KEPT = (
     "SSL_CERT_",
     "GRPC_",
 )
+# Python's own, by which a program is debugged: the collector would be slow, or print what is not the program's.
+_FOR_DEBUGGING = (
+    "PYTHONASYNCIODEBUG",
+    "PYTHONDEVMODE",
+    "PYTHONDUMPREFS",
+    "PYTHONINSPECT",
+    "PYTHONMALLOC",
+    "PYTHONMALLOCSTATS",
+    "PYTHONPROFILEIMPORTTIME",
+    "PYTHONTRACEMALLOC",
+    "PYTHONVERBOSE",
+    "PYTHONWARNINGS",
+)
 _KEEPER = str(Path(__file__).with_name("collector") / "keeper.py")
 _RESTARTED = "collector.restarted"
 
@@ -312,6 +325,8 @@ def _collector_environment(settings: TraceSettings, environment: Mapping[str, st
     values = {**environment, **settings.overrides()}
     normalise(values)
     values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
+    for name in _FOR_DEBUGGING:
+        values.pop(name, None)
     # The collector is not traced itself, and must find this package even if it is not installed.
     values["SGL_ASPECTS_TRACE"] = "off"
     root = str(Path(sgl_aspects.__file__).parent.parent)

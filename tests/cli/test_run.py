@@ -166,6 +166,14 @@ def test_a_run_in_a_folder_that_is_gone(site: Path, options: tuple[str, ...], st
     assert "Traceback" not in done.stderr
 
 
+def test_how_a_program_is_debugged_does_not_concern_its_collector(tmp_path: Path) -> None:
+    options = ("--file", str(tmp_path / "spans"), "--summary")
+    done = sgl_aspects_run(tmp_path, sys.executable, "-c", "", options=options, PYTHONPROFILEIMPORTTIME="1")
+    assert "spans recorded" in done.stderr
+    assert "sgl_aspects.tracing.session" in done.stderr
+    assert "sgl_aspects.tracing.collector.process" not in done.stderr
+
+
 def test_the_program_does_not_find_our_folder_on_its_path(site: Path) -> None:
     code = "import sys; print([path for path in sys.path if 'bootstrap' in path])"
     assert sgl_aspects_run(site, sys.executable, "-c", code).stdout == "[]\n"
