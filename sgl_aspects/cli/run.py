@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -50,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             "nothing to run: write the command after --, as in sgl-aspects run -- python app.py"
         )
     program = program_of(command)
+    _warn_of_isolation(command)
     environment = env.shortened(bootstrap.prepared(os.environ))
     if arguments.dormant:
         return _become(program, command, {**environment, dormant.SWITCH: "1"})
@@ -64,6 +67,24 @@ def run(arguments: argparse.Namespace) -> int:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
     print(end="", flush=True)  # also without a standard output
     return _become(program, command, environment)
+
+
+def _warn_of_isolation(command: Sequence[str]) -> None:
+    """Name options of Python with which it does not import this package's ``sitecustomize``."""
+    if "python" not in os.path.basename(command[0]):
+        return
+    for word in command[1:]:
+        if not word.startswith("-"):
+            return
+        if not word.startswith("--") and (found := set("EIS") & set(re.split("[cmWX]", word)[0])):
+            print(
+                f"sgl-aspects: warning: with Python's option -{min(found)} the program runs without hooks "
+                "and tracing",
+                file=sys.stderr,
+            )
+            return
+        if re.match("-[A-Za-z]*[cm]", word):
+            return
 
 
 def _begin_file(environment: dict[str, str]) -> None:

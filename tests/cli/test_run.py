@@ -174,6 +174,13 @@ def test_how_a_program_is_debugged_does_not_concern_its_collector(tmp_path: Path
     assert "sgl_aspects.tracing.collector.process" not in done.stderr
 
 
+@pytest.mark.parametrize("options", ["-I", "-E", "-S", "-u -Bc -I", "-Ic", "-X dev", "-c -I", "-mI"])
+def test_options_that_keep_the_hooks_out_are_named(site: Path, options: str) -> None:
+    done = sgl_aspects_run(site, sys.executable, *options.split(), "--version")
+    is_told = "runs without hooks and tracing" in done.stderr
+    assert is_told is (options in ("-I", "-E", "-S", "-Ic"))
+
+
 def test_the_program_does_not_find_our_folder_on_its_path(site: Path) -> None:
     code = "import sys; print([path for path in sys.path if 'bootstrap' in path])"
     assert sgl_aspects_run(site, sys.executable, "-c", code).stdout == "[]\n"
