@@ -45,7 +45,7 @@ _KEPT = (
     "SSL_CERT_",
     "GRPC_",
 )
-# Python's own, by which a program is debugged: the collector would be slow, or print what is not the program's.
+# Python's own, for debugging the program: they would slow the collector, or make it print.
 _FOR_DEBUGGING = (
     "PYTHONASYNCIODEBUG",
     "PYTHONDEVMODE",
