@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 from sgl_aspects.errors import PlatformError
@@ -15,6 +16,7 @@ _choice: PlatformChoice | None = None
 #: True in the thread that chooses, and in those where it calls the plugins: they get its context.
 _choosing: contextvars.ContextVar[bool] = contextvars.ContextVar("choosing the platform", default=False)
 _lock = threading.RLock()
+_after_changes: list[Callable[[], object]] = []
 
 
 def current_platform_choice() -> PlatformChoice:
@@ -42,6 +44,13 @@ def set_current_platform(platform: SRTPlatform | None) -> None:
     global _choice
     with _lock:
         _choice = None if platform is None else PlatformChoice(platform.device_name, platform, ())
+    for function in _after_changes:
+        function()
+
+
+def call_after_changes(function: Callable[[], object]) -> None:
+    """Call ``function`` whenever :func:`set_current_platform` has put another platform in place."""
+    _after_changes.append(function)
 
 
 class _CurrentPlatform:

@@ -61,13 +61,17 @@ class CallSite:
         self._calls: dict[SelectionPolicy, dict[Key, Callable[..., Any]]] = {}
         self._guarded = False
 
+    def discard(self) -> None:
+        """Discard the choice: the next call chooses."""
+        self._calls = {}
+        self._guarded = False
+        self.run = self.resolve_and_call
+
     def reset(self) -> None:
         """Discard the choice. Choose again at once, so that compiled code meets no first call: for all
         tensors if they are irrelevant, else for the commonest.
         """
-        self._calls = {}
-        self._guarded = False
-        self.run = self.resolve_and_call
+        self.discard()
         if self.manager.is_scoped:
             return
         try:

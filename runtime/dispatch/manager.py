@@ -16,6 +16,7 @@ import torch
 
 from sgl_aspects.errors import OperatorError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.current import call_after_changes
 from sgl_aspects.runtime.dispatch.call_site import CallSite, Key
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
@@ -111,6 +112,14 @@ class OpManager:
             self._selections = {}
             for site in list(self._sites.values()):
                 site.reset()
+
+    def discard_choices(self) -> None:
+        """Discard all choices, for another platform: what is available is another thing there, too."""
+        with self.lock:
+            self._selections = {}
+            self._availability.clear()
+            for site in list(self._sites.values()):
+                site.discard()
 
     # -- call sites ----------------------------------------------------------------------------------
 
@@ -285,5 +294,11 @@ def _begin_in_forked_child() -> None:
         manager.begin_in_forked_child()
 
 
+def _begin_on_another_platform() -> None:
+    for manager in list(_managers):
+        manager.discard_choices()
+
+
+call_after_changes(_begin_on_another_platform)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_in_forked_child)
