@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,6 @@ from tests.support.operator_cases import cases, flat, in_type
 
 X = torch.randn(4, 8)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SGL_ASPECTS_OP_CONTROL", "off")
-    dispatch.reset_manager()
-    yield
-    dispatch.reset_manager()
 
 
 def plus(number: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -163,6 +163,7 @@ def test_flaggems_serves_where_the_platform_has_triton_and_refuses_what_it_does_
     class Chip(CpuPlatform):
         capabilities = PlatformCapabilities(supports_triton=True)
 
+    set_current_platform(CpuPlatform())
     assert flaggems.available() == "platform cpu declares no Triton"
     set_current_platform(Chip())
     try:

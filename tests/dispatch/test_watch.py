@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from tests.support.tiny_models import make_llama
 
 REFERENCE = Token.parse("reference", "test")
 LAYERS, WRONG = 12, 7
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SGL_ASPECTS_OP_CONTROL", "off")
-    dispatch.reset_manager()
-    yield
-    dispatch.reset_manager()
 
 
 def vendor(op: str, function: Any, **options: Any) -> OpImpl:

@@ -80,13 +80,15 @@ def _main(words: list[str], log: str, environment: dict[str, str]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in (1, 2):
         os.dup2(output, number)
+    import torch
+
     from sgl_aspects.cli.main import main
     from sgl_aspects.runtime.processes import ranks
 
-    # The server's own schedulers: it has torch, and no thread yet.
-    fake = types.SimpleNamespace(
-        get_context=lambda _: multiprocessing.get_context("fork"),
-        resource_tracker=multiprocessing.resource_tracker,
-    )
-    vars(ranks)["multiprocessing"] = fake
+    # The server's own schedulers: it has torch, and no thread yet. CUDA cannot be used after a fork.
+    if not torch.cuda.is_available():
+        vars(ranks)["multiprocessing"] = types.SimpleNamespace(
+            get_context=lambda _: multiprocessing.get_context("fork"),
+            resource_tracker=multiprocessing.resource_tracker,
+        )
     sys.exit(main(words))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
@@ -261,10 +262,15 @@ def test_steps_say_what_they_did_and_link_to_their_requests(run: Run) -> None:
 
 
 def test_forward_spans_carry_the_device_s_time(run: Run) -> None:
-    for span in run.receiver.named("forward"):
-        device = span.attributes["sgl_aspects.forward.device_time"]
-        assert 0 < device <= (span.end - span.start) / 1e9
-        assert span.attributes["sgl_aspects.batch.tokens"] > 0
+    spans = run.receiver.named("forward")
+    assert all(span.attributes["sgl_aspects.batch.tokens"] > 0 for span in spans)
+    timed = [span for span in spans if "sgl_aspects.forward.device_time" in span.attributes]
+    assert timed
+    for span in timed:
+        assert span.attributes["sgl_aspects.forward.device_time"] > 0
+        if not torch.cuda.is_available():  # where calls only start the work, and some graphs are timed
+            assert span.attributes["sgl_aspects.forward.device_time"] <= (span.end - span.start) / 1e9
+    assert len(timed) == len(spans) or torch.cuda.is_available()
 
 
 def test_each_use_of_a_request_id_has_its_own_trace(run: Run) -> None:
@@ -348,7 +354,7 @@ def test_levels_over_grpc(model: Path, monkeypatch: pytest.MonkeyPatch, level: i
             Engine(model_path=model, max_total_tokens=256) as engine,
         ):
             engine.generate("hello", tokens(3), external_trace_header=parent())
-        assert {span.name for span in receiver.spans} == names
+        assert {span.name for span in receiver.spans} - {"capture_graphs"} == names
         (root,) = receiver.named(COMPLETION)
         assert (root.trace_id, root.parent_id) == (TRACE, CALLER)
 
@@ -431,7 +437,7 @@ def test_tracing_by_environment_alone(model: Path, tmp_path: Path) -> None:
     )
     assert ran.stderr == ""
     names = [span.name for message in read_file(file) for span in spans_of(message)]
-    assert set(names) == {COMPLETION, "load_model"} | CHILDREN | STEPS
+    assert set(names) - {"capture_graphs"} == {COMPLETION, "load_model"} | CHILDREN | STEPS
 
 
 # Of levels that are off nothing is woven; a replay is seen at the launch of its graph.
