@@ -72,6 +72,9 @@ def _open(place: AttributeReference) -> Opened:
             have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
             raise HookError(f"{place}: the property has no {place.part}; it has {have}")
         return function, function
+    inner = _bound_by_classmethod(raw)
+    if inner is not None:
+        return _open(place._replace(raw=inner))
     if is_a(raw, (classmethod, staticmethod)):
         content = raw.__func__
         binds = is_a(raw, classmethod) and sys.version_info < (3, 13)
@@ -88,6 +91,12 @@ def _open(place: AttributeReference) -> Opened:
             return raw, bound_late(raw, owner)
     opened = _itself(place, content)
     return (content, bound_late(content, owner)) if binds else opened
+
+
+def _bound_by_classmethod(raw: Any) -> Any:
+    """Return the descriptor in a classmethod, which binds it before Python 3.13; None if there is none."""
+    inner = raw.__func__ if is_a(raw, classmethod) and sys.version_info < (3, 13) else None
+    return inner if is_a(inner, (classmethod, staticmethod, *PROPERTIES)) else None
 
 
 def _itself(place: AttributeReference, content: Any) -> Opened:
@@ -107,6 +116,8 @@ def _next_in_line(
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
     owner, name, raw = place.owner, place.name, place.raw
+    while _bound_by_classmethod(raw) is not None:
+        raw = _bound_by_classmethod(raw)
     if name != "__new__" and is_a(raw, staticmethod):  # it does not get its class as an argument
         return calls_original(lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs))
     is_method = is_a(raw, (types.FunctionType, classmethod))
@@ -196,7 +207,9 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     if not place.binds_to_owner:
         for kind in (classmethod, staticmethod, functools.cached_property):
             if is_a(raw, kind):
-                return rebuilt(raw, kind, woven[""])
+                inner = _bound_by_classmethod(raw)
+                content = woven[""] if inner is None else rebuild(place._replace(raw=inner), woven)
+                return rebuilt(raw, kind, content)
     elif is_a(raw, classmethod):
         return types.MethodType(woven[""], type(owner))
     elif not (is_a(raw, staticmethod) or is_class(raw)):

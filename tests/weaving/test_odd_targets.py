@@ -322,3 +322,29 @@ def test_properties_of_enumerations(engine: Any) -> None:
     assert engine.Color.RED.value == 1
     assert vars(engine.Color)["shade"] is raw
     assert list(vars(engine.Color)) == names
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="classmethods no longer bind what is in them")
+@pytest.mark.parametrize("name", ["prop", "twice", "static"])
+@pytest.mark.parametrize("owner", ["Base", "Derived"])
+def test_descriptors_in_a_classmethod(engine: Any, owner: str, name: str) -> None:
+    source = """
+    class Base:
+        prop = classmethod(property(lambda cls: cls.__name__))
+        twice = classmethod(classmethod(lambda cls: cls.__name__))
+        static = classmethod(staticmethod(lambda: "static"))
+    class Derived(Base): pass
+    """
+    exec(textwrap.dedent(source), vars(engine))
+
+    def read() -> Any:
+        found = getattr(engine.Derived, name)
+        return found if name == "prop" else found()
+
+    raw, bare = vars(engine.Base)[name], read()
+    with aspects.woven(around(f"engine:{owner}.{name}", hooked)):
+        assert read() == ("hooked", bare)
+        assert type(vars(getattr(engine, owner))[name].__func__) is type(raw.__func__)
+    assert read() == bare
+    assert vars(engine.Base)[name] is raw
+    assert name not in vars(engine.Derived)
