@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from sgl_aspects.engines.sglang.roles import SGLANG
+from sgl_aspects.tracing.lifecycle import CallTracker, calls
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
+from sgl_aspects.tracing.records import RequestSeen
 from tests.support.memory_recorder import Memory
 from tests.support.stand_ins import Engine, ForwardMode
 
@@ -257,3 +260,26 @@ def test_steps_that_are_not_traced_leave_figures_and_an_idle_scheduler_too(engin
     assert len(recorder.named("scheduler.step")) == 3
     for step in reversed(undo):
         step()
+
+
+def test_a_request_without_a_last_output_ends_in_the_detokenizer_too(
+    recorder: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang preempted it, and its caller aborted it while it waited: the detokenizer is not told."""
+    monkeypatch.setattr(calls, "_IDLE_NS", 100)
+    monkeypatch.setattr(calls, "_MOST_IDLE", 1)
+    tracker = CallTracker(SGLANG, recorder, TraceOptions())
+    for rid, start in (("aborted", 1000), ("paused", 1010)):
+        tracker.detokenized_here(rid, start, start + 5, 5, is_last=False)
+    tracker.detokenized_here("next", 2000, 2005, 5, is_last=True)
+    assert list(tracker.detokenizing) == ["paused"]
+    tracker.detokenized_here("paused", 3000, 3005, 5, is_last=True)
+    assert not tracker.detokenizing
+    spans = [(record.root_id, record.start_ns, record.end_ns) for record in recorder.named("detokenize")]
+    keys = [event.key for event in recorder.events if isinstance(event, RequestSeen)]
+    assert spans == [
+        (keys[0], 1000, 1005),
+        (keys[1], 1010, 1015),
+        (keys[2], 2000, 2005),
+        (keys[1], 3000, 3005),
+    ]
