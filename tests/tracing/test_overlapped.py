@@ -295,7 +295,7 @@ def test_an_aborted_request_that_waits_for_its_grammar_runs_once(
 def test_a_request_without_a_last_output_ends_in_the_detokenizer_too(
     recorder: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang preempted it, and its caller aborted it while it waited: the detokenizer is not told."""
+    """SGLang preempted it, and its caller aborted it while it waited: no message reaches the detokenizer."""
     monkeypatch.setattr(calls, "_IDLE_NS", 100)
     monkeypatch.setattr(calls, "_MOST_IDLE", 1)
     tracker = CallTracker(SGLANG, recorder, TraceOptions())
