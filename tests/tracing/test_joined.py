@@ -138,6 +138,23 @@ class Writer:
         return ()
 
 
+def test_a_second_process_gets_the_request_of_a_caller_that_went_away() -> None:
+    """The scheduler sees it while it is open; the detokenizer, with the first output, when it has ended."""
+    found: list[str] = []
+    joiner: Any = Joiner(Resource({}), lambda span: found.append(span.name))
+    caller = Writer("1")
+    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}), RequestSent(7))
+    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 20))
+    for writer, key, seen_ns in (("2", 8, 10), ("3", 9, 30)):
+        joiner.add(Writer(writer), RequestSeen(key, "r", seen_ns))
+        joiner.add(
+            Writer(writer), SpanEnd(SpanType(f"of {writer}"), key + 10, key, key, seen_ns, seen_ns + 1)
+        )
+    joiner.finish()
+    assert sorted(found) == ["chat m", "of 2", "of 3"]
+    assert joiner.unjoined == 0
+
+
 @pytest.mark.parametrize("is_behind", [True, False])
 def test_a_reader_far_behind_or_slow_gives_nothing_up(
     monkeypatch: pytest.MonkeyPatch, is_behind: bool

@@ -8,19 +8,26 @@ from typing import Any
 
 import pytest
 
+from sgl_aspects.engines.sglang.roles import SGLANG
+from sgl_aspects.tracing.lifecycle import CallTracker, calls
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
+from sgl_aspects.tracing.records import RequestSeen
 from tests.support.memory_recorder import Memory
 from tests.support.stand_ins import Engine, ForwardMode
 
 SCHEDULER = """
+    from types import SimpleNamespace
     class Scheduler:
         def __init__(self):
             self.waiting_queue, self.found = [], None
+            self.grammar_manager = SimpleNamespace(grammar_queue=[])
         def handle_generate_request(self, recv_req):
             self.waiting_queue.append(recv_req)
         def abort_request(self, recv_req):
             self.waiting_queue = [r for r in self.waiting_queue if not r.rid.startswith(recv_req.rid)]
+            for req in self.grammar_manager.grammar_queue:
+                req.set_finish_with_abort("Aborted by AbortReq.")
         def get_next_batch_to_run(self, running_batch=None, last_batch=None):
             return self.found
         def run_batch(self, batch, pp_proxy_tensors=None):
@@ -33,6 +40,14 @@ SCHEDULER = """
         def stream_output(self, reqs, return_logprob, skip_req=None):
             pass
     """
+REQ = """
+    class Req:
+        inflight_middle_chunks, finished_reason = 0, None
+        def __init__(self, rid):
+            self.rid, self.output_ids = rid, []
+        def set_finish_with_abort(self, message):
+            self.to_finish = {"type": "abort"}
+    """
 RUNNER = """
     class ModelRunner:
         def sample(self, logits_output, forward_batch):
@@ -44,6 +59,7 @@ RUNNER = """
 @pytest.fixture
 def recorder(engine: Engine) -> Iterator[Memory]:
     engine.write("sglang/srt/managers/scheduler.py", SCHEDULER)
+    engine.write("sglang/srt/managers/schedule_batch.py", REQ)
     recorder = Memory()
     recorder.level = 4
     undo = weave_observers(recorder)
@@ -257,3 +273,43 @@ def test_steps_that_are_not_traced_leave_figures_and_an_idle_scheduler_too(engin
     assert len(recorder.named("scheduler.step")) == 3
     for step in reversed(undo):
         step()
+
+
+def test_an_aborted_request_that_waits_for_its_grammar_runs_once(
+    engine: Engine, scheduler: Any, recorder: Memory
+) -> None:
+    req = engine.load("sglang.srt.managers.schedule_batch").Req("a")
+    scheduler.handle_generate_request(req)
+    scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue = [], [req]
+    scheduler.abort_request(SimpleNamespace(rid="a", abort_all=False))
+    assert recorder.named("queue") == []
+    only = batch("EXTEND", req, tokens=1)
+    result = launch(scheduler, only)
+    req.finished_reason, req.output_ids = req.to_finish, [1]
+    scheduler.process_batch_result(only, result)
+    assert [len(recorder.named(name)) for name in ("queue", "prefill", "decode")] == [1, 1, 1]
+    (decode,) = recorder.named("decode")
+    assert (decode.values, decode.error) == ((1, "abort"), "abort")
+
+
+def test_a_request_without_a_last_output_ends_in_the_detokenizer_too(
+    recorder: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang preempted it, and its caller aborted it while it waited: no message reaches the detokenizer."""
+    monkeypatch.setattr(calls, "_IDLE_NS", 100)
+    monkeypatch.setattr(calls, "_MOST_IDLE", 1)
+    tracker = CallTracker(SGLANG, recorder, TraceOptions())
+    for rid, start in (("aborted", 1000), ("paused", 1010)):
+        tracker.detokenized_here(rid, start, start + 5, 5, is_last=False)
+    tracker.detokenized_here("next", 2000, 2005, 5, is_last=True)
+    assert list(tracker.detokenizing) == ["paused"]
+    tracker.detokenized_here("paused", 3000, 3005, 5, is_last=True)
+    assert not tracker.detokenizing
+    spans = [(record.root_id, record.start_ns, record.end_ns) for record in recorder.named("detokenize")]
+    keys = [event.key for event in recorder.events if isinstance(event, RequestSeen)]
+    assert spans == [
+        (keys[0], 1000, 1005),
+        (keys[1], 1010, 1015),
+        (keys[2], 2000, 2005),
+        (keys[1], 3000, 3005),
+    ]

@@ -153,6 +153,12 @@ def _kv_usage(scheduler: Any) -> float | None:
     return 1.0 - free / total if total else None
 
 
+def _waiting_rids(scheduler: Any) -> set[str]:
+    """Return the ids of waiting requests; those that wait for their grammar run even if they are aborted."""
+    grammars = getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
+    return {req.rid for req in (*scheduler.waiting_queue, *grammars)}
+
+
 def _is_follower(scheduler: Any) -> bool:
     """Return whether it is a rank that runs the same requests as another one, which answers them."""
     channels = getattr(scheduler, "ipc_channels", scheduler)
@@ -360,7 +366,7 @@ SGLANG = Engine(
         "batch.batch_size": _batch_size,
         "batch.num_tokens": _num_tokens,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting_queue),
-        "scheduler.waiting_rids": lambda scheduler: {req.rid for req in scheduler.waiting_queue},
+        "scheduler.waiting_rids": _waiting_rids,
         "scheduler.running": lambda scheduler: len(scheduler.running_batch.reqs),
         "scheduler.kv_usage": _kv_usage,
         "scheduler.is_follower": _is_follower,

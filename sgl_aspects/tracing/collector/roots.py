@@ -120,19 +120,20 @@ class Roots:
     def find(self, writer: str, seen: RequestSeen, grace: float | None = None) -> Root | None:
         """Return the request with this id that was open at ``seen.time_ns``; None if there is none.
 
-        Otherwise, with ``grace`` (in seconds), the latest unclaimed request with this id that ended just
-        before. Two engines of one process may each have one open: each scheduler claims its own.
+        Otherwise, with ``grace`` (in seconds), an unclaimed request with this id that ended just before, or
+        the latest that only other processes claimed: the detokenizer gets a request after its scheduler. Two
+        engines of one process may each have one open: each scheduler claims its own.
         """
         requests = self._requests.get(seen.request_id, ())
         for root in reversed(requests):
             if root.is_sent and writer not in root.seen_by and root.was_under_way(seen.time_ns):
                 break
         else:
-            late = (root for root in requests if root.is_sent and not root.seen_by and grace is not None)
-            found = next((root for root in late if root.was_under_way(seen.time_ns, grace or 0.0)), None)
-            if found is None:
+            sent = [root for root in requests if root.is_sent and writer not in root.seen_by]
+            late = [root for root in sent if root.was_under_way(seen.time_ns, grace or 0.0)]
+            if grace is None or not late:
                 return None
-            root = found
+            root = next((root for root in late if not root.seen_by), late[-1])
         root.seen_by += (writer,)
         return root
 

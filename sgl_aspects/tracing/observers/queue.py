@@ -36,6 +36,7 @@ class QueueObserver:
         self._waiting_rids = reader("scheduler.waiting_rids")
         self._rid = reader("req.rid")
         self._output_tokens = reader("req.output_tokens")
+        self._is_aborting = False
 
     def observations(self) -> list[Observation]:
         return [
@@ -71,10 +72,12 @@ class QueueObserver:
             self._requests.finished(rid, None, None, error_type(error))
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_aborting = True
         return self._aborting(args, kwargs), self._aborted(args, kwargs)
 
     def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         """Abort a waiting request here; a running one ends with its next step."""
+        self._is_aborting = False
         scheduler, message = token
         prefix, everything = self._message_rid(message), self._abort_all(message)
         waiting = self._waiting_rids(scheduler) or set()
@@ -85,7 +88,8 @@ class QueueObserver:
 
     def _reject_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         request = self._requests.requests.get(self._rid(self._refused(args, kwargs)))
-        if request is not None:
+        # SGLang also rejects an aborted request that waits for its grammar.
+        if request is not None and not self._is_aborting:
             request.problem = "rejected"
 
     def _retract_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
