@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
-from sgl_aspects.platforms import current_platform, set_current_platform
+from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import (
@@ -446,27 +446,6 @@ def test_a_platforms_override_takes_the_layer_out_of_dispatch(monkeypatch: pytes
             assert dispatch.silu_and_mul(X).any()
     finally:
         set_current_platform(None)
-
-
-def test_another_platform_serves_the_next_call() -> None:
-    def on_chips() -> bool:
-        return current_platform.get_dispatch_key_name() == "chip"
-
-    registry = dispatch.get_manager().registry
-    registry.register(
-        OpImpl(
-            "silu_and_mul", "vendor.chip", ImplKind.VENDOR, torch.zeros_like, "chip", is_available=on_chips
-        )
-    )
-    try:
-        assert dispatch.silu_and_mul(X).any()
-        set_current_platform(KeyedPlatform())
-        assert not dispatch.silu_and_mul(X).any()
-        set_current_platform(None)
-        assert dispatch.silu_and_mul(X).any()
-    finally:
-        set_current_platform(None)
-        registry.unregister("silu_and_mul", "vendor.chip")
 
 
 def test_an_operator_that_a_package_defines_is_dispatched_like_the_others() -> None:

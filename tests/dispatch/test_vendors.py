@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.errors import UnsupportedCallError
-from sgl_aspects.platforms import set_current_platform
+from sgl_aspects.platforms import current_platform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.platforms.identity import PlatformCapabilities
 from sgl_aspects.runtime import dispatch
@@ -189,3 +189,35 @@ def test_flaggems_serves_where_the_platform_has_triton_and_refuses_what_it_does_
         assert chunk.impl.impl_id == "reference.chunk_gated_delta_rule", "on request only"
     finally:
         set_current_platform(None)
+
+
+def test_another_platform_serves_the_next_call() -> None:
+    x = torch.randn(4, 8)
+
+    def on_chips() -> bool:
+        return current_platform.get_dispatch_key_name() == "chip"
+
+    class Keyed(CpuPlatform):
+        def get_dispatch_key_name(self) -> str:
+            return "chip"
+
+    registry = dispatch.get_manager().registry
+    registry.register(
+        dispatch.OpImpl(
+            "silu_and_mul",
+            "vendor.chip",
+            dispatch.ImplKind.VENDOR,
+            torch.zeros_like,
+            "chip",
+            is_available=on_chips,
+        )
+    )
+    try:
+        assert dispatch.silu_and_mul(x).any()
+        set_current_platform(Keyed())
+        assert not dispatch.silu_and_mul(x).any()
+        set_current_platform(None)
+        assert dispatch.silu_and_mul(x).any()
+    finally:
+        set_current_platform(None)
+        registry.unregister("silu_and_mul", "vendor.chip")

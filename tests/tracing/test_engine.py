@@ -262,15 +262,13 @@ def test_steps_say_what_they_did_and_link_to_their_requests(run: Run) -> None:
 
 
 def test_forward_spans_carry_the_device_s_time(run: Run) -> None:
-    spans = run.receiver.named("forward")
-    assert all(span.attributes["sgl_aspects.batch.tokens"] > 0 for span in spans)
-    timed = [span for span in spans if "sgl_aspects.forward.device_time" in span.attributes]
-    assert timed
-    for span in timed:
-        assert span.attributes["sgl_aspects.forward.device_time"] > 0
-        if not torch.cuda.is_available():  # where calls only start the work, and some graphs are timed
-            assert span.attributes["sgl_aspects.forward.device_time"] <= (span.end - span.start) / 1e9
-    assert len(timed) == len(spans) or torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()  # where calls only start the work, and some graphs are timed
+    for span in run.receiver.named("forward"):
+        device = span.attributes.get("sgl_aspects.forward.device_time")
+        assert (
+            on_gpu if device is None else device > 0 and (on_gpu or device <= (span.end - span.start) / 1e9)
+        )
+        assert span.attributes["sgl_aspects.batch.tokens"] > 0
 
 
 def test_each_use_of_a_request_id_has_its_own_trace(run: Run) -> None:
