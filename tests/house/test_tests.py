@@ -28,7 +28,7 @@ LONGER = {
     "support/sglang_registry_cases.py": 774,
     "tracing/test_collector.py": 426,
     "tracing/test_current.py": 455,
-    "tracing/test_engine.py": 457,
+    "tracing/test_engine.py": 458,
     "tracing/test_metrics.py": 408,
     "tracing/test_otlp.py": 429,
     "weaving/test_classes.py": 773,
