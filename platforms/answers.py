@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,17 @@ def class_named(answer: type | str, method: Callable[..., Any], has: tuple[str, 
             f"such a class has {', '.join(has)}"
         )
     return found
+
+
+def made_by(method: Callable[..., Any], cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Make an object of the class that a factory named. PlatformTypeError if it takes other arguments."""
+    try:
+        inspect.signature(cls).bind(*args, **kwargs)
+    except ValueError:  # compiled, and without a signature
+        pass
+    except TypeError as error:
+        raise PlatformTypeError(
+            f"{name_of(method)} names {cls.__module__}:{cls.__qualname__}, which cannot be made as engines "
+            f"do, with {', '.join([*(type(each).__name__ for each in args), *kwargs])}: {error}"
+        ) from error
+    return cls(*args, **kwargs)

@@ -13,7 +13,7 @@ The caller's process
 The scheduler's process
     processes/worker.py                             its entry point
     scheduling/                                     continuous batching: which tokens the model sees in a step
-    kv_cache/                                       pages, page table, prefixes, pools by kind of attention
+    kv_cache/                                       pages, slots, prefixes, pools by kind of attention
     execution/                                      one step on the device: eager, as a graph, or compiled
     models/, ops/, attention/, dispatch/            the model, written on operators
     sampling/                                       from logits to tokens

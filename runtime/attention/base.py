@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-    from sgl_aspects.runtime.kv_cache import PageTable, StatePool
+    from sgl_aspects.runtime.kv_cache import ReqToTokenPool, StatePool
     from sgl_aspects.runtime.ops.attention import Attention
 
 
@@ -33,72 +33,76 @@ class IndexerInputs:
 
 
 class AttentionBackend(abc.ABC):
-    """Computes attention of every layer over the paged cache. One object for an engine's life."""
+    """Computes attention of every layer over the paged cache, with the methods of SGLang's backends.
+
+    One object for an engine's life, made with the model runner, of which it may use
+    ``req_to_token_pool.req_to_token`` [rows, tokens], int32, the slot of each token of a request;
+    ``token_to_kv_pool``, ``device``, ``dtype`` and ``page_size``.
+    """
 
     #: The kinds of key-value pool that it can read.
     kinds: ClassVar[frozenset[str]] = frozenset({"mha"})
 
     #: True where a decode step can be captured: values that change from step to step are then read only
-    #: on the device (``batch.rows``, ``batch.device_lengths``).
+    #: on the device (``forward_batch.req_pool_indices``, ``forward_batch.seq_lens``).
     capturable: ClassVar[bool] = False
 
     #: True where a step reads slots of a request's pages that no token was written to yet, though masked:
     #: pages are cleared for it then, since NaN stays NaN under any mask.
     reads_unwritten_slots: ClassVar[bool] = True
 
-    def __init__(self, kv_pool: Any, page_table: PageTable) -> None:
+    def __init__(self, model_runner: Any) -> None:
         #: State of layers without keys and values; None: the model has no such layers.
         self.states: StatePool | None = None
-        self.kv_pool = kv_pool
-        self.page_table = page_table
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool: ReqToTokenPool = model_runner.req_to_token_pool
 
     @abc.abstractmethod
-    def prepare(self, batch: ForwardBatch) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Called once a step, before the first layer: indices and masks that all layers share."""
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         layer: Attention,
-        batch: ForwardBatch,
-        index: IndexerInputs | None = None,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Tensor:
-        """Store what this step's tokens add, then attend: [tokens, heads, v_head_dim].
+        """Store what this step's tokens add, then attend.
 
-        With ``index``, of a sparse layer: to the tokens that suit best.
+        ``q`` [tokens, heads * head_dim], ``k`` [tokens, kv_heads, head_dim], ``v`` [tokens, kv_heads,
+        v_head_dim] → [tokens, heads * v_head_dim]. ``kwargs``: ``index``, :class:`IndexerInputs`, for layers
+        of sparse attention.
         """
-        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots, key, value)
-        if index is not None:
-            self.kv_pool.set_index_key_buffer(layer.layer_id, batch.slots, index.key)
-            return self.forward_sparse(query, index, layer, batch)
-        decodes = batch.num_decodes
-        if decodes == len(batch.lengths):
-            return self.forward_decode(query, layer, batch)
-        if decodes == 0:
-            return self.forward_extend(query, key, value, layer, batch)
-        return torch.cat(
-            (
-                self.forward_decode(query[:decodes], layer, batch),
-                self.forward_extend(query[decodes:], key[decodes:], value[decodes:], layer, batch),
-            )
-        )
+        decodes = forward_batch.forward_mode.is_decode()
+        work: Callable[..., Tensor] = self.forward_decode if decodes else self.forward_extend
+        return work(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     @abc.abstractmethod
-    def forward_decode(self, query: Tensor, layer: Attention, batch: ForwardBatch) -> Tensor:
-        """Return attention of ``query``, one token of each decoding request, over its cached tokens."""
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Attention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> Tensor:
+        """A step in which each request has one token: attend over its tokens in the cache and itself."""
 
     @abc.abstractmethod
     def forward_extend(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Attention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> Tensor:
-        """Return attention of the prompts' tokens: each over its request's cached tokens, up to itself."""
-
-    def forward_sparse(
-        self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
-    ) -> Tensor:
-        """Return attention of all tokens, each over the best ones of its request. Only for kind "dsa"."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__} has no sparse attention: write forward_sparse()"
-        )
+        """A step with prompts, chunks of them, and requests with one token beside them: each token attends
+        over its request's tokens in the cache, up to itself.
+        """

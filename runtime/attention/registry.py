@@ -26,7 +26,7 @@ def attention_backend_class(name: str, whose: str = "attention_backend") -> Any:
     if name not in backends:
         raise ConfigError(f"{whose}={name!r}: choose one of {', '.join(sorted(backends))}")
     return class_named(
-        backends[name], current_platform.get_attention_backends, has=("kinds", "prepare", "forward")
+        backends[name], current_platform.get_attention_backends, has=("init_forward_metadata", "forward")
     )
 
 
@@ -43,13 +43,19 @@ def choose_attention_backend(wanted: str | None, kind: str) -> Any:
     default = current_platform.get_default_attention_backend
     name = wanted or answer_of(str, default)
     chosen = attention_backend_class(name, "attention_backend" if wanted else name_of(default))
-    if kind in chosen.kinds:
+    if kind in _kinds(chosen):
         return chosen
     if wanted is not None:
-        able = [other for other in sorted(_backends()) if kind in attention_backend_class(other).kinds]
+        able = [other for other in sorted(_backends()) if kind in _kinds(attention_backend_class(other))]
         raise ConfigError(
             f"attention_backend={wanted!r} cannot read this model's key-value cache, which is of kind "
             f"{kind!r}: choose one of {', '.join(able)}"
         )
     logger.info("attention backend %s has no pools of kind %r: using torch_native", name, kind)
     return attention_backend_class("torch_native")
+
+
+def _kinds(backend: Any) -> frozenset[str]:
+    """A class of SGLang's declares none."""
+    kinds: frozenset[str] = getattr(backend, "kinds", frozenset({"mha"}))
+    return kinds

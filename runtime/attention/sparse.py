@@ -10,13 +10,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import IndexerInputs
     from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-    from sgl_aspects.runtime.kv_cache import PageTable
+    from sgl_aspects.runtime.kv_cache import ReqToTokenPool
     from sgl_aspects.runtime.ops.attention import Attention
 
 
 def sparse_attention(
     kv_pool: Any,
-    page_table: PageTable,
+    req_to_token_pool: ReqToTokenPool,
     query: Tensor,
     index: IndexerInputs,
     layer: Attention,
@@ -35,7 +35,7 @@ def sparse_attention(
     for i, (count, length) in enumerate(zip(batch.num_new_tokens, batch.lengths)):
         start, end = end, end + count
         positions = torch.arange(length, device=query.device)
-        slots = page_table.slots(batch.rows[i].expand(length), positions)
+        slots = req_to_token_pool.slots(batch.req_pool_indices[i].expand(length), positions)
         own = positions[length - count :].unsqueeze(1)
         fitness = index_scores(index.query[start:end], index_keys[slots], index.weights[start:end])
         fitness = fitness.masked_fill(positions > own, float("-inf"))
@@ -44,11 +44,11 @@ def sparse_attention(
         scores = query[start:end].float()
         if count == 1:  # read only what is attended to
             rows = slots[best[0]]
-            weights = _weights(scores @ keys[rows].float().T * layer.scale, best > own)
+            weights = _weights(scores @ keys[rows].float().T * layer.scaling, best > own)
             outputs.append(weights.to(values.dtype) @ values[rows])
         else:
             unread = torch.ones_like(fitness, dtype=torch.bool).scatter_(1, best, False) | (positions > own)
-            weights = _weights(scores @ keys[slots].float().T * layer.scale, unread)
+            weights = _weights(scores @ keys[slots].float().T * layer.scaling, unread)
             outputs.append(weights.to(values.dtype) @ values[slots])
     return torch.cat(outputs)
 

@@ -41,7 +41,8 @@ class TorchNativeBackend(AttentionBackend):
     kinds: ClassVar[frozenset[str]] = frozenset({"mha", "mla", "dsa"})
     _chunks: list[_Chunk]
 
-    def prepare(self, batch: ForwardBatch) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        batch = forward_batch
         if batch.num_decodes:
             self._prepare_decodes(batch)
         self._chunks = []
@@ -54,12 +55,13 @@ class TorchNativeBackend(AttentionBackend):
     def _prepare_decodes(self, batch: ForwardBatch) -> None:
         lengths = batch.lengths[: batch.num_decodes]
         count = self._pages_for(max(lengths))
-        table = self.page_table.table
+        table = self.req_to_token_pool
         #: [requests * pages]: the pages of all requests, each padded to the longest with page 0.
-        self._decode_pages = table[batch.rows[: batch.num_decodes], :count].reshape(-1)
-        positions = torch.arange(count * self.page_table.page_size, device=table.device)
-        mask = torch.zeros(len(lengths), len(positions), dtype=self.kv_pool.dtype, device=table.device)
-        mask.masked_fill_(positions >= torch.tensor(lengths, device=table.device)[:, None], float("-inf"))
+        self._decode_pages = table.pages(batch.req_pool_indices[: batch.num_decodes], count).reshape(-1)
+        device, dtype = self._decode_pages.device, self.token_to_kv_pool.dtype
+        positions = torch.arange(count * table.page_size, device=device)
+        mask = torch.zeros(len(lengths), len(positions), dtype=dtype, device=device)
+        mask.masked_fill_(positions >= torch.tensor(lengths, device=device)[:, None], float("-inf"))
         #: [requests, 1, 1, tokens]: 0 where a token is the request's own, -inf on padding.
         self._decode_mask = mask[:, None, None]
 
@@ -67,27 +69,74 @@ class TorchNativeBackend(AttentionBackend):
         length, new = batch.lengths[i], batch.num_new_tokens[i]
         if new == length:
             return _Chunk(tokens, length)
-        pages = self.page_table.table[batch.rows[i], : self._pages_for(length)]
-        mask = torch.full((new, length), float("-inf"), dtype=self.kv_pool.dtype, device=pages.device)
+        pages = self.req_to_token_pool.pages(batch.req_pool_indices[i : i + 1], self._pages_for(length))[0]
+        dtype = self.token_to_kv_pool.dtype
+        mask = torch.full((new, length), float("-inf"), dtype=dtype, device=pages.device)
         return _Chunk(tokens, length, pages, mask.triu_(length - new + 1))
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_table.page_size)
+        return -(-tokens // self.req_to_token_pool.page_size)
 
-    def forward_decode(self, query: Tensor, layer: Attention, batch: ForwardBatch) -> Tensor:
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Attention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        index: IndexerInputs | None = None,
+    ) -> Tensor:
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, index=index)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Attention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        index: IndexerInputs | None = None,
+    ) -> Tensor:
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        if index is None:
+            return self._attend(query, k, v, layer, forward_batch, save_kv_cache).flatten(1)
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            self.token_to_kv_pool.set_index_key_buffer(layer, forward_batch.out_cache_loc, index.key)
+        return self._attend_sparsely(query, index, layer, forward_batch).flatten(1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch, saves: bool
+    ) -> Tensor:
+        """query [tokens, heads, head_dim] → [tokens, heads, v_head_dim]."""
+        if saves:
+            self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, key, value)
+        decodes = batch.num_decodes
+        if decodes == 0:
+            return self._prompts(query, key, value, layer)
+        decoded = self._decodes(query[:decodes], layer)
+        if decodes == len(batch.lengths):
+            return decoded
+        return torch.cat((decoded, self._prompts(query[decodes:], key[decodes:], value[decodes:], layer)))
+
+    def _decodes(self, query: Tensor, layer: Attention) -> Tensor:
+        """One token of each decoding request, over its cached tokens."""
         requests, heads, head_dim = query.shape
         key, value = self._gather(layer, self._decode_pages, requests)
         # [requests, kv_heads, heads of the group, head_dim]: the group's heads are the queries.
-        grouped = query.reshape(requests, layer.num_kv_heads, -1, head_dim)
+        grouped = query.reshape(requests, layer.tp_k_head_num, -1, head_dim)
         output = F.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=self._decode_mask, scale=layer.scale
+            grouped, key, value, attn_mask=self._decode_mask, scale=layer.scaling
         )
         return output.reshape(requests, heads, layer.v_head_dim)
 
-    def forward_extend(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch
-    ) -> Tensor:
-        groups = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
+    def _prompts(self, query: Tensor, key: Tensor, value: Tensor, layer: Attention) -> Tensor:
+        """The prompts' tokens: each over its request's cached tokens, up to itself."""
+        groups = (layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num)
         output = query.new_empty(len(query), *groups, layer.v_head_dim)
         for chunk in self._chunks:
             if chunk.pages is None:  # there are only this step's keys and values
@@ -102,22 +151,23 @@ class TorchNativeBackend(AttentionBackend):
                 values.unsqueeze(1).expand(-1, groups[1], -1, -1),
                 attn_mask=chunk.mask,
                 is_causal=chunk.mask is None,
-                scale=layer.scale,
+                scale=layer.scaling,
             )
             output[chunk.tokens] = attended.permute(2, 0, 1, 3)
         return output.flatten(1, 2)
 
-    def forward_sparse(
+    def _attend_sparsely(
         self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
-        return sparse_attention(self.kv_pool, self.page_table, query, index, layer, batch)
+        """All tokens, each over the best ones of its request."""
+        return sparse_attention(self.token_to_kv_pool, self.req_to_token_pool, query, index, layer, batch)
 
     def _gather(self, layer: Attention, pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer.
 
         Of a pool without pages: copies, slot by slot.
         """
-        pool = self.kv_pool
+        pool = self.token_to_kv_pool
         if not hasattr(pool, "get_page_buffer"):
             slots = self._slots(pages).view(requests, -1)
             buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
@@ -130,7 +180,7 @@ class TorchNativeBackend(AttentionBackend):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _slots(self, pages: Tensor) -> Tensor:
-        size = self.page_table.page_size
+        size = self.req_to_token_pool.page_size
         return (pages.unsqueeze(1) * size + torch.arange(size, device=pages.device)).flatten()
 
     _scratch: Tensor | None = None

@@ -42,9 +42,8 @@ _BLOCK_HEADS = 16
 class _Places:
     """The addresses of the tokens that decoding requests attend to."""
 
-    #: Page numbers, [rows, pages], and tokens in a page.
+    #: Slots, [rows, tokens].
     table: Tensor
-    page_size: int
     #: [requests]: each one's row of the table, and its tokens in there.
     rows: Tensor
     lengths: Tensor
@@ -57,51 +56,45 @@ class TritonBackend(TorchNativeBackend):
     reads_unwritten_slots: ClassVar[bool] = False
 
     def _prepare_decodes(self, batch: ForwardBatch) -> None:
-        table, count = self.page_table, batch.num_decodes
-        lengths = batch.device_lengths[:count]
-        self._places = _Places(table.table, table.page_size, batch.rows[:count], lengths)
+        rows, lengths = (each[: batch.num_decodes] for each in (batch.req_pool_indices, batch.seq_lens))
+        self._places = _Places(self.req_to_token_pool.req_to_token, rows, lengths)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: Attention,
-        batch: ForwardBatch,
-        index: IndexerInputs | None = None,
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch, saves: bool
     ) -> Tensor:
         """Attend like any backend; the kernel that reads the new tokens of decoding requests also stores
         them.
         """
         decodes = batch.num_decodes
-        if index is not None or decodes == 0:
-            return super().forward(query, key, value, layer, batch, index)
-        decoded = self._decode(query, (key, value), layer, self._places)
+        if decodes == 0:
+            return super()._attend(query, key, value, layer, batch, saves)
+        decoded = self._decode(query, (key, value) if saves else None, layer, self._places)
         if decodes == len(batch.lengths):
             return decoded
         prompts = query[decodes:], key[decodes:], value[decodes:]
-        self.kv_pool.set_kv_buffer(layer.layer_id, batch.slots[decodes:], *prompts[1:])
-        return torch.cat((decoded, self.forward_extend(*prompts, layer, batch)))
+        if saves:
+            self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc[decodes:], *prompts[1:])
+        return torch.cat((decoded, self._prompts(*prompts, layer)))
 
-    def forward_sparse(
+    def _attend_sparsely(
         self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
         if batch.num_decodes < len(batch.lengths):
-            return super().forward_sparse(query, index, layer, batch)
+            return super()._attend_sparsely(query, index, layer, batch)
         fitness = self._fitness(index, layer)
         # Sorted: positions past a request's end come last, beyond the lengths passed to the kernels.
         best = fitness.topk(min(index.topk, fitness.shape[1]), dim=-1).indices
-        slots = self.page_table.slots(batch.rows.unsqueeze(1), best)
+        slots = self.req_to_token_pool.slots(batch.req_pool_indices.unsqueeze(1), best)
         rows = torch.arange(len(slots), device=slots.device)
         lengths = self._places.lengths.clamp(max=slots.shape[1])
-        return self._decode(query, None, layer, _Places(slots, 1, rows, lengths))
+        return self._decode(query, None, layer, _Places(slots, rows, lengths))
 
     def _fitness(self, index: IndexerInputs, layer: Attention) -> Tensor:
         """Return [requests, tokens of the longest context]: the score of each token; -inf past the end."""
-        keys = self.kv_pool.get_index_key_buffer(layer.layer_id)
+        keys = self.token_to_kv_pool.get_index_key_buffer(layer.layer_id)
         requests, heads, dim = index.query.shape
         places = self._places
-        tokens = places.table.shape[1] * places.page_size
+        tokens = places.table.shape[1]
         fitness = torch.empty(requests, tokens, dtype=torch.float32, device=keys.device)
         inputs = index.query.contiguous(), index.weights.contiguous()
         block = 64
@@ -116,7 +109,6 @@ class TritonBackend(TorchNativeBackend):
             tokens,
             keys.stride(0),
             places.table.stride(0),
-            PAGE_SIZE=places.page_size,
             HEADS=heads,
             DIM=dim,
             BLOCK_HEADS=max(16, triton.next_power_of_2(heads)),
@@ -132,20 +124,20 @@ class TritonBackend(TorchNativeBackend):
         stored here; None if they are in the pool.
         """
         requests, dim = len(places.lengths), layer.v_head_dim
-        keys = self.kv_pool.get_key_buffer(layer.layer_id)
-        others = self.kv_pool.get_value_buffer(layer.layer_id)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        others = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         new_keys, new_others = (keys, others) if new is None else new
         compressed = layer.head_dim > dim
         if compressed:  # a row is a key whose first numbers are the value: the others are looked at apart
             others, new_others = keys[..., dim:], new_keys[..., dim:]
-        group = layer.num_heads // layer.num_kv_heads
+        group = layer.tp_q_head_num // layer.tp_k_head_num
         head_blocks = triton.cdiv(group, _BLOCK_HEADS)
-        splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (requests * layer.num_kv_heads * head_blocks)))
-        shape = requests, layer.num_heads, splits
+        splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (requests * layer.tp_k_head_num * head_blocks)))
+        shape = requests, layer.tp_q_head_num, splits
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
         weights = torch.empty(shape, dtype=torch.float32, device=query.device)
         block_dim = max(16, triton.next_power_of_2(dim))
-        decode_splits[(requests, layer.num_kv_heads * head_blocks, splits)](
+        decode_splits[(requests, layer.tp_k_head_num * head_blocks, splits)](
             query.contiguous(),
             new_keys,
             new_others,
@@ -156,7 +148,7 @@ class TritonBackend(TorchNativeBackend):
             places.lengths,
             parts,
             weights,
-            layer.scale,
+            layer.scaling,
             new_keys.stride(0),
             new_keys.stride(1),
             new_others.stride(0),
@@ -166,7 +158,6 @@ class TritonBackend(TorchNativeBackend):
             others.stride(0),
             others.stride(1),
             places.table.stride(0),
-            PAGE_SIZE=places.page_size,
             GROUP=group,
             HEAD_BLOCKS=head_blocks,
             DIM=dim,
@@ -181,7 +172,7 @@ class TritonBackend(TorchNativeBackend):
             num_warps=min(8, max(1, block_dim // 64)),
             **overlapping(),
         )
-        output = torch.empty(requests, layer.num_heads, dim, dtype=query.dtype, device=query.device)
+        output = torch.empty(requests, layer.tp_q_head_num, dim, dtype=query.dtype, device=query.device)
         join_splits[shape[:2]](
             parts,
             weights,

@@ -28,7 +28,6 @@ def decode_splits(
     other_slot_stride,
     other_head_stride,
     table_stride,
-    PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     DIM: tl.constexpr,
@@ -58,19 +57,19 @@ def decode_splits(
     old_end = tl.minimum(end, newest)
     dims, other_dims = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_OTHER)
     in_dim, in_other = dims < DIM, other_dims < OTHER_DIM
-    pages = table + tl.load(rows + request) * table_stride
+    row = table + tl.load(rows + request) * table_stride
     keys += kv_head * key_head_stride
     others += kv_head * other_head_stride
-    # Read before the wait: tokens that earlier steps stored, and lengths and pages, which are written before
+    # Read before the wait: tokens that earlier steps stored, and lengths and slots, which are written before
     # the first layer begins. The newest token is read after it.
     if OVERLAP and not STORES:
         tl.extra.cuda.gdc_wait()
     tokens = start + tl.arange(0, BLOCK_TOKENS)
-    slots = _slots_of(pages, tokens, old_end, PAGE_SIZE)
+    slots = _slots_of(row, tokens, old_end)
     key = _read(keys + slots * key_slot_stride, tokens < old_end, dims, in_dim)
     other = _read(others + slots * other_slot_stride, tokens < old_end, other_dims, in_other)
     tokens += BLOCK_TOKENS
-    slots = _slots_of(pages, tokens, old_end, PAGE_SIZE)
+    slots = _slots_of(row, tokens, old_end)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -87,7 +86,7 @@ def decode_splits(
         new_key = tl.load(new_keys + dims, mask=in_dim, other=0.0)
         new_other = tl.load(new_others + other_dims, mask=in_other, other=0.0)
         if (start < end) & (end == length) & (head_block == 0):  # the newest token is of this split
-            slot = tl.load(pages + newest // PAGE_SIZE) * PAGE_SIZE + newest % PAGE_SIZE
+            slot = tl.load(row + newest).to(tl.int64)
             tl.store(keys + slot * key_slot_stride + dims, new_key, mask=in_dim)
             tl.store(others + slot * other_slot_stride + other_dims, new_other, mask=in_other)
     largest = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
@@ -98,7 +97,7 @@ def decode_splits(
         next_key = _read(keys + slots * key_slot_stride, tokens < old_end, dims, in_dim)
         next_other = _read(others + slots * other_slot_stride, tokens < old_end, other_dims, in_other)
         tokens += BLOCK_TOKENS
-        slots = _slots_of(pages, tokens, old_end, PAGE_SIZE)
+        slots = _slots_of(row, tokens, old_end)
         present = first + tl.arange(0, BLOCK_TOKENS)
         if STORES:
             is_newest = (present == newest)[:, None]
@@ -132,9 +131,9 @@ def decode_splits(
 
 
 @triton.jit
-def _slots_of(pages, tokens, end, PAGE_SIZE: tl.constexpr):
+def _slots_of(row, tokens, end):
     """Return the addresses of the tokens at these positions of a row, before ``end``."""
-    return tl.load(pages + tokens // PAGE_SIZE, tokens < end, 0) * PAGE_SIZE + tokens % PAGE_SIZE
+    return tl.load(row + tokens, tokens < end, 0).to(tl.int64)
 
 
 @triton.jit
@@ -185,7 +184,6 @@ def index_scores(
     tokens_at_most,
     key_slot_stride,
     table_stride,
-    PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -200,8 +198,8 @@ def index_scores(
     if tl.program_id(1) * BLOCK_TOKENS < length:
         heads, dims = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM)
         is_head, in_dim = heads < HEADS, dims < DIM
-        pages = table + tl.load(rows + request) * table_stride
-        slots = _slots_of(pages, tokens, length, PAGE_SIZE)
+        row = table + tl.load(rows + request) * table_stride
+        slots = _slots_of(row, tokens, length)
         key = _read(keys + slots * key_slot_stride, tokens < length, dims, in_dim)
         q = _read(query + (request * HEADS + heads) * DIM, is_head, dims, in_dim)
         weight = tl.load(weights + request * HEADS + heads, is_head, 0.0)

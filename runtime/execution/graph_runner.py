@@ -4,14 +4,14 @@ A decode step is hundreds of small pieces of work, and for a small batch the hos
 over than the device to do them. A graph is handed over at once:
 
     inputs, at fixed addresses            graph for 4 requests            logits, at a fixed address
-    token ids   │ 17  5 91  0             page table → slots, lengths     row 0 │ of request 0
+    token ids   │ 17  5 91  0             req_to_token → slots, lengths   row 0 │ of request 0
     positions   │  8  2 33  0    ───►     model, attention over    ───►   row 1 │ of request 1
     rows        │  1  0  4  z             the pages of each row           row 2 │ of request 2
                             └ padding: three requests run as four         row 3 │ unused
 
-Padding points at the page table's last row, which is always empty, so that what it writes goes to page 0.
-Everything that changes from step to step is read from tensors: sizes that the host would decide on are
-decided for the worst case when the graph is captured.
+Padding points at the last row of ``req_to_token``, which is always empty, so that what it writes goes to
+slot 0. Everything that changes from step to step is read from tensors: sizes that the host would decide on
+are decided for the worst case when the graph is captured.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GraphRunner:
         self.sizes = capture_sizes(model_runner.server_args.max_running_requests)
         largest = self.sizes[-1]
         pinned = self._platform.is_pin_memory_available()
-        #: Token ids, positions and rows of the page table, one column a request. Two on the host, in turns:
+        #: Token ids, positions and rows of the slots, one column a request. Two on the host, in turns:
         #: the device may still read the one of the step before.
         self._host_inputs = [torch.zeros(3, largest, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=model_runner.device)
@@ -58,7 +58,7 @@ class GraphRunner:
         start = time.perf_counter()
         self._captured.clear()
         self._inputs.zero_()
-        self._inputs[2] = self._runner.page_table.padding_row
+        self._inputs[2] = self._runner.req_to_token_pool.padding_row
         console = Console(stderr=True)
         # The largest first: the smaller ones reuse its memory.
         for size in track(
@@ -95,11 +95,12 @@ class GraphRunner:
             forward_mode=ForwardMode.DECODE,
             input_ids=token_ids,
             positions=positions,
-            rows=rows,
+            req_pool_indices=rows,
             num_decodes=size,
             num_new_tokens=[1] * size,
             lengths=[runner.context_length] * size,  # the worst case: the real ones are on the device
             attention_backend=runner.attention_backend,
+            req_to_token_pool=runner.req_to_token_pool,
         )
         return runner.compute_logits(batch)
 
@@ -121,7 +122,7 @@ class GraphRunner:
             [
                 [req.last_token for req in batch.reqs] + padding,
                 [req.computed_tokens + ahead for req in batch.reqs] + padding,
-                [req.row for req in batch.reqs] + [self._runner.page_table.padding_row] * len(padding),
+                [req.row for req in batch.reqs] + [self._runner.req_to_token_pool.padding_row] * len(padding),
             ]
         )
         self._inputs.copy_(host, non_blocking=True)

@@ -12,14 +12,15 @@ import torch
 
 from sgl_aspects.errors import ConfigError, ModelLoadError, PlatformError
 from sgl_aspects.platforms import DeviceEvent, current_platform
-from sgl_aspects.platforms.answers import answer_of, class_of, name_of
+from sgl_aspects.platforms.answers import answer_of, class_of, made_by, name_of
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
-from sgl_aspects.runtime.kv_cache import KVCache, PageTable, StatePool, token_bytes
+from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, StatePool, token_bytes
+from sgl_aspects.runtime.kv_cache.checks import check_allocator, check_pool
 from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The methods that the engine calls on a platform's classes.
 _POOL = ("set_kv_buffer", "get_key_buffer", "get_value_buffer")
-_ALLOCATOR = ("available_size", "pages_for", "alloc", "free")
+_ALLOCATOR = ("available_size", "alloc", "free")
 _GRAPH_RUNNER = ("capture", "can_run", "replay")
 
 
@@ -68,6 +69,10 @@ class ModelRunner:
         self.init_kv_cache()
         self.compile_model()
         self.init_graphs()
+
+    @property
+    def page_size(self) -> int:
+        return self.server_args.page_size
 
     def _check_platform(self) -> None:
         """Raise PlatformError for answers that would fail in a later step."""
@@ -130,7 +135,7 @@ class ModelRunner:
         return model
 
     def init_kv_cache(self) -> None:
-        """Make pool, allocator and page table, of the configured size or of what the free memory allows."""
+        """Make pool, allocator and table of slots, of the configured size or of what free memory allows."""
         args, config = self.server_args, self.config
         kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
         pool_class = class_of(self.platform.get_kv_pool_cls, kind=kind, has=_POOL)
@@ -151,24 +156,47 @@ class ModelRunner:
                 f"each, {free >> 20} MiB free. Lower max_total_tokens, or raise mem_fraction "
                 f"({args.mem_fraction})."
             )
-        allocator = allocator_class(size, args.page_size)
-        self.kv_pool = pool_class(
-            size=allocator.total_size,
+        size = size // args.page_size * args.page_size
+        # With the keywords of SGLang: one stage has all layers, and memory is kept.
+        layers = config.num_kv_layers
+        self.token_to_kv_pool = made_by(
+            self.platform.get_kv_pool_cls,
+            pool_class,
+            size=size,
             page_size=args.page_size,
             dtype=self.dtype,
-            layer_num=config.num_kv_layers,
+            layer_num=layers,
             device=self.device,
-            # With the keywords of SGLang's pools: one stage has all layers, and memory is kept.
             enable_memory_saver=False,
             start_layer=0,
-            end_layer=config.num_kv_layers - 1,
+            end_layer=layers - 1,
             **row,
         )
-        self.page_table = PageTable(
+        check_pool(
+            self.token_to_kv_pool,
+            self.platform.get_kv_pool_cls,
+            size + args.page_size,
+            self.dtype,
+            self.device,
+            range(layers),
+            **row,
+        )
+        allocator = made_by(
+            self.platform.get_paged_allocator_cls,
+            allocator_class,
+            size,
+            page_size=args.page_size,
+            dtype=self.dtype,
+            device="cpu",  # the scheduler decides on the host
+            kvcache=self.token_to_kv_pool,
+            need_sort=False,
+        )
+        check_allocator(allocator, self.platform.get_paged_allocator_cls, size, args.page_size)
+        self.req_to_token_pool = ReqToTokenPool(
             args.max_running_requests, self.context_length, args.page_size, self.device
         )
-        self.attention_backend: AttentionBackend = choose_attention_backend(args.attention_backend, kind)(
-            self.kv_pool, self.page_table
+        self.attention_backend: AttentionBackend = made_by(
+            self.platform.get_attention_backends, choose_attention_backend(args.attention_backend, kind), self
         )
         if config.linear is not None:
             self.attention_backend.states = StatePool(
@@ -176,15 +204,15 @@ class ModelRunner:
             )
         self.kv_cache = KVCache(
             allocator,
-            self.page_table,
-            self.kv_pool,
+            self.req_to_token_pool,
+            self.token_to_kv_pool,
             # A state is that of its request's last token: prefixes have none.
             prefix_cache=args.prefix_cache and config.linear is None,
-            clears_pages=self.attention_backend.reads_unwritten_slots,
+            clears_pages=getattr(self.attention_backend, "reads_unwritten_slots", True),
         )
         logger.info(
             "key-value cache: %d tokens of %d bytes, attention backend %s",
-            allocator.total_size,
+            size,
             bytes_each,
             type(self.attention_backend).__name__,
         )
@@ -211,7 +239,7 @@ class ModelRunner:
         if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
             return
         for part in (self.attention_backend, self.model):
-            if not part.capturable:
+            if not getattr(part, "capturable", False):
                 label = self.platform.get_graph_label()
                 logger.warning("no %s: %s cannot be captured", label, type(part).__name__)
                 return
@@ -230,11 +258,11 @@ class ModelRunner:
             if self.graph_runner is not None and self.graph_runner.can_run(batch):
                 logits: torch.Tensor = self.graph_runner.replay(batch)
                 return logits
-            return self.compute_logits(ForwardBatch.of(batch, self.attention_backend, self.device))
+            return self.compute_logits(ForwardBatch.of(batch, self.attention_backend, self.req_to_token_pool))
 
     def compute_logits(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step on the device: the part that a graph runner captures."""
-        self.attention_backend.prepare(batch)
+        self.attention_backend.init_forward_metadata(batch)
         logits: torch.Tensor = self.model(batch)
         return logits
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_aspects.runtime.kv_cache.pages import pages_of, slots_of
 from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.kv_cache.pages import PagedAllocator, PageTable
+    from sgl_aspects.runtime.kv_cache.pages import ReqToTokenPool
     from sgl_aspects.runtime.scheduling.batch import Req
 
 
@@ -19,28 +20,26 @@ class KVCache:
 
     def __init__(
         self,
-        allocator: PagedAllocator,
-        page_table: PageTable,
+        allocator: Any,
+        req_to_token_pool: ReqToTokenPool,
         pool: Any,
         *,
         prefix_cache: bool = True,
         clears_pages: bool = True,
     ) -> None:
         self.allocator = allocator
-        self.page_table = page_table
+        self.req_to_token_pool = req_to_token_pool
         self.pool = pool
-        self.page_size = allocator.page_size
-        self.prefix_cache = PrefixCache(allocator.page_size, allocator.free)
+        self.page_size = req_to_token_pool.page_size
+        self.total_size: int = allocator.available_size()
+        self.prefix_cache = PrefixCache(self.page_size, self._free)
         self._keeps_prefixes = prefix_cache
         # A page of one token is written before it is read; a pool without `clear` begins with zeros.
-        self._clears_pages = clears_pages and allocator.page_size > 1 and hasattr(pool, "clear")
-
-    @property
-    def total_size(self) -> int:
-        return self.allocator.total_size
+        self._clears_pages = clears_pages and self.page_size > 1 and hasattr(pool, "clear")
 
     def available_size(self) -> int:
-        return self.allocator.available_size() + self.prefix_cache.num_evictable * self.page_size
+        free: int = self.allocator.available_size()
+        return free + self.prefix_cache.num_evictable * self.page_size
 
     def cached_size(self) -> int:
         """Tokens in the prefix tree, whether held or not."""
@@ -62,11 +61,21 @@ class KVCache:
             return None
         short = num_tokens - self.allocator.available_size()
         if short > 0:
-            self.prefix_cache.evict(self.allocator.pages_for(short))
-        pages = self.allocator.alloc(num_tokens)
+            self.prefix_cache.evict(self._pages_for(short))
+        slots = self.allocator.alloc(self._pages_for(num_tokens) * self.page_size)
+        if slots is None:
+            return None
+        pages = pages_of(slots, self.page_size)
         if pages and self._clears_pages:
             self.pool.clear(pages)
         return pages
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _free(self, pages: list[int]) -> None:
+        if pages:
+            self.allocator.free(slots_of(pages, self.page_size))
 
     def add(self, req: Req, reserve: int) -> bool:
         """Allocate a row and pages for all tokens of ``req``; False, and nothing allocated, if they leave
@@ -80,7 +89,7 @@ class KVCache:
             req.prefix, req.pages, req.shared_pages = None, [], 0
             return False
         req.pages += pages
-        req.row = self.page_table.add_row(req.pages)
+        req.row = self.req_to_token_pool.add_row(req.pages)
         req.computed_tokens = cached
         return True
 
@@ -92,7 +101,7 @@ class KVCache:
         pages = self.alloc(missing)
         if pages is None:
             return False
-        self.page_table.set_pages(req.row, len(req.pages), pages)
+        self.req_to_token_pool.set_pages(req.row, len(req.pages), pages)
         req.pages += pages
         return True
 
@@ -110,16 +119,16 @@ class KVCache:
         # If another request inserted the same first, its pages stay.
         twice = [page for page, tree_page in zip(mine, kept) if page != tree_page]
         if twice:
-            self.allocator.free(twice)
+            self._free(twice)
             req.pages[:count] = kept
-            self.page_table.set_pages(req.row, 0, kept)
+            self.req_to_token_pool.set_pages(req.row, 0, kept)
 
     def release(self, req: Req) -> None:
         """Release the request's memory; its computed tokens stay in the tree until memory is needed."""
         self.store_prefix(req)
-        self.allocator.free(req.pages[req.shared_pages :])
+        self._free(req.pages[req.shared_pages :])
         self.prefix_cache.unlock(req.prefix)
-        self.page_table.remove_row(req.row)
+        self.req_to_token_pool.remove_row(req.row)
         req.row, req.prefix, req.pages, req.shared_pages = -1, None, [], 0
 
     def forget_prefixes(self) -> None:

@@ -6,10 +6,9 @@
     "dsa"   │ the row of "mla" │ indexer key │                        selects the tokens to read
 
 A slot is the place of one token; page 0, the first ``page_size`` slots, is padding that no request owns.
-Every pool has ``dtype``, ``set_kv_buffer``, ``get_key_buffer`` and ``get_value_buffer``, and is made with the
-keywords that SGLang gives: size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer,
-end_layer (the last one that it has), and the sizes of a row. Optional methods of a
-pool: ``clear``, and for attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
+Every pool has ``dtype``, ``set_kv_buffer``, ``get_key_buffer`` and ``get_value_buffer`` with the arguments of
+SGLang's, and is made with the keywords that SGLang gives. Optional methods of a pool: ``clear``, and for
+attention that gathers whole pages ``get_page_buffer`` with ``split_pages``.
 """
 
 from __future__ import annotations
@@ -70,14 +69,14 @@ class TokenPool:
     def clear(self, pages: list[int]) -> None:
         """Zero pages before a request gets them: NaN in them would survive any mask."""
         numbers = torch.empty(len(pages), dtype=torch.int64, device=self._pages.device)
-        copy_to(numbers, pages)
+        copy_to(numbers, torch.tensor(pages, device="cpu"))
         self._pages.index_fill_(1, numbers, 0)
 
-    def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [tokens, heads, head_dim] of one layer into ``slots``."""
-        keys, values = self._buffers[layer_id - self.start_layer]
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
+    def set_kv_buffer(self, layer: Any, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
+        """Write keys and values [tokens, heads, head_dim] of ``layer.layer_id`` into the slots ``loc``."""
+        keys, values = self._buffers[layer.layer_id - self.start_layer]
+        keys.index_copy_(0, loc, cache_k)
+        values.index_copy_(0, loc, cache_v)
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         """[slots, heads, head_dim], a view."""
@@ -137,17 +136,17 @@ class MLATokenPool(TokenPool):
         heads = rows.unsqueeze(-2)
         return heads[..., : self.key_dim], heads[..., : self.kv_lora_rank]
 
-    def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key [tokens, 1, kv_lora_rank + qk_rope_head_dim]; ``value`` is the first part of it."""
-        self.get_key_buffer(layer_id).index_copy_(0, slots, key)
+    def set_kv_buffer(self, layer: Any, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
+        """Write keys [tokens, 1, kv_lora_rank + qk_rope_head_dim]; values are the first part of them."""
+        self.get_key_buffer(layer.layer_id).index_copy_(0, loc, cache_k)
 
 
 class NSATokenPool(MLATokenPool):
     """The rows of MLA, and at the end of each ``index_head_dim`` numbers that an indexer compares with."""
 
-    def set_index_key_buffer(self, layer_id: int, slots: Tensor, index_key: Tensor) -> None:
-        """Write index_key [tokens, index_head_dim] of one layer into ``slots``."""
-        self.get_index_key_buffer(layer_id).index_copy_(0, slots, index_key)
+    def set_index_key_buffer(self, layer: Any, loc: Tensor, index_key: Tensor) -> None:
+        """Write index_key [tokens, index_head_dim] of ``layer.layer_id`` into the slots ``loc``."""
+        self.get_index_key_buffer(layer.layer_id).index_copy_(0, loc, index_key)
 
     def get_index_key_buffer(self, layer_id: int) -> Tensor:
         """[slots, index_head_dim], a view."""

@@ -10,7 +10,7 @@ from sgl_aspects.runtime.loader.model_config import LinearAttentionConfig
 
 
 class StatePool:
-    """The last tokens before the convolution, and the state in float32, by layer and row of the page table.
+    """The last tokens before the convolution, and the state in float32, by layer and row of ``req_to_token``.
 
     A request whose first token is computed begins with zeros: nothing is cleared when it ends.
     """

@@ -125,7 +125,7 @@ class LatentAttention(nn.Module):
         else:
             compressed = self.q_a_layernorm(self.q_a_proj(hidden))
             query = self.q_b_proj(compressed)
-        query = query.view(tokens, self.attention.num_heads, -1)
+        query = query.view(tokens, self.attention.tp_q_head_num, -1)
         plain, query_rope = query.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
         row = self.kv_a_proj_with_mqa(hidden)
         latent, key_rope = row.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)

@@ -51,7 +51,7 @@ class LlamaAttention(nn.Module):
         self, hidden: Tensor, rotary: RotaryEmbedding, positions: Tensor, batch: ForwardBatch
     ) -> Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
+        heads, kv_heads = self.attention.tp_q_head_num, self.attention.tp_k_head_num
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if self.qk_norm:
             query = self.q_norm(query.reshape(-1, self.head_dim)).view_as(query)

@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         outputs = []
         if decodes:
             part = slice(0, decodes)
-            rows = batch.rows[:decodes]
+            rows = batch.req_pool_indices[:decodes]
             outputs.append(self._decode(mixed[part], decay[part], rate[part], rows, batch))
         end = decodes
         for i in range(decodes, len(batch.lengths)):
@@ -156,7 +156,7 @@ class GatedDeltaNet(nn.Module):
     def _extend(self, mixed: Tensor, decay: Tensor, rate: Tensor, i: int, batch: ForwardBatch) -> Tensor:
         """The ``i``-th request's part of a prompt: [tokens, value heads, value_head_dim]."""
         before, states = self._states(batch)
-        row = batch.rows[i]
+        row = batch.req_pool_indices[i]
         is_first = batch.lengths[i] == batch.num_new_tokens[i]
         tail = torch.zeros_like(before[row]) if is_first else before[row]
         joined = torch.cat((tail, mixed.T), dim=-1).unsqueeze(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -12,10 +12,18 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads. The backend computes it; this holds the layer's sizes.
+    """Causal attention with grouped heads. The backend computes it; this holds the layer's sizes, under the
+    names of SGLang's layers.
 
     ``v_head_dim`` is that of values and output, by default the ``head_dim`` of queries and keys.
     """
+
+    #: What attention backends may ask of a layer of SGLang, and no layer here has.
+    logit_cap = 0.0
+    sliding_window_size = -1
+    is_cross_attention = False
+    attn_type = "decoder"
+    k_scale = v_scale = None
 
     def __init__(
         self,
@@ -29,11 +37,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.tp_q_head_num = num_heads
+        self.tp_k_head_num = self.tp_v_head_num = num_kv_heads
+        self.head_dim = self.qk_head_dim = head_dim
         self.v_head_dim = v_head_dim or head_dim
-        self.scale = scale or head_dim**-0.5
+        self.scaling = scale or head_dim**-0.5
 
     def forward(
         self,
@@ -45,4 +53,6 @@ class Attention(nn.Module):
     ) -> Tensor:
         """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
         v_head_dim] → [tokens, heads, v_head_dim]. With ``index``: over the tokens that it finds best."""
-        return batch.attention_backend.forward(query, key, value, self, batch, index)
+        more: dict[str, Any] = {} if index is None else {"index": index}
+        output = batch.attention_backend.forward(query.flatten(1), key, value, self, batch, **more)
+        return output.view(-1, self.tp_q_head_num, self.v_head_dim)

@@ -15,7 +15,7 @@ _FORBIDDEN = float("-inf")
 
 
 class LogitAdjuster:
-    """Made for the device and vocabulary of one model; ``rows`` are those of the page table."""
+    """Made for the device and vocabulary of one model; ``rows`` are those of ``req_to_token``."""
 
     def __init__(
         self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device
@@ -94,7 +94,7 @@ class LogitAdjuster:
 
 
 class TokenCounts:
-    """The counts of each token in a request's output, by row of the page table.
+    """The counts of each token in a request's output, by row of ``req_to_token``.
 
     A row is counted from the start for a new request, otherwise from the last call on.
     """

@@ -24,6 +24,21 @@ class ForwardMode(enum.Enum):
     #: Both in one step, the decoding requests first.
     MIXED = "mixed"
 
+    # The questions of SGLang's modes, for attention backends.
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_extend(self) -> bool:
+        return self is not ForwardMode.DECODE
+
+    def is_mixed(self) -> bool:
+        return self is ForwardMode.MIXED
+
+    def is_idle(self) -> bool:
+        """Return False: there is no step without requests."""
+        return False
+
 
 @dataclass(eq=False)
 class Req:
@@ -45,7 +60,7 @@ class Req:
     #: How many of the pages, from the first on, are the prefix tree's, and where they end in it.
     shared_pages: int = 0
     prefix: Node | None = None
-    #: Row of the page table; -1 while waiting.
+    #: Row of ``req_to_token``; -1 while waiting.
     row: int = -1
     #: Stays true when the request is preempted and waits again.
     was_added: bool = False

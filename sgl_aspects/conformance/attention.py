@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from sgl_aspects.conformance.operators import TOLERANCES, random_tensor
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-from sgl_aspects.runtime.kv_cache import PageTable
+from sgl_aspects.runtime.kv_cache import ReqToTokenPool
 from sgl_aspects.runtime.ops import Attention
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
 
@@ -42,9 +43,10 @@ class RaggedStep:
     expected: torch.Tensor
 
     def run(self) -> torch.Tensor:
-        self.backend.prepare(self.batch)
-        output: torch.Tensor = self.backend.forward(self.query, self.key, self.value, self.layer, self.batch)
-        return output
+        self.backend.init_forward_metadata(self.batch)
+        query = self.query.flatten(1)
+        output: torch.Tensor = self.backend.forward(query, self.key, self.value, self.layer, self.batch)
+        return output.view(*self.query.shape[:2], -1)
 
 
 def make_step(
@@ -62,7 +64,7 @@ def make_step(
     pool = make_pool(bench, dtype, pages=PAGES, layers=LAYER + 1, head_num=kv_heads, head_dim=HEAD_DIM)
     for buffer in (pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)):
         buffer[PAGE_SIZE:] = _POISON
-    table = PageTable(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
+    table = ReqToTokenPool(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
     pages = iter(random.Random(1).sample(range(1, PAGES + 1), PAGES))
     owned = [list(itertools.islice(pages, -(-sum(sizes) // PAGE_SIZE))) for sizes in requests]
     # Before anything is written there: a separate check covers a pool that clears other pages.
@@ -87,17 +89,21 @@ def make_step(
     positions = [at for before, new in requests for at in range(before, before + new)]
     counts = [new for _, new in requests]
     mode = ForwardMode.DECODE if num_decodes == len(requests) else ForwardMode.MIXED
-    backend = attention_backend_class(backend_name)(pool, table)
     device = bench.device
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=table, device=device, dtype=dtype, page_size=PAGE_SIZE
+    )
+    backend = attention_backend_class(backend_name)(runner)
     batch = ForwardBatch(
         forward_mode=mode if num_decodes else ForwardMode.EXTEND,
         input_ids=torch.zeros(len(positions), dtype=torch.int64, device=device),
         positions=torch.tensor(positions, device=device),
-        rows=torch.tensor(rows, device=device),
+        req_pool_indices=torch.tensor(rows, device=device),
         num_decodes=num_decodes,
         num_new_tokens=counts,
         lengths=[before + new for before, new in requests],
         attention_backend=backend,
+        req_to_token_pool=table,
     )
     return RaggedStep(
         batch,

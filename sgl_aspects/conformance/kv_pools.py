@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,9 +95,9 @@ def write(bench: Bench, kind: str = "mha") -> str:
                 expected[layer][part][slots] = rows
             given = {part: rows.to(bench.device) for part, rows in new.items()}
             value = given["value"] if kind == "mha" else given["key"][..., : ROWS[kind]["kv_lora_rank"]]
-            pool.set_kv_buffer(layer, there, given["key"], value)
+            pool.set_kv_buffer(SimpleNamespace(layer_id=layer), there, given["key"], value)
             if "index_key" in given:
-                pool.set_index_key_buffer(layer, there, given["index_key"])
+                pool.set_index_key_buffer(SimpleNamespace(layer_id=layer), there, given["index_key"])
         _require_equal(pool, expected, "set_kv_buffer of the pool")
         if kind != "mha":
             for layer in range(LAYERS):
@@ -144,29 +145,46 @@ def move(bench: Bench, kind: str = "mha") -> str:
     return "page 3 to page 8"
 
 
-@check(write="get_paged_allocator_cls", expects="pages from 1, each once, all of them")
+@check(write="get_paged_allocator_cls", expects="the slots of pages from 1, each once, all of them")
 def allocator(bench: Bench) -> str:
     allocator_class: Any = resolve_qualified_name(bench.platform.get_paged_allocator_cls())
-    made = allocator_class(PAGES * PAGE_SIZE + 1, PAGE_SIZE)
+    made = allocator_class(
+        PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        dtype=_DTYPES[0],
+        device="cpu",
+        kvcache=make_pool(bench, _DTYPES[0]),
+        need_sort=False,
+    )
 
     def need(condition: bool, expected: str, found: object) -> None:
         require(condition, expected, found, "get_paged_allocator_cls")
 
+    def alloc(pages: int) -> list[int]:
+        slots = made.alloc(pages * PAGE_SIZE)
+        need(isinstance(slots, torch.Tensor), f"a tensor of {pages * PAGE_SIZE} slots", slots)
+        found: list[int] = slots.tolist()
+        for first in found[::PAGE_SIZE]:
+            there = found.index(first)
+            page = list(range(first, first + PAGE_SIZE))
+            need(found[there : there + PAGE_SIZE] == page and first % PAGE_SIZE == 0, "whole pages", found)
+        return [first // PAGE_SIZE for first in found[::PAGE_SIZE]]
+
     full = PAGES * PAGE_SIZE
-    need(made.total_size == full, f"total_size of whole pages, {full} tokens", made.total_size)
     need(made.available_size() == full, f"{full} tokens free at first", made.available_size())
-    first = made.alloc(PAGE_SIZE + 1)
-    need(len(first) == 2, f"2 pages for {PAGE_SIZE + 1} tokens", first)
-    rest = made.alloc((PAGES - 2) * PAGE_SIZE)
-    everything = sorted([*first, *rest])
+    first = alloc(2)
+    everything = sorted([*first, *alloc(PAGES - 2)])
     need(everything == list(range(1, PAGES + 1)), f"pages 1 to {PAGES}, each once", everything)
-    need(made.alloc(1) is None, "None where no page is free", "pages")
-    made.free(first)
+    need(made.alloc(PAGE_SIZE) is None, "None where no page is free", "slots")
+    # Of the last page of a request only the slots that hold tokens come back.
+    made.free(torch.tensor([page * PAGE_SIZE + at for page in first for at in range(PAGE_SIZE)][:-1]))
     need(made.available_size() == 2 * PAGE_SIZE, f"{2 * PAGE_SIZE} tokens after free", made.available_size())
-    need(made.alloc(3 * PAGE_SIZE) is None, "None for three pages of two", "pages")
+    need(made.alloc(3 * PAGE_SIZE) is None, "None for three pages of two", "slots")
     need(made.available_size() == 2 * PAGE_SIZE, "nothing taken then", made.available_size())
-    again = made.alloc(2 * PAGE_SIZE)
+    again = alloc(2)
     need(sorted(again) == sorted(first), f"the freed pages {sorted(first)} again", again)
+    made.clear()
+    need(made.available_size() == full, f"{full} tokens free after clear", made.available_size())
     return f"{PAGES} pages"
 
 

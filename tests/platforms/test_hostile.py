@@ -19,7 +19,7 @@ from sgl_aspects.runtime.dispatch.configuration import find_platform_file
 from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
-from tests.support.acme import AcmePlatform
+from tests.support.acme import AcmePlatform, HighPagesFirst, MHATokenToKVPool
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
@@ -43,6 +43,38 @@ class Hostile(AcmePlatform):
 
 class HalfPool:
     def set_kv_buffer(self) -> None: ...
+
+
+class FlatPool(MHATokenToKVPool):
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return super().get_key_buffer(layer_id).flatten(1)
+
+
+class NoBuffers(MHATokenToKVPool):
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        raise AttributeError("k_buffers")
+
+
+class Pages:
+    """An allocator of pages, made with two arguments."""
+
+    def __init__(self, size: int, page_size: int) -> None: ...
+
+    available_size = alloc = free = clear = __init__
+
+
+class PageList(HighPagesFirst):
+    def alloc(self, need_size: int) -> Any:
+        return [1]
+
+
+class PaddingFirst(HighPagesFirst):
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        return torch.arange(need_size)
+
+
+class Leaks(HighPagesFirst):
+    def free(self, free_index: torch.Tensor) -> None: ...
 
 
 class Backend(TorchNativeBackend):
@@ -119,7 +151,7 @@ def test_a_compiled_method_without_a_signature_is_taken_as_it_is(monkeypatch: py
         (
             "get_attention_backends",
             {"torch_native": dict},
-            "names builtins:dict, which has no kinds, prepare",
+            "names builtins:dict, which has no init_forward_metadata, forward",
         ),
         ("get_kv_pool_cls", None, ": None is neither a class nor a qualified class name"),
         ("get_kv_pool_cls", "acme:Pool", ": 'acme:Pool' cannot be loaded: ModuleNotFoundError"),
@@ -128,7 +160,17 @@ def test_a_compiled_method_without_a_signature_is_taken_as_it_is(monkeypatch: py
             HalfPool,
             "HalfPool, which has no get_key_buffer, get_value_buffer: such a class",
         ),
-        ("get_paged_allocator_cls", dict, "names builtins:dict, which has no available_size, pages_for"),
+        ("get_paged_allocator_cls", dict, "names builtins:dict, which has no available_size, alloc, free"),
+        (
+            "get_paged_allocator_cls",
+            Pages,
+            "Pages, which cannot be made as engines do, with int, page_size, ",
+        ),
+        ("get_paged_allocator_cls", PageList, r"PageList, whose alloc\(16\) returned \[1\], and a tensor of"),
+        ("get_paged_allocator_cls", PaddingFirst, r"PaddingFirst, whose alloc\(16\) returned slots \[0, 1, "),
+        ("get_paged_allocator_cls", Leaks, r"Leaks, whose available_size\(\) returned 496 after free"),
+        ("get_kv_pool_cls", FlatPool, r"FlatPool, whose get_key_buffer\(0\) is \(528, \d+\), .* needed"),
+        ("get_kv_pool_cls", NoBuffers, r"NoBuffers, whose get_key_buffer\(0\) failed: AttributeError"),
         ("get_dispatch_key_name", None, "returned None, and str is needed"),
         ("get_dispatch_key_name", "my key", "returned 'my key', which follows forward_ in a method's name"),
         ("get_graph_runner_cls", dict, "names builtins:dict, which has no capture, can_run, replay"),

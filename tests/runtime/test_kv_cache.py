@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgl_aspects.runtime import SamplingParams
-from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PageTable, PrefixCache
+from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PrefixCache, ReqToTokenPool
+from sgl_aspects.runtime.kv_cache.pages import pages_of
 from sgl_aspects.runtime.kv_cache.prefix_cache import Node
 from sgl_aspects.runtime.scheduling.batch import Req
 from tests.support.schedulers import Memory
@@ -21,7 +22,7 @@ ROWS = 5
 
 
 def make_cache(size: int, page_size: int, prefix_cache: bool = True) -> KVCache:
-    table = PageTable(ROWS, size, page_size, torch.device("cpu"))
+    table = ReqToTokenPool(ROWS, size, page_size, torch.device("cpu"))
     return KVCache(PagedAllocator(size, page_size), table, Memory(page_size), prefix_cache=prefix_cache)
 
 
@@ -32,9 +33,9 @@ def make_req(tokens: list[int]) -> Req:
 def compute(cache: KVCache, req: Req, count: int) -> None:
     """Imitate a forward pass: reads all before, writes ``count`` more."""
     tokens = req.tokens_between(0, req.total_tokens)
-    row = cache.page_table.table[req.row].tolist()
+    row = cache.req_to_token_pool.req_to_token[req.row].tolist()
     for at in range(req.computed_tokens + count):
-        slot = row[at // cache.page_size] * cache.page_size + at % cache.page_size
+        slot = row[at]
         assert slot >= cache.page_size, "the padding has an owner"
         if at < req.computed_tokens:
             assert cache.pool.slots[slot] == tuple(tokens[: at + 1]), f"position {at} is another's"
@@ -75,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             assert self.cache.available_size() == before
             assert not req.pages
-            needed = self.cache.allocator.pages_for(len(tokens)) * self.cache.page_size
+            needed = -(-len(tokens) // self.cache.page_size) * self.cache.page_size
             assert needed + reserve > before or len(tokens) + reserve > before
 
     @precondition(lambda self: self.running)
@@ -114,7 +115,8 @@ class CacheMachine(RuleBasedStateMachine):
         for req in self.running:
             owned += req.pages[req.shared_pages :]
             assert req.pages[: req.shared_pages] == tree.pages_of(req.prefix or tree.root)
-            assert cache.page_table.table[req.row].tolist()[: len(req.pages)] == req.pages
+            row = cache.req_to_token_pool.req_to_token[req.row]
+            assert pages_of(row[: len(req.pages) * cache.page_size], cache.page_size) == req.pages
         assert sorted(owned) == list(range(1, cache.allocator.num_pages + 1))
 
     @invariant()

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ from sgl_aspects.runtime.kv_cache import (
     MLATokenPool,
     NSATokenPool,
     PagedAllocator,
-    PageTable,
+    ReqToTokenPool,
     token_bytes,
 )
 from sgl_aspects.runtime.loader.architectures import model_class
@@ -381,37 +382,40 @@ def test_the_ends_of_chance_give_possible_tokens(uniform: float, fields: dict[st
 
 # -- cache -------------------------------------------------------------------------------------------
 
+LAYER = SimpleNamespace(layer_id=1)
+
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_pages_are_handed_out_once_and_come_back(page_size: int) -> None:
+def test_slots_are_handed_out_in_whole_pages_once_and_come_back(page_size: int) -> None:
     allocator = PagedAllocator(40, page_size)
-    first, second = allocator.alloc(9), allocator.alloc(3)
+    first, second = allocator.alloc(12), allocator.alloc(4)
     assert first is not None
     assert second is not None
-    assert len(first) == -(-9 // page_size)
-    assert 0 not in first + second  # the padding
-    assert not set(first) & set(second)
-    assert allocator.available_size() == 40 - (len(first) + len(second)) * page_size
+    slots = [*first.tolist(), *second.tolist()]
+    assert len(set(slots)) == 16
+    assert min(slots) == page_size  # those before are the padding
+    assert allocator.available_size() == 24
     assert allocator.alloc(40) is None
-    allocator.free(first)
+    allocator.free(first[:-1] if page_size > 1 else first)  # the last page of a request may be half full
     allocator.free(second)
-    assert allocator.available_size() == allocator.total_size == 40
+    assert allocator.available_size() == 40
     everything = allocator.alloc(40)
     assert everything is not None
-    assert sorted(everything) == list(range(1, 40 // page_size + 1))
+    assert sorted(everything.tolist()) == list(range(page_size, 40 + page_size))
 
 
 def test_a_pool_of_odd_size_has_whole_pages() -> None:
-    assert PagedAllocator(39, 4).total_size == 36
+    assert PagedAllocator(39, 4).available_size() == 36
 
 
-def test_the_page_table_finds_every_token() -> None:
-    table = PageTable(rows=2, max_tokens=10, page_size=4, device=CPU)
+def test_the_table_finds_every_token() -> None:
+    table = ReqToTokenPool(rows=2, max_tokens=10, page_size=4, device=CPU)
     row = table.add_row([3, 5])
     positions = torch.tensor([0, 3, 4, 5])
     assert table.slots(torch.tensor([row] * 4), positions).tolist() == [12, 15, 20, 21]
+    assert table.pages(torch.tensor([row]), 2).tolist() == [[3, 5]]
     table.remove_row(row)
-    assert not table.table.any()
+    assert not table.req_to_token.any()
 
 
 def test_what_is_written_into_the_pool_is_found_by_slot_and_by_page() -> None:
@@ -420,7 +424,7 @@ def test_what_is_written_into_the_pool_is_found_by_slot_and_by_page() -> None:
     )
     pool.clear([1, 2])
     key, value = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
-    pool.set_kv_buffer(1, torch.tensor([6, 9]), key, value)
+    pool.set_kv_buffer(LAYER, torch.tensor([6, 9]), key, value)
     assert torch.equal(pool.get_key_buffer(1)[[6, 9]], key)
     assert torch.equal(pool.get_value_buffer(1)[[6, 9]], value)
     page = pool.get_page_buffer(1)[1].view(4, 2, 3, 5)
@@ -436,7 +440,7 @@ def test_compressed_rows_are_found_by_slot_and_by_page(pool_class: Any, kv_cache
     pool = pool_class(**pages, kv_lora_rank=8, qk_rope_head_dim=3, kv_cache_dim=kv_cache_dim, **index)
     pool.clear([1, 2])
     slots, key = torch.tensor([6, 9]), torch.randn(2, 1, 11)
-    pool.set_kv_buffer(1, slots, key, key[..., :8])
+    pool.set_kv_buffer(LAYER, slots, key, key[..., :8])
     assert torch.equal(pool.get_key_buffer(1)[slots], key)
     assert torch.equal(pool.get_value_buffer(1)[slots], key[..., :8])
     keys, values = pool.split_pages(pool.get_page_buffer(1)[[1, 2]], requests=2)
@@ -445,7 +449,7 @@ def test_compressed_rows_are_found_by_slot_and_by_page(pool_class: Any, kv_cache
     assert not pool.get_key_buffer(1)[[0, 4, 5, 7, 8, 10, 11]].any()
     if index:
         index_key = torch.randn(2, 6)
-        pool.set_index_key_buffer(1, slots, index_key)
+        pool.set_index_key_buffer(LAYER, slots, index_key)
         assert torch.equal(pool.get_index_key_buffer(1)[slots], index_key)
     pool.clear([1])
     assert not pool.get_key_buffer(1)[6].any()

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sgl_aspects.errors import InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.execution.communicator import Communicator
-from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PageTable
+from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, ReqToTokenPool
 from sgl_aspects.runtime.processes.messages import (
     AbortRequest,
     Reply,
@@ -56,7 +56,7 @@ class FakeRunner:
         self.config = SimpleNamespace(eos_token_ids=())
         self.communicator = Communicator()
         size, page_size = args.max_total_tokens or 0, args.page_size
-        table = PageTable(args.max_running_requests, CONTEXT, page_size, torch.device("cpu"))
+        table = ReqToTokenPool(args.max_running_requests, CONTEXT, page_size, torch.device("cpu"))
         self.memory = Memory(page_size)
         self.kv_cache = KVCache(
             PagedAllocator(size, page_size), table, self.memory, prefix_cache=args.prefix_cache
@@ -71,9 +71,9 @@ class FakeRunner:
                 assert count == 1
                 assert req.output_ids
                 assert computed == len(tokens) - 1, "a captured step feeds the last token"
-            row = self.kv_cache.page_table.table[req.row].tolist()
+            row = self.kv_cache.req_to_token_pool.req_to_token[req.row].tolist()
             for at in range(computed + count):
-                slot = row[at // page_size] * page_size + at % page_size
+                slot = row[at]
                 assert slot >= page_size
                 content = (self.weights, *tokens[: at + 1])
                 if at < computed:

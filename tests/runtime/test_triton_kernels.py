@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
 from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-from sgl_aspects.runtime.kv_cache import PageTable
+from sgl_aspects.runtime.kv_cache import ReqToTokenPool
 from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool
 from sgl_aspects.runtime.ops import Attention
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
@@ -120,7 +121,7 @@ def both_backends(pool_class: Any, lengths: list[int], **row: int) -> Iterator[t
             device=DEVICE,
             **row,
         )
-        table = PageTable(len(lengths), 96, PAGE_SIZE, DEVICE)
+        table = ReqToTokenPool(len(lengths), 96, PAGE_SIZE, DEVICE)
         pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).add(1).tolist()
         slots = []
         for length in lengths:
@@ -133,7 +134,10 @@ def both_backends(pool_class: Any, lengths: list[int], **row: int) -> Iterator[t
         (rows,) = pool.rows
         rows.fill_(float("nan") if backend is TritonBackend else 0.0)
         rows[old] = random(len(old), rows.shape[1], seed=9)
-        yield backend(pool, table), partial(rows.index_select, 0, all_slots)
+        yield (
+            backend(SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=table)),
+            partial(rows.index_select, 0, all_slots),
+        )
 
 
 def decode(backend: AttentionBackend, lengths: list[int]) -> ForwardBatch:
@@ -141,13 +145,16 @@ def decode(backend: AttentionBackend, lengths: list[int]) -> ForwardBatch:
         forward_mode=ForwardMode.DECODE,
         input_ids=torch.zeros(len(lengths), dtype=torch.int64, device=DEVICE),
         positions=torch.tensor(lengths, device=DEVICE) - 1,
-        rows=torch.arange(len(lengths) - 1, -1, -1, device=DEVICE),  # rows are handed out from the last on
+        req_pool_indices=torch.arange(
+            len(lengths) - 1, -1, -1, device=DEVICE
+        ),  # rows are handed out from the last on
         num_decodes=len(lengths),
         num_new_tokens=[1] * len(lengths),
         lengths=lengths,
         attention_backend=backend,
+        req_to_token_pool=backend.req_to_token_pool,
     )
-    backend.prepare(batch)
+    backend.init_forward_metadata(batch)
     return batch
 
 
@@ -162,7 +169,7 @@ def test_decoding_over_keys_and_values(heads: int, kv_heads: int, head_dim: int)
     for backend, stored in both_backends(MHATokenPool, LENGTHS, head_num=kv_heads, head_dim=head_dim):
         query = random(len(lengths), heads, head_dim, seed=1)
         key, value = (random(len(lengths), kv_heads, head_dim, seed=seed) for seed in (2, 3))
-        output = backend.forward(query, key, value, layer, decode(backend, lengths))
+        output = backend.forward(query.flatten(1), key, value, layer, decode(backend, lengths))
         found.append((output, stored()))
     assert error(found[1][0], found[0][0]) < 1e-5
     assert torch.equal(found[1][1], found[0][1])  # both stored the same
@@ -175,7 +182,7 @@ def test_decoding_over_compressed_rows(heads: int) -> None:
     found = []
     for backend, stored in both_backends(MLATokenPool, LENGTHS, kv_lora_rank=32, qk_rope_head_dim=16):
         query, key = random(len(lengths), heads, 48, seed=1), random(len(lengths), 1, 48, seed=2)
-        output = backend.forward(query, key, key[..., :32], layer, decode(backend, lengths))
+        output = backend.forward(query.flatten(1), key, key[..., :32], layer, decode(backend, lengths))
         found.append((output, stored()))
     assert error(found[1][0], found[0][0]) < 1e-5
     assert torch.equal(found[1][1], found[0][1])
@@ -197,7 +204,7 @@ def test_sparse_decoding(topk: int) -> None:
             topk=topk,
         )
         batch = decode(backend, lengths)
-        output = backend.forward(query, key, key[..., :32], layer, batch, index)
+        output = backend.forward(query.flatten(1), key, key[..., :32], layer, batch, index=index)
         found.append((output, stored()))
     assert error(found[1][0], found[0][0]) < 1e-5
     assert torch.equal(found[1][1], found[0][1])

@@ -58,9 +58,9 @@ class MHATokenToKVPool:
         self.k_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
         self.v_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
 
-    def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        self.k_buffer[layer_id - self.start_layer][slots] = key
-        self.v_buffer[layer_id - self.start_layer][slots] = value
+    def set_kv_buffer(self, layer: Any, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
+        self.k_buffer[layer.layer_id - self.start_layer][loc] = cache_k
+        self.v_buffer[layer.layer_id - self.start_layer][loc] = cache_v
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         return self.k_buffer[layer_id - self.start_layer]
@@ -90,8 +90,8 @@ class MLATokenToKVPool:
         shape = (size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
         self.kv_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
 
-    def set_kv_buffer(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        self.kv_buffer[layer_id - self.start_layer][slots] = key
+    def set_kv_buffer(self, layer: Any, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
+        self.kv_buffer[layer.layer_id - self.start_layer][loc] = cache_k
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         return self.kv_buffer[layer_id - self.start_layer]
@@ -135,36 +135,44 @@ class DSATokenToKVPool(MLATokenToKVPool):
         shape = (size + page_size, index_head_dim)
         self.index_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
 
-    def set_index_key_buffer(self, layer_id: int, slots: Tensor, index_key: Tensor) -> None:
-        self.index_buffer[layer_id - self.start_layer][slots] = index_key
+    def set_index_key_buffer(self, layer: Any, loc: Tensor, index_key: Tensor) -> None:
+        self.index_buffer[layer.layer_id - self.start_layer][loc] = index_key
 
     def get_index_key_buffer(self, layer_id: int) -> Tensor:
         return self.index_buffer[layer_id - self.start_layer]
 
 
 class HighPagesFirst:
-    def __init__(self, size: int, page_size: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kvcache: Any,
+        need_sort: bool,
+    ) -> None:
         used("allocator")
-        self.page_size = page_size
-        self.free_pages = set(range(1, size // page_size + 1))
-        self.total_size = len(self.free_pages) * page_size
+        self.size, self.page_size, self.device = size, page_size, device
+        self.clear()
+
+    def clear(self) -> None:
+        self.free_pages = torch.arange(1, self.size // self.page_size + 1, device=self.device)
 
     def available_size(self) -> int:
         return len(self.free_pages) * self.page_size
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def alloc(self, num_tokens: int) -> list[int] | None:
-        count = self.pages_for(num_tokens)
+    def alloc(self, need_size: int) -> Tensor | None:
+        count = need_size // self.page_size
         if count > len(self.free_pages):
             return None
-        pages = sorted(self.free_pages, reverse=True)[:count]
-        self.free_pages.difference_update(pages)
-        return pages
+        pages = self.free_pages.sort(descending=True).values
+        self.free_pages = pages[count:]
+        first = pages[:count, None] * self.page_size
+        return (first + torch.arange(self.page_size, device=self.device)).flatten()
 
-    def free(self, pages: list[int]) -> None:
-        self.free_pages.update(pages)
+    def free(self, free_index: Tensor) -> None:
+        self.free_pages = torch.cat((self.free_pages, torch.unique(free_index // self.page_size)))
 
 
 # -- execution --------------------------------------------------------------------------------------------
@@ -310,7 +318,7 @@ class DyingAcmePlatform(AcmePlatform):
 
 
 class ShortAttention(TorchNativeBackend):
-    def prepare(self, batch: Any) -> None:
-        if max(batch.lengths) > 30:
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if max(forward_batch.lengths) > 30:
             raise RuntimeError("no more than 30 tokens")
-        super().prepare(batch)
+        super().init_forward_metadata(forward_batch)

@@ -199,9 +199,9 @@ class WrongType(LoopbackPlatform):
 
 class _NextSlotPool(LoopbackTokenPool):
     def set_kv_buffer(
-        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
-        super().set_kv_buffer(layer_id, slots + 1, key, value)
+        super().set_kv_buffer(layer, loc + 1, cache_k, cache_v)
 
 
 class NextSlot(LoopbackPlatform):
@@ -213,10 +213,10 @@ class NextSlot(LoopbackPlatform):
 
 class _LatentPool(MLATokenPool):
     def set_kv_buffer(
-        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
-        rotary = torch.zeros_like(key[..., self.kv_lora_rank :])
-        super().set_kv_buffer(layer_id, slots, torch.cat((value, rotary), -1), value)
+        rotary = torch.zeros_like(cache_k[..., self.kv_lora_rank :])
+        super().set_kv_buffer(layer, loc, torch.cat((cache_v, rotary), -1), cache_v)
 
 
 class ForgetsRotaryKey(LoopbackPlatform):
@@ -266,8 +266,8 @@ class Copies(LoopbackPlatform):
 
 
 class _FromZero(PagedAllocator):
-    def __init__(self, size: int, page_size: int) -> None:
-        super().__init__(size, page_size)
+    def clear(self) -> None:
+        super().clear()
         self._free = [page - 1 for page in self._free]
 
 
@@ -282,19 +282,16 @@ class PageZero(LoopbackPlatform):
 
 
 class _PastPages(LoopbackAttention):
-    def prepare(self, batch: Any) -> None:
-        super().prepare(batch)
-        size = self.page_table.page_size
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        size = self.req_to_token_pool.page_size
         # Whole pages, including unused slots.
-        if batch.num_decodes:
+        if forward_batch.forward_mode.is_decode():
             self._seen = torch.cat((self._seen[:, :1].expand(-1, size), self._seen), 1)[:, :-size]
-        rows = zip(batch.rows[batch.num_decodes :].tolist(), batch.lengths[batch.num_decodes :])
-        self._prompts = [
-            self.page_table.slots(
-                torch.full((-(-length // size) * size,), row), torch.arange(-(-length // size) * size)
-            )
-            for row, length in rows
-        ]
+            return
+        table = self.req_to_token_pool.req_to_token
+        rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.lengths)
+        self._prompts = [table[row, : -(-length // size) * size] for row, length in rows]
 
 
 class ReadsPadding(LoopbackPlatform):
@@ -305,8 +302,8 @@ class ReadsPadding(LoopbackPlatform):
 
 
 class _Unscaled(LoopbackAttention):
-    def forward_decode(self, query: torch.Tensor, layer: Any, batch: Any) -> torch.Tensor:
-        return super().forward_decode(query * 1.05, layer, batch)
+    def forward_decode(self, q: torch.Tensor, *others: Any) -> torch.Tensor:
+        return super().forward_decode(q * 1.05, *others)
 
 
 class WrongScale(LoopbackPlatform):
@@ -366,11 +363,11 @@ class GraphsDeclaredOnly(LoopbackPlatform):
 
 
 class _OnTheHost(LoopbackAttention):
-    def prepare(self, batch: Any) -> None:
-        super().prepare(batch)
-        if batch.num_decodes:  # the host's value at capture stays in the graph
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_decode():  # the host's value at capture stays in the graph
             positions = torch.arange(self._seen.shape[1])
-            self._seen = positions < torch.tensor(batch.lengths[: batch.num_decodes])[:, None]
+            self._seen = positions < torch.tensor(forward_batch.lengths)[:, None]
 
 
 class CapturesHostSizes(LoopbackPlatform):

@@ -1,6 +1,8 @@
-"""The device's key-value pool: all keys in one tensor, all values in another."""
+"""The device's key-value pool, for both engines: all keys in one tensor, all values in another."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -38,10 +40,10 @@ class LoopbackTokenPool:
             self.values[:, slots] = 0
 
     def set_kv_buffer(
-        self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
-        self.keys[layer_id - self.start_layer, slots] = key
-        self.values[layer_id - self.start_layer, slots] = value
+        self.keys[layer.layer_id - self.start_layer, loc] = cache_k
+        self.values[layer.layer_id - self.start_layer, loc] = cache_v
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.keys[layer_id - self.start_layer]
