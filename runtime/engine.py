@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import tempfile
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, overload
 
@@ -56,8 +56,9 @@ class Engine:
         self.server_args = args = with_platform_defaults(args)
         config = checkpoint.config
         link = SchedulerLink(args)
-        # The scheduler ends with its engine: at shutdown, garbage collection, or the end of the program.
-        self._close = weakref.finalize(self, link.close)
+        # The scheduler ends with its engine: at shutdown, garbage collection, or the end of the program, there
+        # before multiprocessing waits for the processes that are left.
+        self._close = Finalize(self, link.close, exitpriority=0)
         try:
             tokenizer = checkpoint.load_tokenizer()  # while the scheduler loads the weights
             ready = link.wait_until_ready(args.startup_timeout)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_aspects.runtime.processes.messages import FailureMessage
 from sgl_aspects.runtime.processes.rank_links import RankLinks
-from sgl_aspects.runtime.processes.worker import run_scheduler_process
+from sgl_aspects.runtime.processes.worker import LEFT_TO_OWNER, run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
 
 #: The most requests that are named of a batch that failed.
@@ -47,7 +47,7 @@ class RankProcesses:
         self.failures: dict[int, FailureMessage] = {}
         try:
             for process in self.processes:
-                _start_deaf_to_ctrl_c(process)
+                _start_with_signals_blocked(process)
         except BaseException:
             self.kill()
             self.connections[0].close()
@@ -111,10 +111,10 @@ def _at_work_on(rids: list[str]) -> str:
     return f", at work on request{'s' if len(rids) > 1 else ''} {named}{more}"
 
 
-def _start_deaf_to_ctrl_c(process: Any) -> None:
-    """Start with SIGINT blocked until the process ignores it by itself: Ctrl-C shows no traceback of it."""
-    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGINT again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _start_with_signals_blocked(process: Any) -> None:
+    """Start with the owner's signals blocked until the process ignores them by itself."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock them again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)
     try:
         process.start()
     finally:

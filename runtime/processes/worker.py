@@ -21,12 +21,17 @@ from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
+#: Signals that the worker processes ignore.
+LEFT_TO_OWNER = (signal.SIGINT, signal.SIGTERM)
+
 
 def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks: RankLinks) -> None:
     """Load the model and serve until a stop message. An error is sent to the owner, which raises it."""
-    # Ctrl-C reaches every process of the terminal; the owner decides how to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Ctrl-C reaches every process of the terminal, and systemd's SIGTERM every process of the service: the
+    # owner decides how to end, and this process ends with it.
+    for number in LEFT_TO_OWNER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_OWNER)
     # OpenMP's threads spin for their next work by default: beside one busy neighbour that costs tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     scheduler = None

@@ -163,7 +163,7 @@ def test_a_forgotten_engine_takes_its_scheduler_along(folder: Path) -> None:
     wait_until_gone(pid)
 
 
-SCRIPT = """
+SCRIPT = """{before}
 import sys
 from sgl_aspects.runtime import Engine, SamplingParams
 {guard}
@@ -173,9 +173,11 @@ from sgl_aspects.runtime import Engine, SamplingParams
 """
 
 
-def start_script(tmp_path: Path, folder: Path, guard: str, tokens: int) -> subprocess.Popen[str]:
+def start_script(
+    tmp_path: Path, folder: Path, guard: str, tokens: int, before: str = ""
+) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(guard=guard, tokens=tokens))
+    script.write_text(SCRIPT.format(guard=guard, tokens=tokens, before=before))
     return subprocess.Popen(
         [sys.executable, str(script), str(folder)],
         stdout=subprocess.PIPE,
@@ -186,8 +188,13 @@ def start_script(tmp_path: Path, folder: Path, guard: str, tokens: int) -> subpr
     )
 
 
-def test_a_script_that_forgets_to_shut_down_ends_clean(tmp_path: Path, folder: Path) -> None:
-    script = start_script(tmp_path, folder, 'if __name__ == "__main__":', tokens=3)
+# The script's finalizers then run after those of multiprocessing, which waits for the processes that are left.
+EARLY_FINALIZER = "import weakref; weakref.finalize(int, print)"
+
+
+@pytest.mark.parametrize("before", ["", EARLY_FINALIZER])
+def test_a_script_that_forgets_to_shut_down_ends_clean(tmp_path: Path, folder: Path, before: str) -> None:
+    script = start_script(tmp_path, folder, 'if __name__ == "__main__":', tokens=3, before=before)
     output, errors = script.communicate(timeout=60)
     assert (script.returncode, errors) == (0, "")
     assert not is_running(int(output))
@@ -212,6 +219,18 @@ def test_ctrl_c_ends_both_processes_with_one_traceback(tmp_path: Path, folder: P
     wait_until_gone(scheduler)
     assert errors.count("Traceback") == 1
     assert errors.strip().endswith("KeyboardInterrupt")
+
+
+def test_sigterm_to_all_of_its_processes_ends_a_script_that_does_not_handle_it(
+    tmp_path: Path, folder: Path
+) -> None:
+    script = start_script(tmp_path, folder, 'if __name__ == "__main__":', tokens=15000)
+    assert script.stdout is not None
+    scheduler = int(script.stdout.readline())
+    os.killpg(script.pid, signal.SIGTERM)
+    _, errors = script.communicate(timeout=60)
+    assert (script.returncode, errors) == (-signal.SIGTERM, "")
+    wait_until_gone(scheduler)
 
 
 # -- models that cannot be loaded --------------------------------------------------------------------

@@ -69,14 +69,16 @@ def wait_until_running(server: Server, count: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: Path, number: int) -> None:
+    """It reaches every process of the server, as from a terminal or from systemd."""
     flags = ("--max-total-tokens", "20000", "--shutdown-timeout", "120")
-    with serving(model, tmp_path / "log", *flags) as server, ThreadPoolExecutor(4) as pool:
+    own_group = {"prefix": ("setsid",)}
+    with serving(model, tmp_path / "log", *flags, **own_group) as server, ThreadPoolExecutor(4) as pool:
         scheduler = server.scheduler_pid
         kept = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
         whole = pool.submit(ask, server, 400)
         streamed = pool.submit(ask, server, 400, stream=True)
         wait_until_running(server, 2)
-        server.process.send_signal(number)
+        os.killpg(server.process.pid, number)
         wait_until(lambda: "stopping: 2 answers under way" in server.log.read_text())
         with contextlib.suppress(OSError):  # once it listens no more
             assert ask(server, 1)[0] == 503
