@@ -29,7 +29,11 @@ import openai
 import psutil
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from benchmarks.memory_growth import Watched, watch
+from benchmarks.memory_growth import WARM_UP_SHARE, Growth, Watched, watch
+from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.control import runs
+from sgl_aspects.tracing.ring.format import SUFFIX
+from sgl_aspects.tracing.run_folder import collector_state
 from tests.support.distributions import install
 from tests.support.http_server import LOCAL, Server, serving
 from tests.support.processes import wait_until
@@ -43,11 +47,12 @@ MOST_GROWTH = 3.0
 SHARED = "the quick brown fox jumps over the lazy dog " * 12
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
-# In every process of the server: a thread that weaves and removes hooks, and in the one that owns the engine
-# another one that updates the weights.
+# In every process of the server: a thread that weaves and removes hooks, one that writes what its allocators
+# have handed out, and in the process that owns the engine another one that updates the weights.
 PLUGIN = """
-import os, threading, time
+import ctypes, os, sys, threading, time
 import sgl_aspects as aspects
+from sgl_aspects.errors import SchedulerDiedError
 
 TARGETS = (
     "sgl_aspects.runtime.scheduling.scheduler:Scheduler.step",
@@ -69,10 +74,26 @@ def weave_and_remove():
             handle.remove()
         time.sleep(0.2)
 
+class Malloc(ctypes.Structure):
+    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
+
+def write_allocated():
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Malloc
+    with open(os.environ["SOAK_ALLOCATED"] + str(os.getpid()), "a", buffering=1) as file:
+        while True:
+            found = mallinfo()
+            print(sys.getallocatedblocks(), found.uordblks + found.hblkhd, found.fordblks, file=file)
+            time.sleep(1)
+
 def update_weights(engine):
     while engine.failure is None:
         time.sleep(10)
-        engine.update_weights(engine.server_args.model_path)
+        try:
+            engine.update_weights(engine.server_args.model_path)
+        except SchedulerDiedError:
+            return  # the server stops
         with open(os.environ["SOAK_UPDATES"], "a") as file:
             file.write("x")
 
@@ -82,6 +103,7 @@ def start_updates(result, engine, *args, **kwargs):
 def activate():
     aspects.HookRegistry.register("sgl_aspects.runtime.engine:Engine.__init__", start_updates)
     threading.Thread(target=weave_and_remove, daemon=True).start()
+    threading.Thread(target=write_allocated, daemon=True).start()
 """
 
 
@@ -174,10 +196,10 @@ class Clients:
 
 
 class Spans:
-    """A backend that counts the spans of requests, and forgets them."""
+    """A backend that counts the spans of requests, those that were refused apart, and forgets them."""
 
     def __init__(self) -> None:
-        self.requests = 0
+        self.requests = self.refused = 0
 
     @contextmanager
     def receiving(self) -> Iterator[str]:
@@ -202,26 +224,40 @@ class Spans:
             server.shutdown()
 
     def count(self, message: ExportTraceServiceRequest) -> None:
-        self.requests += sum(
-            span.kind == span.SPAN_KIND_SERVER
-            for resource in message.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        )
+        for resource in message.resource_spans:
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    if span.kind == span.SPAN_KIND_SERVER:
+                        is_refused = any(
+                            each.key == schema.STATUS_CODE and each.value.int_value == 400
+                            for each in span.attributes
+                        )
+                        self.refused += is_refused
+                        self.requests += not is_refused
 
 
-def _collector(endpoint: str) -> psutil.Process:
-    """Return the collector that exports to ``endpoint``."""
-    for process in psutil.process_iter():
-        try:
-            if (
-                "sgl_aspects.tracing.collector" in process.cmdline()
-                and endpoint in process.environ().values()
-            ):
-                return process
-        except psutil.Error:  # it has ended, or is another user's
-            continue
+def _collector(process_id: int) -> psutil.Process:
+    """Return the collector of the run in which the process takes part, which is not its descendant."""
+    for folder in runs():
+        state = collector_state(folder)
+        if state is not None and state.is_alive and list(Path(folder).glob(f"{process_id}-*{SUFFIX}")):
+            return psutil.Process(state.process_id)
     raise AssertionError("no collector runs")
+
+
+def _print_allocated(path: Path, minutes: float) -> None:
+    """Print the growth of what a process's allocators have handed out, which tells a leak from free memory
+    that they keep.
+    """
+    if not path.exists():  # the collector runs no plugins
+        return
+    columns = list(zip(*(map(int, line.split()) for line in path.read_text().splitlines())))
+    names = ("blocks of Python / 1 Mi", "MiB that malloc handed out", "MiB that malloc keeps free")
+    for name, column in zip(names, columns):
+        steady = column[int(len(column) * WARM_UP_SHARE) :]
+        growth = Growth.of(steady, 60 * minutes * len(steady) / len(column))
+        hourly = f"{growth.slope:+.3f} ± {growth.standard_error:.3f} an hour"
+        print(f"    {name}: {steady[0] / (1 << 20):.3f} to {steady[-1] / (1 << 20):.3f}, {hourly}")
 
 
 def main() -> None:
@@ -245,6 +281,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
 
     environment = {
         "SOAK_UPDATES": str(updates),
+        "SOAK_ALLOCATED": str(folder / "allocated-"),
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
         "SGL_ASPECTS_TRACE": "3",
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
@@ -264,7 +301,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
         processes = [
             Watched("the server, which owns the engine", psutil.Process(server.process.pid)),
             Watched("the scheduler", psutil.Process(server.scheduler_pid)),
-            Watched("the collector", _collector(endpoint)),
+            Watched("the collector", _collector(server.process.pid)),
         ]
 
         async def both() -> None:
@@ -288,14 +325,19 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
             growth = process.growth(60 * minutes)
             print(process.story())
             print(f"    after the warm-up {growth.slope:+.1f} ± {growth.standard_error:.1f} MiB an hour")
+            _print_allocated(folder / f"allocated-{process.process.pid}", minutes)
             if growth.surely > MOST_GROWTH:
                 faults.append(f"{process.name} has surely grown by {growth.surely:.1f} MiB after the warm-up")
         if server.stop() != 0:
             faults.append(f"the server ended with status {server.process.returncode}")
         psutil.wait_procs([processes[-1].process], timeout=60)  # it exports the rest
-        print(f"{spans.requests} spans of requests were exported")
-        if spans.requests != received:
-            faults.append(f"{received:.0f} requests were received, {spans.requests} have a span")
+        print(f"{spans.requests} spans of requests were exported, {spans.refused} of refused ones")
+        answered = received - found.get('sgl_aspects_requests_finished_total{reason="error"}', 0)
+        if spans.requests != answered:
+            faults.append(f"{answered:.0f} requests were answered, {spans.requests} have a span")
+        refused = clients.seen["ask_nonsense"]
+        if spans.refused != refused:
+            faults.append(f"{refused} requests were refused, {spans.refused} have a span")
         text = server.log.read_text()
         if "Traceback" in text:
             faults.append(f"a traceback in the log: {text[-3000:]}")
