@@ -246,7 +246,7 @@ def _collector(process_id: int) -> psutil.Process:
 
 
 def _print_allocated(path: Path, minutes: float) -> None:
-    """Print the growth of what a process's allocators have handed out, which tells a leak from free memory
+    """Print the growth of what a process's allocators have handed out, which distinguishes a leak from free memory
     that they keep.
     """
     if not path.exists():  # the collector runs no plugins

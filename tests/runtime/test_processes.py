@@ -188,7 +188,7 @@ def start_script(
     )
 
 
-# The script's finalizers then run after those of multiprocessing, which waits for the processes that are left.
+# The script's finalizers then run after multiprocessing's end, which waits for the processes that are left.
 EARLY_FINALIZER = "import weakref; weakref.finalize(int, print)"
 
 
