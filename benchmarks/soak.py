@@ -246,9 +246,7 @@ def _collector(process_id: int) -> psutil.Process:
 
 
 def _print_allocated(path: Path, minutes: float) -> None:
-    """Print the growth of what a process's allocators have handed out, which distinguishes a leak from free memory
-    that they keep.
-    """
+    """Print the growth of what a process's allocators have handed out, and of the free memory they keep."""
     if not path.exists():  # the collector runs no plugins
         return
     columns = list(zip(*(map(int, line.split()) for line in path.read_text().splitlines())))

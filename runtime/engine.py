@@ -56,8 +56,8 @@ class Engine:
         self.server_args = args = with_platform_defaults(args)
         config = checkpoint.config
         link = SchedulerLink(args)
-        # The scheduler ends with its engine: at shutdown, garbage collection, or the end of the program; there
-        # multiprocessing waits afterwards for the processes that are left.
+        # The scheduler ends with its engine: at shutdown, garbage collection, or the end of the program, and
+        # there before multiprocessing waits for the processes that are left.
         self._close = Finalize(self, link.close, exitpriority=0)
         try:
             tokenizer = checkpoint.load_tokenizer()  # while the scheduler loads the weights
