@@ -71,8 +71,8 @@ def wait_until_running(server: Server, count: int) -> None:
 def test_a_signal_lets_answers_finish_and_takes_no_more(model: Path, tmp_path: Path, number: int) -> None:
     """It reaches every process of the server, as from a terminal or from systemd."""
     flags = ("--max-total-tokens", "20000", "--shutdown-timeout", "120")
-    own_group = {"prefix": ("setsid",)}
-    with serving(model, tmp_path / "log", *flags, **own_group) as server, ThreadPoolExecutor(4) as pool:
+    group = serving(model, tmp_path / "log", *flags, prefix=("setsid",))
+    with group as server, ThreadPoolExecutor(4) as pool:
         scheduler = server.scheduler_pid
         kept = http.client.HTTPConnection(LOCAL, server.port, timeout=60)
         whole = pool.submit(ask, server, 400)
