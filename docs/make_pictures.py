@@ -12,8 +12,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+from sgl_aspects.analysis.sources import load_run
 from sgl_aspects.view.page import page_of
-from sgl_aspects.view.sources import load_run
 
 PICTURES = Path(__file__).parent / "pictures"
 

@@ -21,8 +21,8 @@ import pytest
 
 if TYPE_CHECKING:
     from sgl_aspects import Handle
+    from sgl_aspects.analysis.spans import Span
     from sgl_aspects.tracing import TraceSession
-    from sgl_aspects.view.spans import Span
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ class CapturedSpans:
         self._handles.append(aspects.weave(advice))
 
     def __call__(self, name: str | None = None) -> list[Span]:
-        from sgl_aspects.view.spans import read_spans
+        from sgl_aspects.analysis.spans import read_spans
 
         self.close()
         return [span for span in read_spans(self._file) if name is None or span.name == name]

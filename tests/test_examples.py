@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_aspects.view.spans import read_spans
+from sgl_aspects.analysis.spans import read_spans
 from tests.support.otlp_receiver import http_receiver
 
 ROOT = Path(__file__).resolve().parent.parent

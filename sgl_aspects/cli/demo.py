@@ -15,6 +15,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from sgl_aspects import env
+from sgl_aspects.analysis.numbers import report_run
+from sgl_aspects.analysis.spans import read_spans
 from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.cli.live import follow_answers
 from sgl_aspects.cli.models import SMOLLM2, ensure_model
@@ -22,8 +24,6 @@ from sgl_aspects.cli.prompts import PROMPTS
 from sgl_aspects.cli.summary import print_delivery, print_summary
 from sgl_aspects.cli.waterfall import most_telling_request, print_waterfall
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.view.numbers import report_run
-from sgl_aspects.view.spans import read_spans
 
 # Small enough that the longest prompt takes more than one step, as long prompts do in a real engine.
 _PREFILL_CHUNK = 256

@@ -11,7 +11,7 @@ from sgl_aspects.cli.arguments import writable_file
 from sgl_aspects.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sgl_aspects.view.sources import Run
+    from sgl_aspects.analysis.sources import Run
 
 # Each with the default of its output file.
 _FORMATS = {"page": "report.html", "perfetto": "timeline.json"}
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the run, write the page, and print a summary."""
-    from sgl_aspects.view.sources import load_runs
+    from sgl_aspects.analysis.sources import load_runs
 
     found = load_runs(arguments.sources)
     output = arguments.output or Path(_FORMATS[arguments.format])
@@ -68,8 +68,8 @@ def _page(run: Run) -> str:
 
 
 def _timeline(run: Run) -> str:
+    from sgl_aspects.analysis.spans import readable_of
     from sgl_aspects.tracing.export.chrome_trace import Timeline
-    from sgl_aspects.view.spans import readable_of
 
     timeline = Timeline(names_hosts=len({span.host for span in run.spans}) > 1)
     return json.dumps({"traceEvents": list(timeline.events_of(map(readable_of, run.spans)))}) + "\n"

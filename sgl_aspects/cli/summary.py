@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sgl_aspects.view.numbers import RunReport
+from sgl_aspects.analysis.numbers import RunReport
 from sgl_aspects.view.text import duration
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.analysis.numbers import STEP, RunReport, report_phases
+from sgl_aspects.analysis.spans import Span, children_of
 from sgl_aspects.tracing import schema
-from sgl_aspects.view.numbers import STEP, RunReport, report_phases
-from sgl_aspects.view.spans import Span, children_of
 from sgl_aspects.view.text import duration
 
 _STYLES = {

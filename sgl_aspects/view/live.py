@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects.analysis.numbers import PHASES, STEP
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
@@ -22,7 +23,6 @@ from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanB
 from sgl_aspects.tracing.ring.decoder import DamagedError
 from sgl_aspects.tracing.ring.format import SUFFIX
 from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.view.numbers import PHASES, STEP
 
 REQUEST_PHASES = ("queue", "prefill", "decode")
 STEP_PARTS = tuple(

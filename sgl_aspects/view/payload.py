@@ -20,9 +20,9 @@ import math
 from typing import Any
 
 from sgl_aspects import __version__
-from sgl_aspects.view.numbers import STEP
-from sgl_aspects.view.sources import Run
-from sgl_aspects.view.spans import Span
+from sgl_aspects.analysis.numbers import STEP
+from sgl_aspects.analysis.sources import Run
+from sgl_aspects.analysis.spans import Span
 
 # A longer text is cut: recorded prompts would make the page as large as the run.
 _LONGEST_TEXT = 2000

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sgl_aspects.analysis.numbers import report_run
+from sgl_aspects.analysis.spans import Span, children_of, read_spans
 from sgl_aspects.cli.prompts import PROMPTS
-from sgl_aspects.view.numbers import report_run
-from sgl_aspects.view.spans import Span, children_of, read_spans
 from tests.support.processes import free_port
 from tests.support.tiny_models import make_llama
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sgl_aspects.analysis.sources import load_run
 from sgl_aspects.engines import Engine, find_engines
 from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -22,7 +23,6 @@ from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.payload import payload_of
-from sgl_aspects.view.sources import load_run
 from sgl_aspects.view.top_screen import screen
 from tests.support.processes import free_port, wait_until
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sgl_aspects.analysis.numbers import report_run
+from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.cli.live import follow_answers
 from sgl_aspects.cli.summary import print_delivery, print_summary
 from sgl_aspects.cli.waterfall import most_telling_request, print_waterfall
 from sgl_aspects.errors import ConfigError, SchedulerDiedError
 from sgl_aspects.runtime import StreamChunk
 from sgl_aspects.tracing import TraceSummary
-from sgl_aspects.view.numbers import report_run
-from sgl_aspects.view.spans import Span, read_spans
 from sgl_aspects.view.text import duration, one_line
 
 MS = 1_000_000

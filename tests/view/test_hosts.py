@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from sgl_aspects.analysis.clocks import align
+from sgl_aspects.analysis.spans import Span
 from sgl_aspects.cli.main import main
-from sgl_aspects.view.clocks import align
-from sgl_aspects.view.spans import Span
 
 MS = 1_000_000
 ROOM = 200 * MS

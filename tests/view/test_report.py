@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from sgl_aspects.analysis.sources import Run, load_run
+from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.view.page import SCRIPTS, STYLES, page_of
 from sgl_aspects.view.payload import payload_of
-from sgl_aspects.view.sources import Run, load_run
-from sgl_aspects.view.spans import Span, read_spans
 from tests.support import workers
 from tests.support.simulated_run import HOSTILE, SimulatedRun
 

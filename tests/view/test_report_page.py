@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sgl_aspects.analysis.sources import Run, load_run
+from sgl_aspects.analysis.spans import Span
 from sgl_aspects.view.page import page_of
-from sgl_aspects.view.sources import Run, load_run
-from sgl_aspects.view.spans import Span
 from tests.support.simulated_run import HOSTILE, SimulatedRun
 
 if TYPE_CHECKING:

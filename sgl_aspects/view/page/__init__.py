@@ -14,8 +14,8 @@ import json
 import re
 from importlib import resources
 
+from sgl_aspects.analysis.sources import Run
 from sgl_aspects.view.payload import payload_of
-from sgl_aspects.view.sources import Run
 
 STYLES = ("vendor/uPlot.min.css", "page.css")
 # In order of dependency; they share one scope.

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_aspects.view.spans import read_spans
+from sgl_aspects.analysis.spans import read_spans
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import serve
 

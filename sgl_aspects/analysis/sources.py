@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_aspects.analysis.clocks import ClockBounds, align
+from sgl_aspects.analysis.spans import Span, read_spans, span_of
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.view.clocks import ClockBounds, align
-from sgl_aspects.view.spans import Span, read_spans, span_of
 
 # In seconds, longer than any ring's contents.
 _EVERYTHING = 1e9

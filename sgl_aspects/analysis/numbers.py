@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.step_time import AddedTime
-from sgl_aspects.view.spans import Span
 
 STEP = schema.STEP.name
 #: The scheduler's names of its batches, and the phase of each. Mixed steps do some of both.

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sgl_aspects.view.spans import Span
+from sgl_aspects.analysis.spans import Span
 
 # Of one request on two servers: events on the first that precede events on the second, each as (phase,
 # whether its end is meant).

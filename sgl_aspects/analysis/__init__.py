@@ -1,0 +1,1 @@
+"""What a run's spans answer: its numbers, and why a request took as long as it did."""
