@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import re
-import tokenize
-from functools import cache
-from pathlib import Path
 
-from tests.support.tree import ROOT, imported, tree_of
+from tests.support.tree import ROOT, imported
 
 MOST_LINES = 400
 #: Older files that are longer, with the length that they may not exceed: the list only shrinks.
@@ -68,84 +63,6 @@ def test_no_test_file_imports_another() -> None:
         for line, name in imported(path)
         if name.startswith("tests.") and re.search(r"\.test_", name)
     ]
-    assert not faults, "\n".join(faults)
-
-
-#: What a reader has to translate, and what to say.
-PLAIN = {
-    r"(?<!here )\b(is|are|was|were) no (?!longer|more|other|less|later|earlier|need|way|such|matter)[a-z]": (
-        "is not a"
-    ),
-    r"_(is|are|was|were)_no_(?!longer|more)": "is not a, in names too",
-    r"\bso (many|much)\b(?! (as|that|more|less|faster))": "the number, or its name",
-    r"\bfor ever\b": "forever, or what never happens",
-    r"\bwhoever\b": "the caller, the reader, the process",
-}
-#: Personification and dialect, looked for in comments, docstrings and pages: code reads, calls, reports, has.
-PROSE = {
-    r"\b(asked|asks|asking)\b": "is called, reads, queries, requires",
-    r"\b(told|tells|says|said|speaks)\b": "reports, shows, returns, records",
-    r"\b(knows|wants|heard of|hears of)\b": "has, needs, gets",
-    r"\b(nobody|somebody|anybody)\b": "no process, another user, the caller",
-    r"\b(stands? in for|stood in for|stand-ins?)\b": "replaces, a fake",
-    r"\b(gives? way|gave way|in vain)\b": "is preempted, fails",
-    r"\b(stand|stands|stood|standing) (there|here)\b": "is installed, is",
-    r"\b(in|takes?|taking) the place of\b": "replaces, instead of",
-    r"\b(take|takes|taken|taking) (\w+ ){0,3}(off|away)\b": "removes",
-    r"\b(lets?|letting) (\w+ )?go\b": "releases",
-    r"\b(sees?|seen|saw) to\b": "handles, installs",
-    r"\b(becomes?|became) of\b": "the outcome, the number",
-    r"\b(all the same|for good|none of both)\b": "nonetheless, permanently, neither",
-    r"[,;.] (would|should|were|had) (the|an?|its?|this|they)\b": "a clause with if",
-}
-FOLDERS = ("sgl_aspects", "platforms", "runtime", "tests", "benchmarks", "examples", "docs")
-#: Rooms with such words, and how many: the list only shrinks.
-LEFT: dict[str, int] = {}
-
-
-@cache
-def prose_lines(source: str) -> set[int]:
-    """The lines of comments and docstrings."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        is_docstring = token.type == tokenize.STRING and token.line.lstrip().startswith(('"""', 'r"""'))
-        if token.type == tokenize.COMMENT or is_docstring:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return lines
-
-
-def test_texts_are_plain() -> None:
-    faults: dict[str, list[str]] = {}
-    pages = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
-    for path in pages:
-        if path.suffix not in (".py", ".md", ".tmpl", ".c", ".h") or path == Path(__file__):
-            continue
-        name, text = str(path.relative_to(ROOT)), path.read_text()
-        for patterns in (PLAIN, {} if name.startswith(("CHANGELOG", "docs/conformance")) else PROSE):
-            for pattern, better in patterns.items():
-                for match in re.finditer(pattern, text, re.IGNORECASE):
-                    room, number = "/".join(name.split("/")[:2]), text.count("\n", 0, match.start()) + 1
-                    if patterns is PLAIN or path.suffix != ".py" or number in prose_lines(text):
-                        faults.setdefault(room, []).append(f"{name}:{number}: {match[0]!r}: say {better}")
-    more = [each for room, found in faults.items() if len(found) > LEFT.get(room, 0) for each in found]
-    assert not more, "\n".join(more)
-
-
-#: Words with which no verb or noun phrase begins.
-BEGINNINGS = re.compile(
-    r"(What|Whose|Whoever|Whether|Where|When|Likewise|Ours|As|By|Of|Or|And|So|Also|Only|Here)\b"
-)
-
-
-def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    faults = []
-    for folder in (*set(FOLDERS) - {"tests"}, "tests/support"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(tree_of(path)):
-                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                    text = ast.get_docstring(node) or ""
-                    if BEGINNINGS.match(text):
-                        faults.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]!r}")
     assert not faults, "\n".join(faults)
 
 
