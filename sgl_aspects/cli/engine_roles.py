@@ -34,7 +34,7 @@ def show(paths: Sequence[str], *, as_json: bool) -> int:
 
 
 def _is_error(engine: Engine, found: FoundRole) -> bool:
-    return found.target is None and engine.roles[found.role].required
+    return found.target is None and engine.every_role[found.role].required
 
 
 def _found(source: Source, engine: Engine) -> int:
@@ -42,7 +42,7 @@ def _found(source: Source, engine: Engine) -> int:
 
 
 def _print_table(engine: Engine, versions: list[str], columns: list[list[FoundRole]]) -> None:
-    width = max(len(role) for role in engine.roles)
+    width = max(len(role) for role in engine.every_role)
     print(f"{engine.name:<{width}}  " + "  ".join(f"{version:>8}" for version in versions))
     for row in zip(*columns):
         cells = [_cell(found) for found in row]

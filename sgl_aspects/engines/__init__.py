@@ -5,7 +5,9 @@ All code specific to an engine is in its room. ``engines/NAME/plugin.py``, where
 place. A room in a package of its own registers these as an entry point of group ``sgl_aspects.plugins``.
 """
 
-from sgl_aspects.engines.base import Engine, Outcome, Role, find_engines
+from sgl_aspects.engines.base import Engine, Outcome, Role
+from sgl_aspects.engines.contract import Observation
+from sgl_aspects.engines.discovery import find_engines
 from sgl_aspects.engines.embedded import EMBEDDED
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.transformers import TRANSFORMERS
@@ -21,6 +23,7 @@ __all__ = [
     "TRANSFORMERS",
     "VLLM",
     "Engine",
+    "Observation",
     "Outcome",
     "Role",
     "find_engines",

@@ -1,27 +1,22 @@
-"""The contract of an engine's room: which functions play which roles, and how to read their arguments.
+"""An engine's integration: which functions play which roles, and how to read their arguments.
 
 An engine is one :class:`Engine`, found by the entry-point group ``sgl_aspects.engines`` (name → object). It
-names everything as text: reading it imports nothing of the engine. The observers of
-:mod:`sgl_aspects.tracing.observers` are written against roles ("run_batch") and nouns ("batch"), and report
-to the trackers of :mod:`sgl_aspects.tracing.lifecycle`; they fit every engine that has a room. A room adds
-observers of its own for what generic ones cannot read (``Engine.observers``).
+names functions as text: reading it imports nothing of the engine. The names of roles, arguments and
+attributes are those of :mod:`.contract`. The observers of :mod:`sgl_aspects.tracing.observers` are written
+against them, and fit every engine that has an integration.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from sgl_aspects.engines.contract import ROLES, Observation, check_argument, check_attribute, check_role
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.generated import execute
-
-logger = logging.getLogger("sgl_aspects")
 
 #: ``(args, kwargs, result=None)`` → one value of a call: its arguments as the caller wrote them, and its
 #: result, which on entry is None.
@@ -29,8 +24,11 @@ CallReader: TypeAlias = Callable[..., Any]
 AttributeReader: TypeAlias = Callable[[Any], Any]
 ValuesReader: TypeAlias = Callable[[Any], Sequence[Any]]
 
-#: The entry-point group by which packages add engines.
-GROUP = "sgl_aspects.engines"
+#: How the attributes of most engines are read, unless an integration defines it.
+_USUAL: Mapping[str, str | AttributeReader] = {
+    "request.is_single": lambda request: True,
+    "http.headers": "headers",
+}
 
 
 class Outcome(str, enum.Enum):
@@ -65,10 +63,10 @@ _OUTCOMES = {
 class Role:
     """A function of the engine, by its target (alternates for its versions: the first that exists).
 
-    ``parameters``: the nouns of its parameters, in order, ``self`` included; the engine's own name for one
-    follows a colon (``"state:request_state"``) if it differs. ``reads``: nouns that are not simply a
-    parameter, each with its reader of the whole call. ``required``: without it the engine's requests or steps
-    cannot be traced; a version that lacks it is an error.
+    ``parameters``: the arguments that its parameters are, in order, ``self`` included; ``"_"`` for one that
+    no observer reads, and ``"state:request_state"`` where the engine's name differs. ``reads``: arguments
+    that are not simply a parameter, each with its reader of the whole call. ``required``: without it the
+    engine's requests or steps cannot be traced; a version that lacks it is an error.
     """
 
     targets: tuple[str, ...]
@@ -81,29 +79,42 @@ class Role:
         if isinstance(given, str):  # a string would be one target per letter
             object.__setattr__(self, "targets", (given,))
 
-    def reader(self, noun: str) -> CallReader:
-        """Read a noun from a call; None if the role does not have it or the call leaves it out."""
-        if noun in self.reads:
-            return self.reads[noun]
-        nouns = [parameter.partition(":")[0] for parameter in self.parameters]
-        if noun not in nouns:
-            return _no_noun
-        position = nouns.index(noun)
-        name = self.parameters[position].partition(":")[2] or noun
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments that can be read of its calls."""
+        return [name for name in (*self._positions(), *self.reads) if name != "_"]
+
+    def position(self, argument: str) -> int:
+        """Return an argument's index among the positional ones; beyond any if it has none."""
+        positions = self._positions()
+        return positions.index(argument) if argument in positions else sys.maxsize
+
+    def reader(self, argument: str) -> CallReader:
+        """Read an argument of a call; None if the role does not have it or the call leaves it out."""
+        if argument in self.reads:
+            return self.reads[argument]
+        position = self.position(argument)
+        if position == sys.maxsize:
+            return _no_argument
+        name = self.parameters[position].partition(":")[2] or argument
 
         def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
             return args[position] if position < len(args) else kwargs.get(name)
 
         return read
 
+    def _positions(self) -> list[str]:
+        return [parameter.partition(":")[0] for parameter in self.parameters]
+
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: its provider name for spans, its roles, and the attributes of its nouns.
+    """One engine: its provider name for spans, its roles, and the attributes of its objects.
 
-    ``attributes`` maps ``"noun.attribute"`` to an attribute path (``"sampling_params.top_p"``) or to a
-    function of the object. Attributes that an engine or a version lacks are left out, or read as None.
-    ``observers``: observations of the room's own, beside the generic ones: ``(trackers) -> observations``.
+    ``attributes`` maps ``"batch.mode"`` to an attribute path (``"sampling_params.top_p"``) or to a function
+    of the object. What an engine or a version lacks is left out, or read as None.
+    ``observers``: the integration's own observations, beside the generic ones: ``(lifecycle) ->
+    observations``; ``own_roles``: roles for them, under names of their own.
     ``outcomes``: the engine's reasons why a request ended, if they are not the usual ones: ``"length"``
     (finished), ``"stop"`` (stopped), ``"abort"`` (aborted), ``"error"`` (failed).
     """
@@ -112,97 +123,128 @@ class Engine:
     provider_name: str
     roles: Mapping[str, Role]
     attributes: Mapping[str, str | AttributeReader] = field(default_factory=dict)
-    observers: Callable[[Any], Iterable[Any]] | None = None
+    observers: Callable[[Lifecycle], Iterable[Observation]] | None = None
+    own_roles: Mapping[str, Role] = field(default_factory=dict)
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (self.name, self.provider_name):
             if not (isinstance(name, str) and name):
                 raise ConfigError(f"engine {self.name!r}: its names must be non-empty texts, not {name!r}")
-        if not isinstance(self.roles, Mapping):
-            raise ConfigError(f"engine {self.name!r}: roles = {self.roles!r}: write {{name: Role(...)}}")
-        for name, role in self.roles.items():
-            if not isinstance(role, Role):
-                raise ConfigError(f"engine {self.name!r}: role {name!r} is {role!r}: write Role((target,))")
+        for roles in (self.roles, self.own_roles):
+            if not isinstance(roles, Mapping):
+                raise ConfigError(f"engine {self.name!r}: roles = {roles!r}: write {{name: Role(...)}}")
+            for name, role in roles.items():
+                if not isinstance(role, Role):
+                    raise ConfigError(
+                        f"engine {self.name!r}: role {name!r} is {role!r}: write Role((target,))"
+                    )
+        try:
+            self._check_names()
+        except ConfigError as error:
+            raise ConfigError(f"engine {self.name!r}: {error}") from None
+
+    @property
+    def every_role(self) -> dict[str, Role]:
+        """All of its roles, its own ones included."""
+        return {**self.roles, **self.own_roles}
 
     def outcome(self, reason: str) -> Outcome:
         """Return how a request ended, by the engine's reason: ``outcomes``, else the usual words."""
         return self.outcomes.get(reason) or _OUTCOMES.get(reason, Outcome.FINISHED)
 
-    def position(self, role: str, noun: str) -> int:
-        """Return a noun's index among a call's positional arguments; beyond any if it is not positional.
+    def has(self, name: str) -> bool:
+        """Return whether the integration defines how to read ``"kind.attribute"``."""
+        check_attribute(name)
+        return name in self.attributes
+
+    def position(self, role: str, argument: str) -> int:
+        """Return an argument's index in the calls of a role; beyond any if it is not positional.
 
         For calls of each step: ``args[position]`` if ``args`` is that long, else ``call_reader``.
         """
-        found = self.roles.get(role)
-        nouns = [name.partition(":")[0] for name in found.parameters] if found is not None else []
-        return nouns.index(noun) if noun in nouns else sys.maxsize
+        return self._role(role, argument).position(argument)
 
-    def call_reader(self, role: str, noun: str) -> CallReader:
-        """Return a reader of a noun from calls of the function in ``role``; None if there is neither."""
-        found = self.roles.get(role)
-        return _no_noun if found is None else found.reader(noun)
-
-    def reader(self, name: str, usual: str | AttributeReader | None = None) -> AttributeReader:
-        """Return a reader of ``"noun.attribute"`` from a noun's object; it returns None for a missing
-        attribute.
-
-        ``usual``: how to read it unless the room defines it.
+    def call_reader(self, role: str, argument: str) -> CallReader:
+        """Return a reader of an argument from calls of the function in ``role``; it returns None where the
+        engine has no such function or argument.
         """
-        source = self.attributes.get(name, usual or _nothing)
-        read: AttributeReader = _make_reader("{}", [source], _nothing)
+        return self._role(role, argument).reader(argument)
+
+    def reader(self, name: str) -> AttributeReader:
+        """Return a reader of ``"kind.attribute"`` from an object of that kind; it returns None for a missing
+        attribute.
+        """
+        read: AttributeReader = _make_reader("{}", [self._source(name)], _nothing)
         return read
 
-    def values_reader(self, noun: str, names: Sequence[str]) -> ValuesReader:
-        """Return a reader of several attributes of a noun's object, in order; None for missing ones."""
-        each = [self.reader(f"{noun}.{name}") for name in names]
-        sources = [self.attributes.get(f"{noun}.{name}", _nothing) for name in names]
+    def values_reader(self, kind: str, names: Sequence[str]) -> ValuesReader:
+        """Return a reader of several attributes of a kind of object, in order; None for missing ones."""
+        each = [self.reader(f"{kind}.{name}") for name in names]
+        sources = [self._source(f"{kind}.{name}") for name in names]
         otherwise: ValuesReader = lambda subject: [read(subject) for read in each]  # noqa: E731
         read_all: ValuesReader = _make_reader("{}, " * len(names), sources, otherwise)
         return read_all
 
+    def _source(self, name: str) -> str | AttributeReader:
+        check_attribute(name)
+        return self.attributes.get(name, _USUAL.get(name, _nothing))
 
-@functools.cache  # called with each forward pass
-def platform_of(device: str) -> Any:
-    """Return the platform of a device by PyTorch's name; importing it imports torch."""
-    from sgl_aspects.engines import device as devices
+    def _role(self, role: str, argument: str) -> Role:
+        own = self.own_roles.get(role)
+        if own is not None and argument in own.arguments:
+            return own
+        check_argument(role, argument)
+        return self.roles.get(role, _ABSENT)
 
-    return devices.platform_of(device)
-
-
-def find_engines() -> tuple[Engine, ...]:
-    """Return every engine that has a room: the built-in ones, then those of installed packages, by name.
-
-    An entry point that fails, is not an :class:`Engine`, or takes an existing name is logged and left out.
-    """
-    from sgl_aspects.engines import BUILT_IN
-
-    found = {engine.name: engine for engine in BUILT_IN}
-    for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
-        where = f"entry point {point.name!r} of {GROUP} ({point.value}, {_distribution(point)})"
-        try:
-            engine = point.load()
-            _check(engine, found)
-        except KeyboardInterrupt:
-            raise
-        except ConfigError as error:
-            logger.error("%s is left out; the other engines are traced: %s", where, error)
-        except BaseException:  # any error of a package, which must not affect the other engines
-            logger.exception("%s failed; the other engines are traced", where)
-        else:
-            found[engine.name] = engine
-    return tuple(found.values())
+    def _check_names(self) -> None:
+        for name, role in self.roles.items():
+            check_role(name)
+            for argument in role.arguments:
+                check_argument(name, argument)
+        for name in self.own_roles.keys() & ROLES.keys():
+            raise ConfigError(f"own_roles: {name!r} is a role that other engines have, too: see roles")
+        for name in self.attributes:
+            check_attribute(name)
 
 
-def _check(engine: Any, found: Mapping[str, Engine]) -> None:
-    if not isinstance(engine, Engine):
-        raise ConfigError(f"it is {engine!r} ({type(engine).__name__}): name an Engine object")
-    if engine.name in found:
-        raise ConfigError(f"there is an engine named {engine.name!r} already: choose another name")
+class TracedRequest(Protocol):
+    """A request that the scheduler has: its open phase, and the one that follows its prompt."""
+
+    phase: str
+    after_prefill: str
+    values: tuple[Any, ...]
 
 
-def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an unknown distribution"
+class Requests(Protocol):
+    """The requests of one scheduler, by id, and what can happen to them."""
+
+    @property
+    def requests(self) -> Mapping[str, TracedRequest]: ...
+
+    def begins_in(self, rid: str, phase: str, after_prefill: str = ...) -> None:
+        """Relabel the queue phase: since it was queued the request has been in this phase."""
+
+    def enter(self, rid: str, phase: str, problem: str = "", now: int = 0) -> None:
+        """Change the open phase, which ended with ``problem`` if any."""
+
+    def finished(
+        self, rid: str, output_tokens: int | None, reason: str | None, problem: str = "", now: int = 0
+    ) -> None:
+        """Close the request, in any phase; no-op if it is unknown."""
+
+
+class Lifecycle(Protocol):
+    """The argument of ``Engine.observers``: :class:`sgl_aspects.tracing.lifecycle.Trackers`."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def requests(self) -> Requests: ...
+
+    def current_request(self) -> tuple[int, int, bool] | None:
+        """Return trace id, span id and sampled flag of the request that the current span belongs to."""
 
 
 _SOURCE = """
@@ -227,9 +269,12 @@ def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise:
     return execute(_SOURCE.format(form.format(*terms)), "attribute reader", known).pop("read")
 
 
-def _no_noun(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:
+def _no_argument(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:
     return None
 
 
 def _nothing(subject: Any) -> None:
     return None
+
+
+_ABSENT = Role(())

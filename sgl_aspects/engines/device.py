@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
-from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
-from sgl_aspects.platforms.device_mixin import DeviceMixin
-from sgl_aspects.platforms.discovery import resolve_qualified_name
-from sgl_aspects.platforms.identity import PlatformEnum
-from sgl_aspects.platforms.torch_device import TorchDeviceMixin
+if TYPE_CHECKING:
+    from sgl_aspects.platforms.device_mixin import DeviceMixin
 
 
+@functools.cache  # called with each forward pass
 def platform_of(device: str) -> DeviceMixin | None:
     """Return the platform of a torch device ("cuda", "npu:0"): a built-in one, else one over
-    ``torch.<type>``.
+    ``torch.<type>``; it imports torch.
 
     None if that has no events.
     """
+    from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
+    from sgl_aspects.platforms.discovery import resolve_qualified_name
+
     device_type = device.partition(":")[0]
     for row in BUILTIN_PLATFORMS:
         built_in: Any = resolve_qualified_name(row.class_name)
@@ -28,6 +30,10 @@ def platform_of(device: str) -> DeviceMixin | None:
 
 def import_platforms() -> None:
     """Import the modules that :func:`platform_of` may use."""
+    from sgl_aspects.platforms import torch_device  # noqa: F401
+    from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
+    from sgl_aspects.platforms.discovery import resolve_qualified_name
+
     for row in BUILTIN_PLATFORMS:
         resolve_qualified_name(row.class_name)
 
@@ -35,6 +41,9 @@ def import_platforms() -> None:
 def _torch_device(device_type: str) -> DeviceMixin | None:
     """A device of a third-party extension of torch."""
     import torch
+
+    from sgl_aspects.platforms.identity import PlatformEnum
+    from sgl_aspects.platforms.torch_device import TorchDeviceMixin
 
     if not hasattr(getattr(torch, device_type, None), "Event"):
         return None

@@ -52,7 +52,7 @@ class Source:
     def find_roles(self, engine: Engine) -> Iterator[FoundRole]:
         """Yield every role of ``engine`` whose targets are in this package, in order."""
         packages = {name.partition(".")[0] for name in self.modules}
-        for name, role in engine.roles.items():
+        for name, role in engine.every_role.items():
             if not any(re.split(r"[.:]", target)[0] in packages for target in role.targets):
                 continue  # the HTTP server's, say
             found = next((target for target in role.targets if self.defines(target)), None)

@@ -18,6 +18,11 @@ UNFINISHED = "unfinished"
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | list[float] | None"
 
 
+def error_type(error: BaseException | None) -> str:
+    """Return ``error.type``: the exception's class, never its message, which may hold a prompt."""
+    return "" if error is None else type(error).__qualname__
+
+
 class Id(str):
     """The type of an attribute with a text that seldom repeats: it is never a definition of a ring."""
 

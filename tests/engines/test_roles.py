@@ -31,7 +31,7 @@ def test_a_required_role_that_is_missing_is_one_error_as_the_engine_starts(
     """The error names the engine, the role and the targets; the engine goes on, traced in part."""
     stand_in.write("hare.py", "class Scheduler:\n    def schedule(self): return 7\n")
     roles = {
-        "schedule": Role(("hare:Scheduler.schedule",), ("scheduler:self",), required=True),
+        "schedule": Role(("hare:Scheduler.schedule",), required=True),
         "run_batch": Role(("hare:Scheduler.run", "hare:Scheduler.run_batch"), required=True),
         "forward": Role(("hare:Runner.forward",)),
     }

@@ -83,18 +83,19 @@ def test_a_target_is_found_where_it_would_be_at_run_time(source: Source, target:
 
 def test_the_first_alternate_that_exists_plays_the_role(source: Source) -> None:
     targets = ("engine.gone:f", "engine.loop:Loop.step", "engine.base:Outputs.stream")
-    engine = Engine("engine", "engine", {"step": Role(targets, ("self",))})
+    engine = Engine("engine", "engine", {"run_batch": Role(targets)})
     (found,) = source.find_roles(engine)
     assert found.target == "engine.loop:Loop.step"
 
 
 def test_what_an_object_does_not_have_reads_as_none_and_costs_the_others_nothing() -> None:
     sources: dict[str, str | AttributeReader] = {
-        "req.top_p": "sampling.top_p",
-        "req.length": lambda req: len(req.ids),
-        "req.rid": "rid",
+        "request.top_p": "sampling.top_p",
+        "request.max_tokens": lambda request: len(request.ids),
+        "request.group": "rid",
     }
-    read = Engine("engine", "engine", {}, sources).values_reader("req", ("top_p", "length", "unknown", "rid"))
+    engine = Engine("engine", "engine", {}, sources)
+    read = engine.values_reader("request", ("top_p", "max_tokens", "seed", "group"))
     whole = SimpleNamespace(sampling=SimpleNamespace(top_p=0.5), ids=[1, 2], rid="a")
     assert list(read(whole)) == [0.5, 2, None, "a"]
     assert list(read(SimpleNamespace(sampling=None, rid="b"))) == [None, None, None, "b"]
@@ -115,7 +116,10 @@ def test_the_doctor_names_roles_that_a_version_lacks(
     assert main(["doctor", "--json", "--engine", str(path)]) == 1
     roles = json.loads(capsys.readouterr().out)["9.9.9"]
     assert [role for role, target in roles.items() if target] == ["run_batch"]
-    assert set(roles) == set(SGLANG.roles) - {"exchange", "respond"}  # the HTTP server is another package
+    assert set(roles) == set(SGLANG.every_role) - {
+        "exchange",
+        "respond",
+    }  # the HTTP server is another package
 
 
 def test_a_file_other_than_a_wheel_is_an_error(tmp_path: Path) -> None:

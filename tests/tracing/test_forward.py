@@ -13,12 +13,12 @@ import torch
 import sgl_aspects as aspects
 from sgl_aspects.engines import EMBEDDED, SGLANG, Engine
 from sgl_aspects.engines.base import Outcome, Role
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.scheduling.batch import ForwardMode
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.observers.forward import ForwardObserver
-from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.ring.format import SAMPLE_ALL

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import perf_counter, time_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sgl_aspects.engines.base import Role
-
-if TYPE_CHECKING:
-    from sgl_aspects.tracing.lifecycle import Trackers
-    from sgl_aspects.tracing.observers.observation import Observation
+from sgl_aspects.engines.base import Lifecycle, Role
+from sgl_aspects.engines.contract import Observation
 
 _PREFILL = "sglang.srt.disaggregation.prefill"
 _DECODE = "sglang.srt.disaggregation.decode"
@@ -26,31 +23,29 @@ _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 # The host in requests without another server: warm-ups, and a decode server that is tested alone.
 _NO_OTHER_SERVER = "2.2.2.2"
 
+#: Further functions that schedule, instead of the usual one.
+SCHEDULES = {
+    "schedule_prefill": Role((f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run",)),
+    "schedule_decode": Role((f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run",)),
+}
+#: Roles of this integration's own observers.
 ROLES = {
-    "schedule_prefill": Role((f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run",), ("scheduler:self",)),
-    "schedule_decode": Role((f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run",), ("scheduler:self",)),
     # On the prefill server.
-    "prefill_bootstrap": Role((f"{_PREFILL}:PrefillBootstrapQueue.add",), ("queue:self", "req")),
-    "prefill_bootstrapped": Role((f"{_PREFILL}:PrefillBootstrapQueue.pop_bootstrapped",), ("queue:self",)),
-    "prefill_transferred": Role(
-        (f"{_SCHEDULER}.process_disagg_prefill_inflight_queue",), ("scheduler:self",)
-    ),
+    "prefill_bootstrap": Role((f"{_PREFILL}:PrefillBootstrapQueue.add",), ("_", "req")),
+    "prefill_bootstrapped": Role((f"{_PREFILL}:PrefillBootstrapQueue.pop_bootstrapped",)),
+    "prefill_transferred": Role((f"{_SCHEDULER}.process_disagg_prefill_inflight_queue",)),
     # On the decode server.
-    "decode_bootstrap": Role((f"{_DECODE}:DecodePreallocQueue.add",), ("queue:self", "req", "is_retracted")),
-    "decode_bootstrapped": Role((f"{_DECODE}:DecodePreallocQueue.pop_preallocated",), ("queue:self",)),
-    "decode_transferred": Role((f"{_DECODE}:DecodeTransferQueue.pop_transferred",), ("queue:self",)),
+    "decode_bootstrap": Role((f"{_DECODE}:DecodePreallocQueue.add",), ("_", "req", "is_retracted")),
+    "decode_bootstrapped": Role((f"{_DECODE}:DecodePreallocQueue.pop_preallocated",)),
+    "decode_transferred": Role((f"{_DECODE}:DecodeTransferQueue.pop_transferred",)),
     "decode_begins": Role(
         tuple(f"{owner}.process_batch_result_prebuilt" for owner in (_PROCESSOR, _SCHEDULER)),
-        ("processor:self", "batch"),
+        ("_", "batch"),
     ),
     # On any server: calls that end a request outside of a batch's result.
-    "give_up_request": Role(
-        ("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "message:error_message", "status_code")
-    ),
-    "retire_request": Role((f"{_SCHEDULER}.retire_unadmitted_request",), ("scheduler:self", "req")),
-    "abort_output": Role(
-        (f"{_SCHEDULER}.send_abort_output",), ("scheduler:self", "message:abort_req", "req")
-    ),
+    "give_up_request": Role(("sglang.srt.disaggregation.utils:prepare_abort",), ("req", "_", "status_code")),
+    "retire_request": Role((f"{_SCHEDULER}.retire_unadmitted_request",), ("_", "req")),
+    "abort_output": Role((f"{_SCHEDULER}.send_abort_output",), ("_", "message:abort_req", "req")),
 }
 _BOOTSTRAP_FAILED, _TRANSFER_FAILED = "bootstrap_failed", "kv_transfer_failed"
 _FAILURES = {"bootstrap": _BOOTSTRAP_FAILED, "kv_transfer": _TRANSFER_FAILED}
@@ -68,10 +63,8 @@ def is_first_server(manager: Any) -> bool:
     return str(getattr(manager.server_args, "disaggregation_mode", "")) == "prefill"
 
 
-def observers(trackers: Trackers) -> Iterable[Observation]:
+def observers(trackers: Lifecycle) -> Iterable[Observation]:
     """Observers that report the phases of requests to the tracker."""
-    from sgl_aspects.tracing.observers.observation import Observation
-
     observer = _DisaggregationObserver(trackers)
     entered: dict[str, Callable[..., Any]] = {
         "prefill_bootstrap": observer.meets_decode_server,
@@ -94,7 +87,7 @@ def observers(trackers: Trackers) -> Iterable[Observation]:
 
 
 class _DisaggregationObserver:
-    def __init__(self, trackers: Trackers) -> None:
+    def __init__(self, trackers: Lifecycle) -> None:
         self._requests = trackers.requests
         call = trackers.engine.call_reader
         self._prefill_req = call("prefill_bootstrap", "req")

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from sgl_aspects.engines.base import Role
+from sgl_aspects.engines.base import Lifecycle, Role
+from sgl_aspects.engines.contract import Observation
 
 _CONTEXT = "sglang.srt.runtime_context"
 # The field of the time statistics; SGLang makes attributes of all fields that arrive.
@@ -61,12 +62,13 @@ ROLES = {
         ("sglang.srt.managers.detokenizer_manager:DetokenizerManager.__init__",),
         reads={"description": _describe},
     ),
-    "pack_request": Role(
-        ("sglang.srt.observability.req_time_stats:APIServerReqTimeStats.__getstate__",), ("stats:self",)
-    ),
     "describe_scheduler": Role(
         ("sglang.srt.managers.scheduler:Scheduler.__init__",), reads={"description": _describe_scheduler}
     ),
+}
+#: Of this integration's own observers.
+OWN_ROLES = {
+    "pack_request": Role(("sglang.srt.observability.req_time_stats:APIServerReqTimeStats.__getstate__",)),
 }
 
 
@@ -75,11 +77,9 @@ def carried(message: Any) -> tuple[int, int, bool] | None:
     return getattr(getattr(message, "time_stats", None), _CARRIED, None)
 
 
-def observers(trackers: Any) -> Iterable[Any]:
+def observers(trackers: Lifecycle) -> Iterable[Observation]:
     """Yield observers that add the trace to requests, for engines with several nodes."""
-    from sgl_aspects.tracing.observers.observation import Observation
-
-    carrier = _Carrier()
+    carrier = _Carrier(trackers)
     return [
         Observation("describe_server", carrier.meet_server),
         Observation("pack_request", carrier.find, carrier.pack),
@@ -87,7 +87,8 @@ def observers(trackers: Any) -> Iterable[Any]:
 
 
 class _Carrier:
-    def __init__(self) -> None:
+    def __init__(self, trackers: Lifecycle) -> None:
+        self._current_request = trackers.current_request
         self._has_nodes = False
 
     def meet_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -97,14 +98,7 @@ class _Carrier:
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass on the trace at a scheduler; where the request is received, its span is the current one."""
         known = getattr(args[0], _CARRIED, None)
-        if known is not None or not self._has_nodes:
-            return known
-        from sgl_aspects.tracing.context import innermost
-
-        span = innermost()
-        if span is None or span.trace is None:
-            return None
-        return span.trace_id, span.root_id, span.trace.sampled
+        return self._current_request() if known is None and self._has_nodes else known
 
     def pack(self, known: Any, result: Any, error: BaseException | None) -> None:
         if known is not None and isinstance(result, dict):

@@ -193,29 +193,25 @@ SGLANG = Engine(
         # In the process with the HTTP server, and in each of its tokenizer workers.
         "serve_request": Role(
             (f"{_TOKENIZER}.generate_request",),
-            ("manager:self", "request:obj", "http:request"),
+            ("manager:self", "_", "http:request"),
             required=True,
         ),
         "receive_request": Role(
             (f"{_TOKENIZER}._init_req_state", f"{_TOKENIZER}._req_stats_init"),
-            ("manager:self", "request:obj", "http:request"),
+            ("_", "request:obj"),
             required=True,
         ),
-        "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("manager:self", "request:obj")),
+        "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("_", "request:obj")),
         "send_request": Role(
-            (f"{_TOKENIZER}._send_one_request",), ("manager:self", "tokenized:tokenized_obj"), required=True
+            (f"{_TOKENIZER}._send_one_request",), ("_", "tokenized:tokenized_obj"), required=True
         ),
-        "send_requests": Role(
-            (f"{_TOKENIZER}._send_batch_request",), ("manager:self", "tokenized:tokenized_objs")
-        ),
+        "send_requests": Role((f"{_TOKENIZER}._send_batch_request",), ("_", "tokenized:tokenized_objs")),
         "receive_outputs": Role(
             (f"{_TOKENIZER}._handle_batch_output",), ("manager:self", "outputs:recv_obj"), required=True
         ),
-        "receive_abort": Role((f"{_TOKENIZER}._handle_abort_req",), ("manager:self", "message:recv_obj")),
+        "receive_abort": Role((f"{_TOKENIZER}._handle_abort_req",), ("_", "message:recv_obj")),
         # In the detokenizer's process.
-        "detokenize": Role(
-            (f"{_DETOKENIZER}.handle_batch_token_id_out",), ("detokenizer:self", "outputs:recv_obj")
-        ),
+        "detokenize": Role((f"{_DETOKENIZER}.handle_batch_token_id_out",), ("_", "outputs:recv_obj")),
         # In each scheduler's process.
         "add_request": Role(
             (f"{_SCHEDULER}.handle_generate_request",), ("scheduler:self", "message:recv_req"), required=True
@@ -228,12 +224,8 @@ SGLANG = Engine(
         ),
         "reject_request": Role((f"{_REQ}.set_finish_with_abort",), ("req:self",)),
         "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
-        "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), ("scheduler:self",), required=True),
-        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("scheduler:self", "batch"), required=True),
-        # For a grammar that needs the tokens of the previous batch: after those were processed.
-        "launch_sample": Role(
-            (f"{_SCHEDULER}.launch_batch_sample_if_needed",), ("scheduler:self", "result:batch_result")
-        ),
+        "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), required=True),
+        "run_batch": Role((f"{_SCHEDULER}.run_batch",), ("_", "batch"), required=True),
         "process_batch_result": Role(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result"), required=True
         ),
@@ -241,21 +233,10 @@ SGLANG = Engine(
         "release_request": Role(
             ("sglang.srt.mem_cache.common:release_kv_cache", f"{_CACHES}.cache_finished_req"), ("req",)
         ),
-        "stream_output": Role(
-            (
-                f"{_COMPONENTS}.output_streamer:SchedulerOutputStreamer.stream_output",
-                f"{_SCHEDULER}.stream_output",
-            ),
-            ("streamer:self", "reqs"),
-        ),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch"), required=True),
-        "sample": Role(
-            (f"{_RUNNER}.sample",), ("model_runner:self", "logits:logits_output", "batch:forward_batch")
-        ),
+        "sample": Role((f"{_RUNNER}.sample",)),
         # A device graph: captured at the start, replayed for batches that it fits. The others run eagerly.
-        "graph_replay": Role(
-            ("sglang.srt.**:*GraphRunner.execute", "sglang.srt.**:*GraphRunner.replay"), ("runner:self",)
-        ),
+        "graph_replay": Role(("sglang.srt.**:*GraphRunner.execute", "sglang.srt.**:*GraphRunner.replay")),
         # The launch itself; in versions without backends, with the runner's preparation.
         "graph_launch": Role(
             (
@@ -263,56 +244,46 @@ SGLANG = Engine(
                 "sglang.srt.**:*GraphRunner.replay",
                 "sglang.srt.**:*GraphRunner.execute",
             ),
-            ("backend:self",),
         ),
-        "graph_capture": Role(
-            (f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs"), ("model_runner:self",)
-        ),
-        "load_model": Role((f"{_RUNNER}.load_model",), ("model_runner:self",)),
-        "kv_init": Role(
-            (f"{_RUNNER}.alloc_memory_pool", f"{_RUNNER}.init_memory_pool"), ("model_runner:self",)
-        ),
+        "graph_capture": Role((f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs")),
+        "load_model": Role((f"{_RUNNER}.load_model",)),
+        "kv_init": Role((f"{_RUNNER}.alloc_memory_pool", f"{_RUNNER}.init_memory_pool")),
         **{
             f"update_weights_from_{source}": Role(
                 (f"{_UPDATER}.update_weights_from_{source}", f"{_SCHEDULER}.update_weights_from_{source}"),
-                ("updater:self", "message:recv_req"),
             )
             for source in ("disk", "distributed", "tensor", "ipc")
         },
         # In detail.
-        "cache_match": Role((f"{_CACHES}.match_prefix",), ("cache:self", "params")),
-        "cache_insert": Role(
-            (f"{_CACHES}.checkpoint", f"{_CACHES}.cache_finished_req"), ("cache:self", "req")
-        ),
-        "cache_evict": Role((f"{_CACHES}.evict_for_alloc", f"{_CACHES}.evict"), ("cache:self", "params")),
+        "cache_match": Role((f"{_CACHES}.match_prefix",)),
+        "cache_insert": Role((f"{_CACHES}.checkpoint", f"{_CACHES}.cache_finished_req")),
+        "cache_evict": Role((f"{_CACHES}.evict_for_alloc", f"{_CACHES}.evict")),
         "kv_alloc_prefill": Role(
             (
                 "sglang.srt.mem_cache.allocation:alloc_for_extend",
                 "sglang.srt.mem_cache.common:alloc_for_extend",
             ),
-            ("batch",),
         ),
         "kv_alloc_decode": Role(
             (
                 "sglang.srt.mem_cache.allocation:alloc_for_decode",
                 "sglang.srt.mem_cache.common:alloc_for_decode",
             ),
-            ("batch",),
         ),
-        "kv_free": Role(("sglang.srt.mem_cache.common:release_kv_cache",), ("req",)),
-        "attention": Role(("sglang.srt.layers.radix_attention:RadixAttention.forward",), ("layer:self",)),
-        "logits": Role(("sglang.srt.layers.logits_processor:LogitsProcessor.forward",), ("layer:self",)),
-        "sampler": Role(("sglang.srt.layers.sampler:Sampler.forward",), ("layer:self",)),
+        "kv_free": Role(("sglang.srt.mem_cache.common:release_kv_cache",)),
+        "attention": Role(("sglang.srt.layers.radix_attention:RadixAttention.forward",)),
+        "logits": Role(("sglang.srt.layers.logits_processor:LogitsProcessor.forward",)),
+        "sampler": Role(("sglang.srt.layers.sampler:Sampler.forward",)),
         "operator": Role(
             (
                 "sglang.kernels.fused_op:BaseFusedOp.forward",
                 "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.forward",
             ),
-            ("layer:self",),
         ),
-        **disaggregation.ROLES,
+        **disaggregation.SCHEDULES,
         **processes.ROLES,
     },
+    own_roles={**disaggregation.ROLES, **processes.OWN_ROLES},
     observers=lambda trackers: [*disaggregation.observers(trackers), *processes.observers(trackers)],
     attributes={
         "request.rids": _rids,
@@ -320,7 +291,7 @@ SGLANG = Engine(
         "request.is_single": "is_single",
         "request.headers": "external_trace_header",
         "request.received_ns": _received_ns,
-        "request.choice.count": _samples,
+        "request.choice_count": _samples,
         "request.answer_count": _answer_count,
         "request.answer_rids": _answer_rids,
         "request.stream": "stream",
@@ -357,13 +328,11 @@ SGLANG = Engine(
         "req.output_tokens": lambda req: len(req.output_ids),
         "req.is_middle_chunk": _is_middle_chunk,
         "req.is_prefill_only": "is_prefill_only",
-        "schedule.batch": lambda result: getattr(result, "batch_to_run", result),
         "batch.step_id": "forward_iter",
         "batch.mode": "forward_mode",
         "mode.name": lambda mode: _mode_of(mode).name,
         "batch.reqs": "reqs",
         "batch.prefills": _prefills,
-        "batch.batch_size": _batch_size,
         "batch.num_tokens": _num_tokens,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting_queue),
         "scheduler.waiting_rids": _waiting_rids,

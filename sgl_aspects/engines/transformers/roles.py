@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines.base import Engine, Outcome, Role, platform_of
+from sgl_aspects.engines.base import Engine, Outcome, Role
+from sgl_aspects.engines.device import platform_of
 
 _SERVING = "transformers.cli.serving"
 _MANAGERS = f"{_SERVING}.utils:*GenerateManager"
@@ -21,7 +22,7 @@ _SCHEDULER = f"{_BATCHING}.scheduler:Scheduler"
 _CACHE = f"{_BATCHING}.cache:PagedAttentionCache"
 _MODEL = "transformers.generation.utils:GenerationMixin"
 _ASKED = Role((), ("manager:self", "model", "processor", "inputs", "settings:gen_config", "rid:request_id"))
-_inputs, _settings, _rid = (_ASKED.reader(noun) for noun in ("inputs", "settings", "rid"))
+_inputs, _settings, _rid = (_ASKED.reader(argument) for argument in ("inputs", "settings", "rid"))
 
 
 def _generation(streams: bool) -> Callable[..., Any]:
@@ -111,7 +112,7 @@ TRANSFORMERS = Engine(
         "run_batch": Role((f"{_PROCESSOR}._generation_step",), reads={"batch": _batch}),
         "process_batch_result": Role((f"{_PROCESSOR}.update_batch",), reads=_PROCESSED),
         "forward": Role(
-            (f"{_BATCHING}.model_runner:ModelRunner.compute_batch",), ("self", "model_runner:model")
+            (f"{_BATCHING}.model_runner:ModelRunner.compute_batch",), ("_", "model_runner:model")
         ),
         "load_model": Role((f"{_SERVING}.model_manager:ModelManager._load_model",)),
         "cache_match": Role((f"{_CACHE}.search_prefix_match",)),

@@ -12,24 +12,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from time import time_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sgl_aspects.engines.base import Role
-
-if TYPE_CHECKING:
-    from sgl_aspects.tracing.lifecycle import Trackers
-    from sgl_aspects.tracing.observers.observation import Observation
+from sgl_aspects.engines.base import Lifecycle, Role
+from sgl_aspects.engines.contract import Observation
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1+"
 _TRANSFER, _FAILED = "kv_transfer", "kv_transfer_failed"
 
+#: Roles of this integration's own observers.
 ROLES = {
-    "begin_transfer": Role((f"{_CONNECTOR}.update_state_after_alloc",), ("connector:self", "req:request")),
+    "begin_transfer": Role((f"{_CONNECTOR}.update_state_after_alloc",), ("_", "req:request")),
     "end_transfers": Role(
         (f"{_SCHEDULER}._update_from_kv_xfer_finished",), ("scheduler:self", "ended:kv_connector_output")
     ),
-    "free_blocks": Role((f"{_SCHEDULER}._free_blocks",), ("scheduler:self", "req:request")),
+    "free_blocks": Role((f"{_SCHEDULER}._free_blocks",), ("_", "req:request")),
 }
 
 
@@ -62,7 +60,10 @@ def shared_key(request: Any) -> int | None:
 
 
 def description(settings: Any) -> dict[str, Any]:
-    """Return the role among servers; a server alone has none, and one of both roles no name for it."""
+    """Return the server's role and connector, if it is a prefill or a decode server; else {}.
+
+    A server whose ``kv_role`` is ``kv_both`` has a connector but no role.
+    """
     config = getattr(settings, "kv_transfer_config", None)
     role: Any = getattr(config, "kv_role", None)
     mode = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role)
@@ -75,7 +76,7 @@ def description(settings: Any) -> dict[str, Any]:
 class Transfers:
     """Reports the transfers of one scheduler's requests to the tracker, before and after their own work."""
 
-    def __init__(self, trackers: Trackers) -> None:
+    def __init__(self, trackers: Lifecycle) -> None:
         self._requests = trackers.requests
         call = trackers.engine.call_reader
         self._begun = call("begin_transfer", "req")
@@ -85,8 +86,6 @@ class Transfers:
         self.seen: dict[str, tuple[Any, int]] = {}
 
     def observations(self) -> Iterable[Observation]:
-        from sgl_aspects.tracing.observers.observation import Observation
-
         return [
             Observation("begin_transfer", self._see),
             Observation("end_transfers", self._end),

@@ -45,7 +45,7 @@ ROLES = {
     "describe_server": Role(
         ("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads={"description": _describe}
     ),
-    "describe_core": Role(
+    "describe_scheduler": Role(
         ("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads={"description": _describe_core}
     ),
     "describe_worker": Role(

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Outcome, Role, platform_of
+from sgl_aspects.engines.base import Engine, Outcome, Role
+from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.vllm import disaggregation, processes
 
 _ENGINE = "vllm.v1.engine"
@@ -190,30 +191,23 @@ VLLM = Engine(
     provider_name="vllm",
     roles={
         **processes.ROLES,
-        **disaggregation.ROLES,
         # In each API server's process.
-        "serve_request": Role(
-            (f"{_LLM}.generate",), ("manager:self", "prompt", "params:sampling_params"), required=True
-        ),
-        "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self", "prompt", "params:pooling_params")),
-        "tokenize_prompt": Role(
-            ("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",), ("renderer:self",)
-        ),
+        "serve_request": Role((f"{_LLM}.generate",), ("manager:self",), required=True),
+        "tokenize_prompt": Role(("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",)),
         # A static method; the request has its id on its exit.
         "receive_request": Role(
             (f"{_ENGINE}.input_processor:InputProcessor.assign_request_id",), ("request",), required=True
         ),
         "send_request": Role(
-            (f"{_ENGINE}.core_client:AsyncMPClient+.add_request_async",), ("client:self", "tokenized:request")
+            (f"{_ENGINE}.core_client:AsyncMPClient+.add_request_async",), ("_", "tokenized:request")
         ),
         "receive_outputs": Role(
-            (f"{_OUTPUTS}.process_outputs",), ("manager:self",), {"outputs": _outputs}, required=True
+            (f"{_OUTPUTS}.process_outputs",), ("manager:self",), reads={"outputs": _outputs}, required=True
         ),
         "detokenize": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}),
         "receive_abort": Role(
             (f"{_OUTPUTS}.abort_requests",),
-            ("processor:self", "rids:request_ids"),
-            {"aborted": lambda args, kwargs, result=None: result or ()},
+            reads={"aborted": lambda args, kwargs, result=None: result or ()},
         ),
         # In each engine core's process.
         "add_request": Role(
@@ -221,14 +215,11 @@ VLLM = Engine(
         ),
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}._free_request",),
-            ("scheduler:self",),
-            {"req": disaggregation.ended, "finish_reason": _finish_reason},
+            reads={"req": disaggregation.ended, "finish_reason": _finish_reason},
         ),
-        "retract": Role((f"{_SCHEDULER}._preempt_request",), ("scheduler:self", "req:request")),
-        "schedule": Role((f"{_SCHEDULER}.schedule",), ("scheduler:self",), required=True),
-        "run_batch": Role(
-            (f"{_EXECUTOR}.execute_model",), ("executor:self",), {"batch": _launched}, required=True
-        ),
+        "retract": Role((f"{_SCHEDULER}._preempt_request",), ("_", "req:request")),
+        "schedule": Role((f"{_SCHEDULER}.schedule",), required=True),
+        "run_batch": Role((f"{_EXECUTOR}.execute_model",), reads={"batch": _launched}, required=True),
         "process_batch_result": Role(
             (f"{_SCHEDULER}.update_from_output",),
             ("scheduler:self", "batch:scheduler_output", "result:model_runner_output"),
@@ -236,7 +227,7 @@ VLLM = Engine(
         ),
         # In each worker's process, or in the engine core's where there is one device.
         "forward": Role((f"{_RUNNER}.execute_model",), ("model_runner:self", "batch:scheduler_output")),
-        "sample": Role((f"{_RUNNER}.sample_tokens",), ("model_runner:self",)),
+        "sample": Role((f"{_RUNNER}.sample_tokens",)),
         "graph_mode": Role(
             (
                 f"{_RUNNER}._determine_batch_execution_and_padding",
@@ -244,13 +235,13 @@ VLLM = Engine(
             ),
             reads={"graph": lambda args, kwargs, result=None: _graph(result)},
         ),
-        "graph_capture": Role((f"{_RUNNER}.capture_model",), ("model_runner:self",)),
-        "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",), ("model_runner:self",)),
-        "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",), ("model_runner:self",)),
+        "graph_capture": Role((f"{_RUNNER}.capture_model",)),
+        "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
+        "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),
         # In detail.
-        "cache_match": Role((f"{_KV_CACHE}.get_computed_blocks",), ("kv_cache:self", "req:request")),
-        "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("kv_cache:self", "req:request")),
-        "kv_free": Role((f"{_KV_CACHE}.free",), ("kv_cache:self", "req:request")),
+        "cache_match": Role((f"{_KV_CACHE}.get_computed_blocks",)),
+        "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",)),
+        "kv_free": Role((f"{_KV_CACHE}.free",)),
     },
     attributes={
         "request.rids": lambda request: (request.request_id,),
@@ -260,7 +251,7 @@ VLLM = Engine(
         "request.response_id": _response_id,
         "request.answer_count": _answers,
         "request.answer_rids": _answer_rids,
-        "request.choice.count": _choice_count,
+        "request.choice_count": _choice_count,
         "request.stream": _streams,
         "request.max_tokens": _sampling("max_tokens"),
         "request.temperature": _sampling("temperature"),
@@ -290,6 +281,7 @@ VLLM = Engine(
         "scheduler.kv_usage": "kv_cache_manager.usage",
         "model_runner.platform": lambda runner: platform_of(str(runner.device)),
     },
+    own_roles=disaggregation.ROLES,
     observers=lambda trackers: _scheduled().observations(trackers),
     outcomes={"repetition": Outcome.STOPPED},
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from sgl_aspects.engines.base import Lifecycle
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.engines.vllm.disaggregation import Transfers
-from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation
 
 
 class Scheduled:
@@ -30,7 +30,7 @@ class Scheduled:
         """
         return self._prompts if batch is self._batch else []
 
-    def observations(self, trackers: Trackers) -> Iterable[Observation]:
+    def observations(self, trackers: Lifecycle) -> Iterable[Observation]:
         self._begun.clear()
         self._transfers = Transfers(trackers)
         return [Observation("schedule", _scheduler_of, self._schedule_exit), *self._transfers.observations()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine
-from sgl_aspects.tracing.context import OpenSpan
+from sgl_aspects.tracing.context import OpenSpan, innermost
 from sgl_aspects.tracing.lifecycle.calls import Call, CallTracker
 from sgl_aspects.tracing.lifecycle.requests import RequestTracker
 from sgl_aspects.tracing.lifecycle.steps import Step, StepTracker
@@ -28,6 +28,13 @@ class Trackers(NamedTuple):
         requests = RequestTracker(recorder)
         calls = CallTracker(engine, recorder, options)
         return cls(engine, recorder, options, calls, requests, StepTracker(recorder, options.measures))
+
+    def current_request(self) -> tuple[int, int, bool] | None:
+        """Return trace id, span id and sampled flag of the request that the current span belongs to."""
+        span = innermost()
+        if span is None or span.trace is None:
+            return None
+        return span.trace_id, span.root_id, span.trace.sampled
 
     def span_of(self, rid: Any) -> OpenSpan | None:
         """The span of the request with this id, if it is open in this process."""

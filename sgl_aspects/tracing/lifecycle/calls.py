@@ -113,7 +113,9 @@ class CallTracker:
         self._messages = reader("request.messages")
         self._shared_key = reader("request.shared_key")
         self._is_probe = reader("request.is_probe")
-        self._attributes = [(REQUEST_PREFIX + name, reader(f"request.{name}")) for name in REQUEST_ATTRIBUTES]
+        self._attributes = {
+            REQUEST_PREFIX + name: reader(f"request.{name.replace('.', '_')}") for name in REQUEST_ATTRIBUTES
+        }
         self._room = reader("request.bootstrap_room")
         self._is_first = reader("request.is_first_server")
         self._is_first_server = reader("manager.is_first_server")
@@ -156,7 +158,7 @@ class CallTracker:
             REQUEST_ID: rid,
             **(more or {}),
         }
-        for name, read in self._attributes:
+        for name, read in self._attributes.items():
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value

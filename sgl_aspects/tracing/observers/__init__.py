@@ -15,6 +15,7 @@ from typing import Any
 import sgl_aspects as aspects
 from sgl_aspects import config
 from sgl_aspects.engines import Engine, Role, find_engines
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.alone import AloneObserver
@@ -24,7 +25,6 @@ from sgl_aspects.tracing.observers.detokenizer import DetokenizerObserver
 from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.function import FunctionObserver
-from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.observers.preparation import PreparationObserver
 from sgl_aspects.tracing.observers.process import ProcessObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
@@ -92,7 +92,7 @@ class WovenLevels:
         self._woven: set[int] = set()
         for level in (_ALWAYS, 3, 4):
             own = [one for one in observations if max(one.level, _ALWAYS) == level]
-            self._advices[level] = [*_advices(engine.roles, own, self._log_missing)]
+            self._advices[level] = [*_advices(engine.every_role, own, self._log_missing)]
 
     def set_level(self, level: int) -> None:
         """Weave the observations of ``level``, and remove those above it: each in one search of the heap."""
@@ -115,7 +115,7 @@ class WovenLevels:
                 "`sgl-aspects doctor --engine WHEEL` shows which roles a version has",
                 self._engine.name,
                 role,
-                " | ".join(self._engine.roles[role].targets),
+                " | ".join(self._engine.every_role[role].targets),
                 why,
             )
 

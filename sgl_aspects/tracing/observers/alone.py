@@ -6,9 +6,10 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines import Outcome
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
-from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.records import error_type
 
 
 class AloneObserver:

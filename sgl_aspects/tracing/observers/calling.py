@@ -5,10 +5,11 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.exchanges import current_exchange
-from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.records import error_type
 
 
 class CallingObserver:

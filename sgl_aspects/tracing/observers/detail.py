@@ -5,10 +5,10 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import Opened, leave
 from sgl_aspects.tracing.lifecycle import StepTracker, Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.records import SpanType, error_type
 from sgl_aspects.tracing.schema import DETAILS
 
 

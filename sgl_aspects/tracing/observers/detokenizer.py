@@ -5,8 +5,8 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation
 
 
 class DetokenizerObserver:

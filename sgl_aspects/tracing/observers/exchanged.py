@@ -22,9 +22,9 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
-from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.options import TraceOptions
 
 _SERVER = "uvicorn.protocols.http.*_impl:RequestResponseCycle"

@@ -11,9 +11,10 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import native
 from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.records import error_type
 from sgl_aspects.tracing.ring.format import (
     CHILD_FORWARD,
     CHILD_RUN_BATCH,

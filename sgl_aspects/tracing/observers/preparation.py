@@ -5,11 +5,11 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import leave
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.recorder import Recorder
-from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.records import SpanType, error_type
 from sgl_aspects.tracing.schema import PREPARATIONS
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation
 from sgl_aspects.tracing.records import ProcessDescribed
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 

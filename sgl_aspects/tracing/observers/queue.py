@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines import Outcome
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.records import error_type
 
 
 class QueueObserver:
@@ -17,8 +19,6 @@ class QueueObserver:
         engine = self._engine = trackers.engine
         self._recorder, self._requests = trackers.recorder, trackers.requests
         call, reader = engine.call_reader, engine.reader
-        self._added = call("add_request", "message")
-        self._adding = call("add_request", "scheduler")
         self._is_follower = reader("scheduler.is_follower")
         self._aborting = call("abort_scheduled_request", "scheduler")
         self._aborted = call("abort_scheduled_request", "message")
@@ -40,8 +40,10 @@ class QueueObserver:
 
     def observations(self) -> list[Observation]:
         return [
-            Observation("add_request", self._add_enter, self._add_exit),
-            Observation("add_embedding_request", self._add_enter, self._add_exit),
+            *(
+                Observation(role, self._add_enter(role), self._add_exit)
+                for role in ("add_request", "add_embedding_request")
+            ),
             Observation("abort_scheduled_request", self._abort_enter, self._abort_exit),
             Observation("reject_request", self._reject_enter),
             Observation("retract", self._retract_enter),
@@ -49,15 +51,22 @@ class QueueObserver:
             Observation("cancel_requests", None, self._cancel_exit),
         ]
 
-    def _add_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._recorder.level:
-            return None
-        message = self._added(args, kwargs)
+    def _add_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], str | None]:
+        scheduler, message = (self._engine.call_reader(role, name) for name in ("scheduler", "message"))
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+            if not self._recorder.level:
+                return None
+            return self._add(scheduler(args, kwargs), message(args, kwargs))
+
+        return enter
+
+    def _add(self, scheduler: Any, message: Any) -> str | None:
         if self._is_probe(message):
             return None
-        rid = self._message_rid(message)
+        rid: str = self._message_rid(message)
         elsewhere = None
-        if self._is_follower(self._adding(args, kwargs)):
+        if self._is_follower(scheduler):
             self._requests.follow()
             elsewhere = self._elsewhere(message)
         if self._adds_again and rid in self._requests.requests:

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.content import LONGEST
 from sgl_aspects.tracing.lifecycle import Call, Trackers
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
-from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.options import no_headers
+from sgl_aspects.tracing.records import error_type
 
 
 @dataclass(eq=False)
@@ -68,18 +69,18 @@ class ServingObserver:
         self._begun = {role: call(role, "request") for role in ("begin_request", "begin_stream")}
         self._rids = reader("request.rids")
         self._is_probe = reader("request.is_probe")
-        self._is_single = reader("request.is_single", lambda _: True)
+        self._is_single = reader("request.is_single")
         self._received_ns = reader("request.received_ns")
         self._answer_count = reader("request.answer_count")
         self._answer_rids = reader("request.answer_rids")
-        self._samples = reader("request.choice.count")
+        self._samples = reader("request.choice_count")
         self._streams = reader("request.stream")
         self._ends_with_exchange = reader("request.ends_with_exchange")
-        self._http_headers = reader("http.headers", "headers") if options.takes_context else no_headers
+        self._http_headers = reader("http.headers") if options.takes_context else no_headers
         self._path = reader("http.path")
         self._sent_rid = reader("tokenized.rid")
         self._token_count = reader("tokenized.count")
-        self._gets_new = "outputs.new" in engine.attributes
+        self._gets_new = engine.has("outputs.new")
         self._each_new = reader("outputs.new")
         self._each_output = reader("outputs.each")
         self._piece = reader("outputs.text")

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import native
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
 from sgl_aspects.tracing.lifecycle.steps import StepTracker, figure, usage_figure
-from sgl_aspects.tracing.observers.observation import Observation, error_type
+from sgl_aspects.tracing.records import error_type
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.format import (
     CHILD_PROCESS_RESULT,
@@ -58,18 +59,18 @@ class StepObserver(native.StepPath):
         self.result_at = engine.position("process_batch_result", "result")
         self._receiving = call("receive_messages", "scheduler")
         self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
-        self._mode_name = reader("mode.name") if "mode.name" in engine.attributes else str
+        self._mode_name = reader("mode.name") if engine.has("mode.name") else str
         self._rid = reader("req.rid")
         self._num_tokens = reader("batch.num_tokens")
         self._prefills = reader("batch.prefills")
         self._is_middle_chunk = reader("req.is_middle_chunk")
         self._is_prefill_only = reader("req.is_prefill_only")
-        self._finished = engine.attributes.get("batch.finished")
+        self._finished = reader("batch.finished") if engine.has("batch.finished") else None
         self._finish_reason = reader("req.finish_reason")
         self._outcome = engine.outcome
         self._output_tokens = reader("req.output_tokens")
         self._step_number = reader("batch.step_id")
-        self._shared_id = reader("batch.shared_id") if "batch.shared_id" in engine.attributes else None
+        self._shared_id = reader("batch.shared_id") if engine.has("batch.shared_id") else None
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
         self._kv_usage = reader("scheduler.kv_usage")
         self._is_idle = reader("scheduler.is_idle")
@@ -282,7 +283,7 @@ class StepObserver(native.StepPath):
             self._requests.processed("" if error is None else error_type(error), released_ns)
         if self._finished is not None and (tracker.finishing or step.prefill is not None):
             tracker.finishing = self._checks_always
-            finished = self._finished(step.batch)  # type: ignore[operator]
+            finished = self._finished(step.batch)
             if finished:
                 self._end_requests(finished)
             self._released_ns.clear()

@@ -10,9 +10,10 @@ import collections
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.observation import Observation, error_type
 from sgl_aspects.tracing.recorder import in_sample
+from sgl_aspects.tracing.records import error_type
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.schema import FORWARD, SAMPLE
 
@@ -32,7 +33,7 @@ class WorkerObserver:
         self._batch = engine.call_reader("forward", "batch")
         self._runner = engine.call_reader("forward", "model_runner")
         self._graph_mode = engine.call_reader("graph_mode", "graph")
-        self._is_joined = "batch.shared_id" in engine.attributes
+        self._is_joined = engine.has("batch.shared_id")
         self._shared_id = engine.reader("batch.shared_id")
         self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
         self._mode_name = engine.reader("mode.name")

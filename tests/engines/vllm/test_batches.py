@@ -119,16 +119,15 @@ def test_a_process_describes_itself() -> None:
     )
     said = {
         role: VLLM.call_reader(role, "description")((None, settings), {}, None)
-        for role in ("describe_server", "describe_core", "describe_worker")
+        for role in ("describe_server", "describe_scheduler", "describe_worker")
     }
     assert said == {
         "describe_server": {"service": "mini"},
-        "describe_core": {"service": "mini", "rank": "dp0"},
+        "describe_scheduler": {"service": "mini", "rank": "dp0"},
         "describe_worker": {"service": "mini", "rank": "tp1 pp1 dp0"},
     }
-    assert (
-        VLLM.call_reader("describe_core", "description")((None,), {"vllm_config": settings}, None) is not None
-    )
+    by_name = VLLM.call_reader("describe_scheduler", "description")
+    assert by_name((None,), {"vllm_config": settings}, None) is not None
 
 
 @pytest.mark.parametrize(

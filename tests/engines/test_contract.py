@@ -1,0 +1,105 @@
+"""The names of roles, arguments and attributes: all are read, and there are no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects.engines import BUILT_IN, Engine, Role
+from sgl_aspects.engines.base import AttributeReader, CallReader
+from sgl_aspects.engines.contract import ATTRIBUTES, ROLES
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import observers
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.options import DEFAULTS
+from tests.support.memory_recorder import Memory
+
+ALL_ROLES = {name: Role((f"hare:Hare.{name}",), arguments) for name, arguments in ROLES.items()}
+ALL_ATTRIBUTES = {f"{kind}.{name}" for kind, names in ATTRIBUTES.items() for name in names}
+
+
+class Watched(Engine):
+    """An engine that has everything, and notes what is read."""
+
+    read: set[str]
+
+    def call_reader(self, role: str, argument: str) -> CallReader:
+        self.read.add(f"{role}({argument})")
+        return super().call_reader(role, argument)
+
+    def reader(self, name: str) -> AttributeReader:
+        self.read.add(name)
+        return super().reader(name)
+
+
+def test_observers_read_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    monkeypatch.setattr(Watched, "read", read, raising=False)
+    attributes: dict[str, str | AttributeReader] = dict.fromkeys(ALL_ATTRIBUTES, "name")
+    fewer = {n: role for n, role in ALL_ROLES.items() if n not in ("finish_request", "graph_launch")}
+    engines = [Watched("hare", "hare", ALL_ROLES, attributes), Watched("tame", "tame", fewer, attributes)]
+    monkeypatch.setattr(observers, "find_engines", lambda: engines)
+    recorder = Memory()
+    recorder.level = 4
+    undo = observers.weave_observers(recorder)
+    woven = {hook.target for hook in aspects.report().hooks}
+    for step in reversed(undo):
+        step()
+    assert {target for role in ALL_ROLES.values() for target in role.targets} - woven == set()
+    arguments = {f"{role}({argument})" for role, names in ROLES.items() for argument in names}
+    assert (arguments | ALL_ATTRIBUTES) - read == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"roles": {"run_bach": Role(("hare:run",))}},
+            "'run_bach' is not a known role; did you mean 'run_batch'",
+        ),
+        (
+            {"roles": {"run_batch": Role(("hare:run",), ("_", "bach"))}},
+            "'bach' is not a known argument of the role 'run_batch'; did you mean 'batch'",
+        ),
+        (
+            {"roles": {"run_batch": Role(("hare:run",), reads={"reqs": lambda *call: ()})}},
+            "'reqs' is not a known argument of the role 'run_batch'; choose from: batch",
+        ),
+        (
+            {"attributes": {"batch.moed": "mode"}},
+            "'moed' is not a known attribute of 'batch'; did you mean 'mode'",
+        ),
+        ({"attributes": {"bunny.mode": "mode"}}, "'bunny' is not a known kind of object; choose from"),
+        (
+            {"own_roles": {"run_batch": Role(("hare:run",))}},
+            "'run_batch' is a role that other engines have, too",
+        ),
+        ({"own_roles": {"hop": None}}, r"role 'hop' is None: write Role"),
+    ],
+)
+def test_a_misspelt_name_is_an_error_at_import(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine 'hare': .*{message}"):
+        Engine("hare", "hare", **{"roles": {}, **given})
+
+
+def test_an_observer_cannot_read_a_name_that_does_not_exist() -> None:
+    engine = Engine("hare", "hare", {}, own_roles={"hop": Role(("hare:hop",), ("_", "height"))})
+    assert engine.call_reader("hop", "height")((0, 3), {}) == 3
+    for read in (
+        lambda: engine.call_reader("hop", "width"),
+        lambda: engine.call_reader("run_batch", "bach"),
+        lambda: engine.reader("batch.moed"),
+        lambda: engine.values_reader("batch", ("mode", "moed")),
+        lambda: engine.has("batch.moed"),
+    ):
+        with pytest.raises(ConfigError, match="is not a known"):
+            read()
+
+
+@pytest.mark.parametrize("engine", BUILT_IN, ids=lambda engine: engine.name)
+def test_own_roles_are_observed(engine: Engine) -> None:
+    trackers = Trackers.of(engine, Memory(), DEFAULTS)
+    observed = {one.role for one in engine.observers(trackers)} if engine.observers else set()
+    assert engine.own_roles.keys() <= observed <= engine.every_role.keys()
