@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from sgl_aspects.conformance import generation
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError
+from sgl_aspects.conformance.in_process import generating
 from sgl_aspects.conformance.reference_model import greedy_in_float64, largest_gap
 from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.engines.sglang import conformance
 from sgl_aspects.platforms import current_platform
+from tests.support.answers import MARGIN, greedy, margin
 
 _DIES = """#!/bin/sh
 cat >&2 <<END
@@ -37,6 +41,16 @@ def test_a_failure_names_the_first_error_and_the_parents(
         conformance.run_child(bench, "greedy")
     assert "exit code 3: torch.OutOfMemoryError: the device has no room for the pool" in caught.value.found
     assert "Rank 0 scheduler died" in caught.value.found
+
+
+def test_no_rounding_decides_what_the_kit_generates(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tiny_model(tmp_path)
+    with generating(tmp_path) as engine:
+        asked = [*generation.prompts(), *engine.prompts()]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    answers = greedy(model, asked, 24, ignore_eos=True)
+    assert min(margin(model, *pair) for pair in zip(asked, answers)) > MARGIN
 
 
 def test_a_token_that_is_not_the_best_has_a_gap(tmp_path: Path) -> None:

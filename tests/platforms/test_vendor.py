@@ -15,8 +15,9 @@ from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.ops import Operator, SiluAndMul
 from sgl_aspects.runtime.server_args import ServerArgs
 from tests.support.acme import AcmePlatform
-from tests.support.schedulers import prompts_of, run_in_process
-from tests.support.tiny_models import greedy, make_llama, make_model
+from tests.support.answers import clear_answers
+from tests.support.schedulers import run_in_process
+from tests.support.tiny_models import make_llama, make_model
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
 
@@ -78,11 +79,11 @@ def test_a_vendor_whose_everything_is_its_own_answers_as_transformers(
 ) -> None:
     folder = tmp_path / "model"
     model = make_model(folder, family)
-    prompts = prompts_of(model.config.vocab_size)
+    prompts, answers = clear_answers(model, NEW_TOKENS)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     with Engine(model_path=folder, chunked_prefill_size=32, max_total_tokens=2048, **fields) as engine:
         found = [result.output_ids for result in engine.generate(prompts, params)]
-    assert found == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert found == answers
     assert set(used.read_text().splitlines()) == COMMON | expected
 
 
@@ -177,11 +178,11 @@ def test_weights_in_8_bits_answer_as_transformers_with_the_same_rounding(
             scale = parameter.data.abs().amax(1, keepdim=True) / largest
             shares = parameter.data / scale
             parameter.data = (shares.round() if method == "int8" else shares).to(dtype).float() * scale
-    prompts = prompts_of(model.config.vocab_size)
+    prompts, answers = clear_answers(model, NEW_TOKENS)
     outputs, _ = run_in_process(
         ServerArgs(tmp_path / "model", max_total_tokens=1024, quantization=method), prompts, NEW_TOKENS
     )
-    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert outputs == answers
 
 
 def test_a_platform_names_its_own_quantization(used: Path, tmp_path: Path) -> None:

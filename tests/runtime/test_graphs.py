@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from sgl_aspects.runtime.execution.graph_runner import GraphRunner, capture_size
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.processes.messages import TokenizedRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
-from tests.support.schedulers import prompts_of, run_in_process
-from tests.support.tiny_models import FAMILIES, VARIANTS, greedy, make_llama, make_model
+from tests.support.answers import clear_answers, clear_seed, random_prompts
+from tests.support.schedulers import run_in_process
+from tests.support.tiny_models import FAMILIES, VARIANTS, make_llama, make_model
 
 NEW_TOKENS = 12
 ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -64,9 +66,9 @@ def test_replayed_steps_answer_as_transformers(
     variant: str, page_size: int, platform: SRTPlatform, replays: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     model = make_llama(tmp_path, **VARIANTS[variant])
-    prompts = prompts_of(model.config.vocab_size)
+    prompts, answers = clear_answers(model, NEW_TOKENS)
     outputs, modes = run_in_process(args_for(tmp_path, page_size=page_size), prompts, NEW_TOKENS)
-    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert outputs == answers
     assert modes == {"extend", "decode", "mixed"}
     assert {requests for requests, _ in replays} >= {1, 2, 3, 5, 6}
     assert {size for _, size in replays} == {1, 2, 4, 6}
@@ -83,7 +85,7 @@ def test_every_family_is_captured_on_a_gpu(
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     set_current_platform(CudaPlatform())
     model = make_model(tmp_path, family)
-    prompts = prompts_of(model.config.vocab_size)
+    prompts, answers = clear_answers(model, NEW_TOKENS)
     outputs, modes = run_in_process(args_for(tmp_path, page_size=page_size), prompts, NEW_TOKENS)
     count = len(replays)
     eager, _ = run_in_process(
@@ -93,13 +95,13 @@ def test_every_family_is_captured_on_a_gpu(
     assert modes == {"extend", "decode", "mixed"}
     assert count
     assert len(replays) == count
-    assert outputs == eager == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert outputs == eager == answers
 
 
 def test_graphs_can_be_left_out(
     platform: SRTPlatform, replays: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    prompts = prompts_of(make_llama(tmp_path).config.vocab_size)
+    prompts, _ = clear_answers(make_llama(tmp_path), NEW_TOKENS)
     with_graphs, _ = run_in_process(args_for(tmp_path), prompts, NEW_TOKENS)
     count = len(replays)
     assert count
@@ -118,9 +120,9 @@ def test_compiled_pieces_answer_as_transformers(
     if backend:  # else the platform's own, which takes minutes
         monkeypatch.setattr(platform, "get_compile_backend", lambda mode=None: backend)
     model = make_llama(tmp_path)
-    prompts = prompts_of(model.config.vocab_size)[2:5]
-    outputs, _ = run_in_process(args_for(tmp_path, compile=True), prompts, NEW_TOKENS)
-    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    prompts, answers = clear_answers(model, NEW_TOKENS)
+    outputs, _ = run_in_process(args_for(tmp_path, compile=True), prompts[2:5], NEW_TOKENS)
+    assert outputs == answers[2:5]
     runner = ModelRunner(args_for(tmp_path, compile=True, disable_graphs=True))
     compiled = [module for module in runner.model.modules() if module._compiled_call_impl is not None]
     assert len(compiled) == model.config.num_hidden_layers
@@ -176,11 +178,14 @@ class Driven:
         assert not self.scheduler.has_work
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}, {"ignore_eos": False}]
-)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}, {"ignore_eos": False}])
 def test_steps_ahead_change_no_token(sampling: dict[str, Any], platform: SRTPlatform, tmp_path: Path) -> None:
-    prompts = prompts_of(make_llama(tmp_path).config.vocab_size)
+    model = make_llama(tmp_path)
+    if "temperature" in sampling:
+        prompts = random_prompts(random.Random(3))
+        sampling = {**sampling, "seed": clear_seed(model, prompts, 24, **sampling)}
+    else:
+        prompts, _ = clear_answers(model, 24)
     found = []
     for disable in (False, True):
         driven = Driven(tmp_path, disable_overlap=disable)
@@ -199,8 +204,7 @@ def test_an_end_token_is_the_end_though_a_step_more_is_under_way(
     platform: SRTPlatform, tmp_path: Path
 ) -> None:
     model = make_llama(tmp_path)
-    prompts = prompts_of(model.config.vocab_size)
-    plain = greedy(model, prompts, 24, ignore_eos=True)
+    prompts, plain = clear_answers(model, 24)
     driven = Driven(tmp_path)
     stops = [tokens[9] for tokens in plain]  # each ends at its tenth token, or where that one comes before
     for number, (prompt, stop) in enumerate(zip(prompts[:6], stops)):
@@ -216,16 +220,15 @@ def test_an_end_token_is_the_end_though_a_step_more_is_under_way(
 
 def test_an_abort_while_a_step_is_in_flight(platform: SRTPlatform, tmp_path: Path) -> None:
     model = make_llama(tmp_path)
-    prompts = prompts_of(model.config.vocab_size)[:3]
+    prompts, plain = clear_answers(model, 24)
     driven = Driven(tmp_path)
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts[:3]):
         driven.add(str(number), prompt)
     driven.step(6)
     assert driven.scheduler.in_flight is not None
     driven.scheduler.abort_request("1")
     driven.step()
     driven.assert_nothing_is_held()
-    plain = greedy(model, prompts, 24, ignore_eos=True)
     assert driven.outputs["0"] == plain[0]
     assert driven.outputs["2"] == plain[2]
     assert driven.reasons == {"0": "length", "1": "abort", "2": "length"}
@@ -235,7 +238,8 @@ def test_an_abort_while_a_step_is_in_flight(platform: SRTPlatform, tmp_path: Pat
 def test_requests_that_need_their_tokens_first_are_not_run_ahead(
     platform: SRTPlatform, tmp_path: Path
 ) -> None:
-    prompt = prompts_of(make_llama(tmp_path).config.vocab_size)[3]
+    make_llama(tmp_path)
+    prompt = random_prompts(random.Random(3))[3]
     driven = Driven(tmp_path)
     driven.add("0", prompt, repetition_penalty=1.3)
     driven.step()
@@ -246,7 +250,7 @@ def test_requests_that_need_their_tokens_first_are_not_run_ahead(
 
 def test_a_small_cache_is_enough(platform: SRTPlatform, tmp_path: Path) -> None:
     model = make_llama(tmp_path)
-    prompts = prompts_of(model.config.vocab_size)
+    prompts, plain = clear_answers(model, 24)
     driven = Driven(tmp_path, max_total_tokens=160, page_size=4, decode_reserve=4)
     for number, prompt in enumerate(prompts):
         driven.add(str(number), prompt)
@@ -254,7 +258,6 @@ def test_a_small_cache_is_enough(platform: SRTPlatform, tmp_path: Path) -> None:
     driven.assert_nothing_is_held()
     assert driven.scheduler.num_retractions
     assert driven.ahead
-    plain = greedy(model, prompts, 24, ignore_eos=True)
     assert [driven.outputs[str(number)] for number in range(len(prompts))] == plain
 
 

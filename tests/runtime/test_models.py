@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_aspects.runtime import ServerArgs
-from tests.support.schedulers import NEW_TOKENS, drive, prompts_of, run_in_process
-from tests.support.tiny_models import FAMILIES, greedy, make_model
+from tests.support.answers import clear_answers, random_prompts
+from tests.support.schedulers import NEW_TOKENS, drive, run_in_process
+from tests.support.tiny_models import FAMILIES, make_model
+
+
+def alike(draw: random.Random) -> list[list[int]]:
+    first, *_, long = random_prompts(draw)
+    return [long, long, [*long, 7, 8, 9], long[:50], [*long[:37], *first, 5, 6], first]
+
+
+def pairs(draw: random.Random) -> list[list[int]]:
+    """Pairs that differ in their last token."""
+    return [[*prompt, i + 7] for i, prompt in enumerate(random_prompts(draw)[2:6] * 2)]
+
 
 PAGE_SIZES = [pytest.param(1, marks=pytest.mark.slow), 16]
 
@@ -25,10 +38,10 @@ def test_continuous_batches_of_every_family_answer_as_transformers(
     checkpoint: tuple[Path, Any], page_size: int, chunk: int
 ) -> None:
     folder, model = checkpoint
-    prompts = prompts_of(model.config.vocab_size)
+    prompts, answers = clear_answers(model, NEW_TOKENS)
     args = ServerArgs(folder, page_size=page_size, chunked_prefill_size=chunk, max_total_tokens=1024)
     outputs, modes = run_in_process(args, prompts, NEW_TOKENS)
-    assert outputs == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert outputs == answers
     assert modes == {"extend", "decode", "mixed"}
 
 
@@ -37,11 +50,10 @@ def test_prompts_that_begin_alike_are_computed_once_and_answered_as_ever(
     checkpoint: tuple[Path, Any], page_size: int
 ) -> None:
     folder, model = checkpoint
-    first, *_, long = prompts_of(model.config.vocab_size)
-    prompts = [long, long, [*long, 7, 8, 9], long[:50], [*long[:37], *first, 5, 6], first]
+    prompts, answers = clear_answers(model, NEW_TOKENS, alike)
     args = ServerArgs(folder, page_size=page_size, chunked_prefill_size=64, max_total_tokens=1024)
     reqs, _, scheduler = drive(args, prompts, NEW_TOKENS)
-    assert [req.output_ids for req in reqs] == greedy(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert [req.output_ids for req in reqs] == answers
     shared = [0, 99, 100, 49, 37, 0] if page_size == 1 else [0, 96, 96, 48, 32, 0]
     if scheduler.model_runner.config.linear is not None:
         shared = [0] * len(prompts)  # of a prefix there is no state
@@ -51,11 +63,10 @@ def test_prompts_that_begin_alike_are_computed_once_and_answered_as_ever(
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_requests_that_have_to_give_way_lose_nothing(checkpoint: tuple[Path, Any], page_size: int) -> None:
     folder, model = checkpoint
-    prompts = prompts_of(model.config.vocab_size)[2:6] * 2
-    prompts = [[*prompt, i + 7] for i, prompt in enumerate(prompts)]
+    prompts, answers = clear_answers(model, 24, pairs)
     args = ServerArgs(
         folder, page_size=page_size, max_total_tokens=112, chunked_prefill_size=32, decode_reserve=0
     )
     reqs, _, scheduler = drive(args, prompts, 24)
     assert scheduler.num_retractions > 0
-    assert [req.output_ids for req in reqs] == greedy(model, prompts, 24, ignore_eos=True)
+    assert [req.output_ids for req in reqs] == answers

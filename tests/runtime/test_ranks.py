@@ -12,9 +12,9 @@ import pytest
 
 from sgl_aspects.errors import ConfigError, ModelLoadError, SchedulerDiedError
 from sgl_aspects.runtime import Engine, SamplingParams
+from tests.support.answers import clear_answers, clear_answers_of, clear_seed
 from tests.support.processes import wait_until_gone
-from tests.support.schedulers import prompts_of
-from tests.support.tiny_models import FAMILIES, greedy, make_model
+from tests.support.tiny_models import FAMILIES, make_model
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
 
@@ -35,8 +35,8 @@ def outputs(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 )
 def test_two_ranks_answer_as_transformers(tmp_path: Path, family: str) -> None:
     model = make_model(tmp_path, family)
-    prompts = prompts_of(model.config.vocab_size)
-    expected = greedy(model, prompts, 16, ignore_eos=True)
+    prompts, expected = clear_answers(model, 16)
+    seed = clear_seed(model, [prompts[3]], 8, temperature=1.0)
     page_size = 1 if family == "llama" else 16
     with Engine(
         model_path=tmp_path,
@@ -49,7 +49,7 @@ def test_two_ranks_answer_as_transformers(tmp_path: Path, family: str) -> None:
         assert len(set(engine.scheduler_pids)) == 2
         assert outputs(engine, prompts) == expected
         assert outputs(engine, prompts) == expected  # with prefixes, and some retracted
-        sampled = SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
+        sampled = SamplingParams(max_new_tokens=8, temperature=1.0, seed=seed)
         first, again = (engine.generate(prompts[3], sampled).output_ids for _ in range(2))
         assert first == again
         stats = engine.stats()
@@ -71,9 +71,9 @@ def test_a_family_for_one_device_rejects_several_ranks(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_cut_is_copied(tmp_path: Path, overrides: dict[str, Any]) -> None:
     model = make_model(tmp_path, "llama", attention_bias=True, mlp_bias=True, **overrides)
-    prompts = prompts_of(320)
+    prompts, answers = clear_answers(model, 16)
     with Engine(model_path=tmp_path, tp_size=2, max_total_tokens=512) as engine:
-        assert outputs(engine, prompts) == greedy(model, prompts, 16, ignore_eos=True)
+        assert outputs(engine, prompts) == answers
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,7 @@ def test_one_rank_that_is_killed_ends_the_engine(tmp_path: Path, rank: int, busy
 def test_new_weights_reach_all_ranks_or_none(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     models = [make_model(folder, "qwen2", seed=i) for i, folder in enumerate(folders)]
-    prompts = prompts_of(320)
-    expected = [greedy(model, prompts, 16, ignore_eos=True) for model in models]
+    prompts, expected = clear_answers_of(models, 16)
     with Engine(model_path=folders[0], tp_size=2, max_total_tokens=1024) as engine:
         assert outputs(engine, prompts) == expected[0]
         engine.update_weights(folders[1])

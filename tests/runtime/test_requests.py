@@ -14,8 +14,9 @@ from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from tests.support.answers import clear_model, clear_seed
 from tests.support.processes import wait_until
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
 
@@ -23,11 +24,25 @@ LONG = SamplingParams(max_new_tokens=15000, ignore_eos=True)
 PROMPTS = [[5 + i] * (1 + 3 * i) for i in range(8)]
 
 
+CHAT = "<|start|>user\nein Käsebrot<|end|>\n<|start|>assistant\n"
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder, and transformers' model of it, whose answers to these prompts depend on no rounding."""
     folder = tmp_path_factory.mktemp("llama")
-    make_llama(folder, max_position_embeddings=16384)
-    return folder
+    prompts = [*PROMPTS, [7, 8, 9], [9, 9], make_tokenizer().encode(CHAT).ids]
+    return folder, clear_model(folder, prompts, 24, max_position_embeddings=16384)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: tuple[Path, Any]) -> Path:
+    return checkpoint[0]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: tuple[Path, Any]) -> Any:
+    return checkpoint[1]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +78,12 @@ def is_quiet(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_chunks_of_a_stream_are_the_whole_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: list[int]
+    engine: Engine, model: Any, tokenizer: Tokenizer, prompt: list[int]
 ) -> None:
     # Random weights talk in broken UTF-8: characters over several tokens, and bytes that are not UTF-8.
-    params = SamplingParams(max_new_tokens=80, ignore_eos=True, temperature=1.5, seed=len(prompt))
+    settings: dict[str, Any] = {"ignore_eos": True, "temperature": 1.5}
+    seed = clear_seed(model, [prompt], 80, **settings)
+    params = SamplingParams(max_new_tokens=80, seed=seed, **settings)
     chunks = list(engine.stream(prompt, params))
     whole = engine.generate(prompt, params)
     token_ids = [token for chunk in chunks for token in chunk.token_ids]
@@ -86,10 +103,9 @@ def test_a_result_has_counts_and_times(engine: Engine) -> None:
 
 def test_a_conversation_goes_through_the_chat_template(engine: Engine, tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "ein Käsebrot"}]
-    text = "<|start|>user\nein Käsebrot<|end|>\n<|start|>assistant\n"
-    assert tokenizer.render_chat(messages) == text
+    assert tokenizer.render_chat(messages) == CHAT
     params = SamplingParams(max_new_tokens=6)
-    expected = engine.generate(tokenizer.encode(text), params)
+    expected = engine.generate(tokenizer.encode(CHAT), params)
     assert engine.generate(messages, params).output_ids == expected.output_ids
     assert engine.generate([messages, messages], params)[1].output_ids == expected.output_ids
     assert "".join(chunk.text for chunk in engine.stream(messages, params)) == expected.text
@@ -120,12 +136,13 @@ def test_the_models_end_token_ends_a_request_unless_ignored(engine: Engine) -> N
     assert {result.completion_tokens for result in more} == {300}
 
 
-def test_stop_texts_end_a_request_and_are_cut_off(engine: Engine) -> None:
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=1.0, seed=5)
-    text = engine.generate([7], params).text
+def test_stop_texts_end_a_request_and_are_cut_off(engine: Engine, model: Any) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 1.0}
+    settings["seed"] = clear_seed(model, [[7]], 200, ignore_eos=True, temperature=1.0)
+    text = engine.generate([7], SamplingParams(**settings)).text
     stop = text[60:63]
     end = text.index(stop)
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=1.0, seed=5, stop=["\0\0", stop])
+    params = SamplingParams(stop=["\0\0", stop], **settings)
     result = engine.generate([7], params)
     assert (result.text, result.finish_reason) == (text[:end], "stop")
     chunks = list(engine.stream([7], params))
@@ -181,21 +198,25 @@ def test_a_result_can_be_waited_for_with_a_limit(engine: Engine) -> None:
 # -- sampling ----------------------------------------------------------------------------------------
 
 
+FREE: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
+
+
 def sampled(seed: int | None, **settings: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=24, temperature=0.9, seed=seed, ignore_eos=True, **settings)
+    return SamplingParams(max_new_tokens=24, seed=seed, **FREE, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"top_k": 20}, {"top_k": 50, "top_p": 0.9}])
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(
-    engine: Engine, settings: dict[str, Any]
+    engine: Engine, model: Any, settings: dict[str, Any]
 ) -> None:
     prompt = [9, 10, 11] * 30  # two chunks alone, and others in a batch
-    alone = engine.generate(prompt, sampled(11, **settings))
+    seed = clear_seed(model, [prompt], 24, **FREE, **settings)
+    alone = engine.generate(prompt, sampled(seed, **settings))
     others = [sampled(i) for i in range(7)]
-    batch = engine.generate([prompt, *PROMPTS[:7]], [sampled(11, **settings), *others])
-    again = engine.generate([*PROMPTS[:7], prompt], [*others, sampled(11, **settings)])
+    batch = engine.generate([prompt, *PROMPTS[:7]], [sampled(seed, **settings), *others])
+    again = engine.generate([*PROMPTS[:7], prompt], [*others, sampled(seed, **settings)])
     assert alone.output_ids == batch[0].output_ids == again[-1].output_ids
-    assert engine.generate(prompt, sampled(12, **settings)).output_ids != alone.output_ids
+    assert engine.generate(prompt, sampled(seed + 1, **settings)).output_ids != alone.output_ids
 
 
 def test_without_a_seed_requests_differ(engine: Engine) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 
 from sgl_aspects.runtime import RequestHandle, SamplingParams, StreamChunk
 from sgl_aspects.runtime.frontend.request import GenerateRequest, chunks_of
 from sgl_aspects.runtime.server.calls import Call, Calls
 from sgl_aspects.runtime.server.problems import ApiError
+from tests.support.answers import clear_model, clear_seed
 from tests.support.http_server import LOCAL, Server, serving
 from tests.support.processes import wait_until
-from tests.support.tiny_models import greedy, make_llama, make_tokenizer
+from tests.support.tiny_models import make_tokenizer
 
 TEXTS = ["the quick brown fox", "ein Käsebrot", "日本語 и", "lazy dog jumps over", "fünf", "🙂🙃"]
 ROOM = 16384
@@ -30,8 +30,10 @@ ROOM = 16384
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Its folder, transformers' model, and its greedy answers to TEXTS, in 12 tokens."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    return folder, make_llama(folder, max_position_embeddings=ROOM)
+    prompts = [make_tokenizer().encode(text).ids for text in TEXTS]
+    return folder, *clear_model(folder, prompts, 12, max_position_embeddings=ROOM)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +60,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def answers(model: Any) -> dict[str, str]:
-    """transformers' greedy answer to each text, in 12 tokens."""
-    tokenizer = make_tokenizer()
-    with torch.no_grad():
-        rows = greedy(model[1], [tokenizer.encode(text).ids for text in TEXTS], 12, ignore_eos=True)
-    return {text: tokenizer.decode(row) for text, row in zip(TEXTS, rows)}
+    return dict(zip(TEXTS, map(make_tokenizer().decode, model[2])))
 
 
 def completion(text: str | list[str], **more: Any) -> dict[str, Any]:
@@ -95,7 +93,9 @@ def test_completions_equal_those_of_transformers(client: openai.OpenAI, answers:
     assert [choice.text for choice in answer.choices] == [answers[text] for text in TEXTS[:2]]
 
 
-def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI, model: Any) -> None:
+    prompt = "<|start|>developer\nbe brief<|end|>\n<|start|>user\nthe quick<|end|>\n<|start|>assistant\n"
+    ids = make_tokenizer().encode(prompt).ids
     asked: dict[str, Any] = {
         "model": "tiny",
         "messages": [
@@ -104,7 +104,7 @@ def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI) -> None:
         ],
         "max_completion_tokens": 20,
         "temperature": 1.3,
-        "seed": 4,
+        "seed": clear_seed(model[1], [ids], 20, n=2, temperature=1.3),
         "n": 2,
         "extra_body": IGNORE,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tokenizers import pre_tokenizers
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
-from tests.support.tiny_models import greedy
+from tests.support.answers import MARGIN, greedy, margin
 
 NEW_TOKENS = 32
 REFERENCE = Path(__file__).with_name("smollm2_reference.json")
@@ -188,8 +189,11 @@ def made_by_transformers(path: Path) -> dict[str, Any]:
         for messages in CONVERSATIONS
     ]
     cut = [tokenizer.encode(text) for text in CORPUS]
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    answers = greedy(model.eval(), prompts, NEW_TOKENS)
+    assert min(map(margin, itertools.repeat(model), prompts, answers)) > MARGIN
     return {
-        "answers": greedy(model.eval(), [tokenizer.encode(prompt) for prompt in PROMPTS], NEW_TOKENS),
+        "answers": answers,
         "corpus": [[ids, decode(ids)] for ids in cut],
         "conversations": [[text, tokenizer.encode(text, add_special_tokens=False)] for text in chats],
         "vocabulary": len(tokenizer),

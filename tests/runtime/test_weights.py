@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
+from tests.support.answers import clear_model
 from tests.support.http_server import serving
-from tests.support.tiny_models import greedy, make_model, make_tokenizer
+from tests.support.tiny_models import make_tokenizer
 
 NEW = 24
 PROMPTS = [[5 + i] * (1 + 7 * i) for i in range(8)]
@@ -33,10 +34,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(folders: tuple[Path, Path]) -> list[list[list[int]]]:
+def models(folders: tuple[Path, Path]) -> list[tuple[Any, list[list[int]]]]:
+    """Two models, and the answers of each."""
+    seeds = zip(folders, (0, 1000))
+    return [clear_model(folder, PROMPTS, NEW, family="qwen3", seed=seed) for folder, seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def answers(models: list[tuple[Any, list[list[int]]]]) -> list[list[list[int]]]:
     """The answers of each of the two models."""
-    models = [make_model(folder, "qwen3", seed=7 + i) for i, folder in enumerate(folders)]
-    return [greedy(model, PROMPTS, NEW, ignore_eos=True) for model in models]
+    return [answers for _, answers in models]
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +150,13 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(
 
 
 def test_the_checkpoint_may_be_in_several_files(
-    engine: Engine, answers: list[list[list[int]]], tmp_path: Path
+    engine: Engine, models: list[tuple[Any, list[list[int]]]], tmp_path: Path
 ) -> None:
-    make_model(tmp_path, "qwen3", seed=8, max_shard_size="100KB")
+    model, answers = models[1]
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     engine.update_weights(tmp_path)
-    assert outputs(engine) == answers[1]
+    assert outputs(engine) == answers
 
 
 def test_an_update_waits_for_the_requests_that_have_begun(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import random
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,12 +12,6 @@ from sgl_aspects.runtime.scheduling.batch import Req
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
 NEW_TOKENS = 12
-PROMPT_LENGTHS = (1, 2, 5, 16, 17, 40, 63, 100)
-
-
-def prompts_of(vocab_size: int) -> list[list[int]]:
-    draw = random.Random(3)
-    return [[draw.randrange(3, vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
 def run_in_process(

@@ -1,8 +1,7 @@
-"""Tiny random checkpoints, made with transformers, and transformers' own answers with them."""
+"""Tiny random checkpoints, made with transformers."""
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +156,7 @@ def make_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "initializer_range": 0.3,  # far from uniform answers: rounding does not decide the token
+        "initializer_range": 0.3,  # far from uniform answers
         "bos_token_id": 0,
         "eos_token_id": 2,
         **own,
@@ -179,40 +178,3 @@ def make_model(
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "bos_token": None}))
     return model.eval()
-
-
-_ANSWERS: weakref.WeakKeyDictionary[Any, dict[str, list[list[int]]]] = weakref.WeakKeyDictionary()
-
-
-def greedy(
-    model: Any, prompts: list[list[int]], max_new_tokens: int, *, ignore_eos: bool = False
-) -> list[list[int]]:
-    """transformers' greedy answers to ``prompts``, as one left-padded batch; computed once per model."""
-    known, call = _ANSWERS.setdefault(model, {}), repr((prompts, max_new_tokens, ignore_eos))
-    if call not in known:
-        known[call] = _greedy(model, prompts, max_new_tokens, ignore_eos)
-    return known[call]
-
-
-# Logits of tiny models are about 1, and sums of another order differ by 1e-6.
-_CLEAR = 3e-5
-
-
-def _greedy(model: Any, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
-    if ignore_eos:
-        settings |= {"eos_token_id": None, "min_new_tokens": max_new_tokens}
-    settings |= {"output_logits": True, "return_dict_in_generate": True}
-    with torch.no_grad():
-        found = model.generate(ids, attention_mask=mask, **settings)
-    end = None if ignore_eos else model.generation_config.eos_token_id
-    rows = found.sequences[:, longest:].tolist()
-    answers = [row[: row.index(end) + 1] if end in row else row for row in rows]
-    best, second = torch.stack(found.logits, dim=1).topk(2).values.unbind(-1)
-    for prompt, answer, margins in zip(prompts, answers, best - second):
-        margin = margins[: len(answer)].min().item()
-        assert margin > _CLEAR, f"two tokens are {margin:g} apart: rounding decides; change {prompt}"
-    return answers
