@@ -22,7 +22,7 @@ class ForwardBatch:
     """The tokens of all requests of a step, one after the other; the decoding ones first, a token each.
 
     Attention backends know it by the names of SGLang's. Tensors that not every backend uses are made when
-    they are first asked for.
+    they are first read.
     """
 
     forward_mode: ForwardMode
