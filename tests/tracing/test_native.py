@@ -1,20 +1,22 @@
-"""A plain decode step is recorded in C where there is a compiler, else in Python: the same records."""
+"""A plain decode step is recorded in C where the package was built with a compiler, else in Python alike."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sgl_aspects.tracing.native import build
+from sgl_aspects.tracing import native
 from sgl_aspects.tracing.ring import format as layout
+from tests.support.builds import build, is_compiled
+from tests.support.tree import PACKAGE, ROOT
 
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+in_c = pytest.mark.skipif(native.compiled is None, reason=native.state())
 
 # A fake engine: twenty steps with what interrupts them. Prints its spans without ids and times.
 _ENGINE = """
@@ -134,28 +136,38 @@ print(json.dumps([native.compiled is not None, told]))
 """
 
 
-def spans(folder: Path, native: str, more: dict[str, str] | None = None) -> tuple[bool, list[list[object]]]:
-    """Whether it was compiled, and the spans that it recorded."""
-    folder.mkdir(parents=True)
-    environment = {**os.environ, build.VARIABLE: native, **(more or {})}
+def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    others = {name: value for name, value in os.environ.items() if name != native.VARIABLE}
     done = subprocess.run(
-        [sys.executable, "-c", _ENGINE, str(folder)],
-        env=environment,
+        [sys.executable, "-c", program, *arguments],
+        env={**others, **environment},
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    compiled, told = json.loads(done.stdout)
+    return done
+
+
+def spans(folder: Path, switch: str) -> tuple[bool, list[list[object]]]:
+    """Whether it ran in C, and the spans that it recorded."""
+    folder.mkdir()
+    compiled, told = json.loads(run(_ENGINE, str(folder), SGL_ASPECTS_NATIVE=switch).stdout)
     return compiled, told
 
 
-@needs_compiler
+def state(before: str = "pass", **environment: str) -> str:
+    """The state of the compiled path in a process, after the statements ``before``."""
+    program = f"import sys, types; {before}; from sgl_aspects.tracing import native; print(native.state())"
+    return run(program, **environment).stdout.strip()
+
+
+@in_c
 def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
-    was_compiled, compiled = spans(tmp_path / "compiled", build.AUTO)
-    assert was_compiled
-    was_compiled, interpreted = spans(tmp_path / "interpreted", build.OFF)
-    assert not was_compiled
+    in_use, compiled = spans(tmp_path / "compiled", "on")
+    assert in_use
+    in_use, interpreted = spans(tmp_path / "interpreted", "off")
+    assert not in_use
     # Late device times: the order may differ, but not the records.
     order = json.dumps
     assert sorted(compiled, key=order) == sorted(interpreted, key=order)
@@ -163,82 +175,49 @@ def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
     assert len(steps) > 25
 
 
-@needs_compiler
-def test_what_is_compiled_is_kept_for_the_next_process(tmp_path: Path) -> None:
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert not spans(tmp_path / "before", build.CACHED, cache)[0]
-    assert spans(tmp_path / "first", build.AUTO, cache)[0]
-    (made,) = (tmp_path / "cache" / "sgl-aspects").iterdir()
-    assert spans(tmp_path / "next", build.CACHED, cache)[0]
-    made.chmod(0o666)  # any user may have written to it
-    assert not spans(tmp_path / "foreign", build.CACHED, cache)[0]
+def test_the_c_files_have_the_layout_of_the_ring() -> None:
+    text = (PACKAGE / "tracing" / "native" / "layout.h").read_text()
+    numbers = {name: int(number) for name, number in re.findall(r"#define (\w+) (\d+)ull", text)}
+    assert len(numbers) == text.count("#define")
+    assert numbers == {name: getattr(layout, name) for name in numbers}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is compiled, in its cache folder."""
-    folder = tmp_path_factory.mktemp("compiled")
-    assert spans(folder / "run", build.AUTO, {"XDG_CACHE_HOME": str(folder / "cache")})[0]
-    (made,) = (folder / "cache" / "sgl-aspects").iterdir()
-    return made
+def test_the_reason_why_it_is_not_in_use() -> None:
+    module = "sys.modules['sgl_aspects.tracing.native._decode_path']"
+    # The launcher sets the short name.
+    assert state(ASPECTS_NATIVE="off") == "not in use: SGL_ASPECTS_NATIVE is off"
+    assert state(f"{module} = None").startswith("not in use: it was not built for this Python: install sgl")
+    older = f"{module} = types.SimpleNamespace(CHECKSUM=1)"
+    assert state(older).startswith("not in use: it was built from other sources: install sgl-aspects again")
 
 
-@needs_compiler
-@pytest.mark.parametrize("bytes_left", [0, 100, 9000, -1])
-def test_a_file_that_was_cut_off_is_compiled_anew(tmp_path: Path, compiled: Path, bytes_left: int) -> None:
-    """To load it could end the process with SIGBUS. A compiler that copies is fast."""
-    shutil.copytree(compiled.parents[1], tmp_path / "cache")
-    (made,) = (tmp_path / "cache" / "sgl-aspects").iterdir()
-    made.write_bytes(made.read_bytes()[:bytes_left])
-    compiler = tmp_path / "cc"
-    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\nexec cp {compiled} "$last"\n')
-    compiler.chmod(0o755)
-    more = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CC": str(compiler)}
-    assert not spans(tmp_path / "cached", build.CACHED, more)[0]
-    assert spans(tmp_path / "second", build.AUTO, more)[0]
-    assert spans(tmp_path / "third", build.CACHED, more)[0]
+def test_a_switch_that_is_neither_on_nor_off_is_an_error() -> None:
+    with pytest.raises(
+        AssertionError, match="SGL_ASPECTS_NATIVE='perhaps': write one of 1, true, yes, on, 0"
+    ):
+        state(SGL_ASPECTS_NATIVE="perhaps")
 
 
-def test_a_compiler_that_complains_in_another_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_traced_run_begins_with_the_reason(tmp_path: Path) -> None:
+    program = (
+        "from sgl_aspects.tracing import attach\n"
+        "if __name__ == '__main__':\n"
+        f"    attach(file={str(tmp_path / 'spans.jsonl')!r}).close()"
+    )
+    first = run(program, SGL_ASPECTS_NATIVE="off").stderr.splitlines()[0]
+    assert first == (
+        "the compiled step path is not in use: SGL_ASPECTS_NATIVE is off; steps are recorded in Python"
+    )
+    if native.compiled is not None:
+        assert run(program).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "environment", [{"CC": "/no/such/compiler"}, {"CC": "false"}, {"SGL_ASPECTS_NATIVE": "off"}]
+)
+def test_without_a_compiler_the_package_is_built_in_python(
+    tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\nprintf "\\377\\376" >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(build.VARIABLE, build.AUTO)
-    assert build.load() is None
-
-
-def test_the_switch_has_a_short_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sgl-aspects run` sets the short name."""
-    monkeypatch.delenv(build.VARIABLE, raising=False)
-    monkeypatch.setenv(build.VARIABLE.removeprefix("SGL_"), "OFF")
-    assert build.load() is None
-
-
-def test_without_a_compiler_python_records(tmp_path: Path) -> None:
-    more = {"CC": "/no/such/compiler", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    was_compiled, told = spans(tmp_path / "run", build.AUTO, more)
-    assert not was_compiled
-    assert told
-
-
-def test_the_header_has_the_layout_of_a_step() -> None:
-    assert f"#define PROCESS_END {layout.PROCESS_END}ull\n" in build.header()
-    assert f"#define SLOT_BYTES {layout.SLOT_BYTES}ull\n" in build.header()
-
-
-def test_an_unknown_value_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv(build.VARIABLE, "perhaps")
-    build.load()
-    assert "SGL_ASPECTS_NATIVE=perhaps is ignored: choose auto, cached or off" in caplog.text
-
-
-@pytest.mark.parametrize("reader", ["collector.process", "collector.dump", "ring.reader"])
-def test_what_only_reads_records_compiles_nothing(reader: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), build.VARIABLE: build.AUTO}
-    command = [sys.executable, "-c", f"import sgl_aspects.tracing.{reader}"]
-    subprocess.run(command, env=environment, check=True)
-    assert list(tmp_path.iterdir()) == []
+    built = build(sys.executable, tmp_path / "build", **environment)
+    assert (built / "sgl_aspects" / "tracing" / "native" / "fields.py").exists()
+    assert not is_compiled(built)

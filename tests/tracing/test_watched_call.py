@@ -18,6 +18,8 @@ import pytest
 from sgl_aspects.tracing import native
 from sgl_aspects.weaving import Advice, Handle, HookType, Target, report, weave
 from tests.support.attachable import python_of
+from tests.support.builds import build, is_compiled
+from tests.support.tree import ROOT
 
 in_c = pytest.mark.skipif(native.WatchedCall is None, reason="needs CPython 3.12 and a C compiler")
 _CODE = """
@@ -103,19 +105,22 @@ def told(handle: Handle) -> Any:
     return next(hook for hook in report().hooks if hook.target == str(advice.target) and hook.calls)
 
 
-def test_a_newer_python_runs_these_tests() -> None:
-    """Where the tests run on an older one: with what is pure Python of its packages."""
+def test_a_newer_python_runs_these_tests(tmp_path: Path) -> None:
+    """Where the tests run on an older one: on the package as it is built for the newer."""
     if native.WatchedCall is not None:
         return  # they run here
     python = python_of("3.13") or python_of("3.12")
     if python is None:
         pytest.skip("there is no CPython 3.12 or newer here")
+    built = build(python, tmp_path / "build")
+    if not is_compiled(built):
+        pytest.skip(f"{python} has no headers, or there is no C compiler here")
     packages = {str(Path(sys.modules[name].__file__ or "").parents[1]) for name in ("pytest", "wrapt")}
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *packages])
+    path = os.pathsep.join([str(built), str(ROOT), *packages])
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    flags = ["-q", "--noconftest", "-p", "no:cacheprovider", "-c", os.devnull, "-k", "not torch"]
-    command = [python, "-m", "pytest", *flags, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    flags = ["-q", "--noconftest", "-p", "no:cacheprovider", "-c", os.devnull, "--import-mode", "importlib"]
+    command = [python, "-m", "pytest", *flags, "-k", "not torch", __file__]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout.splitlines()[-1], done.stdout
 

@@ -6,15 +6,13 @@
    (prompts, another batch, an error, another level, a full ring) the Python method is called with the same
    arguments, before anything has been changed. The Python classes inherit their fields from these types.
 
-   layout.h is written from ring/format.py when this is compiled. Compiled for one version of CPython. */
+   Compiled for one version of CPython. */
 
 #include "native.h"
 
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
-
-#include "layout.h"
 
 static inline uint64_t
 now_ns(void)
@@ -489,7 +487,7 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     }
     take(tracker->spare, spare - 1);
     words += step->block;
-    for (int word = 0; word < STEP_FIELDS; word++)
+    for (size_t word = 0; word < STEP_FIELDS; word++)
         words[word] = 0;
     words[STEP_SPAN_ID] = id;
     words[STEP_GROUP] = tracker->group;
@@ -589,7 +587,7 @@ write_step(Slots *slots, Tracker *tracker, Step *step)
     char *slot = slots->address + slots->offset;
     uint64_t number = slots->number++;
     slots->offset += SLOT_BYTES;
-    for (int word = 0; word < STEP_FIELDS; word++)
+    for (size_t word = 0; word < STEP_FIELDS; word++)
         ((uint64_t *)slot)[word] = words[word];
     __atomic_store_n((uint64_t *)(slot + MARK_OFFSET), number, __ATOMIC_RELEASE);
     words[STEP_HEAD] = 0;
@@ -853,7 +851,7 @@ entry_of(PyObject *enter)
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "_decode_path",
+    .m_name = "sgl_aspects.tracing.native._decode_path",
     .m_doc = "A plain decode step, recorded without running any Python.",
     .m_size = -1,
 };
@@ -893,7 +891,8 @@ PyInit__decode_path(void)
     mark_type = add_type(module, "Mark", &Mark_spec);
     if (blocks_kind.base == NULL || slots_kind.base == NULL || step_kind.base == NULL || tracker_kind.base == NULL
         || mark_type == NULL || add_type(module, "StepPath", &StepPath_spec) == NULL
-        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL || add_watched_call(module) < 0) {
+        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL || add_watched_call(module) < 0
+        || PyModule_AddIntMacro(module, CHECKSUM) < 0) { /* of the sources: see native/__init__.py */
         Py_DECREF(module);
         return NULL;
     }

@@ -1,0 +1,35 @@
+"""The package as setup.py builds it, for other interpreters and in other surroundings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from tests.support.tree import ROOT
+
+
+def build(python: str, folder: Path, **environment: str) -> Path:
+    """Build the package for ``python`` with this environment's setuptools; return the folder for its path."""
+    done = subprocess.run(
+        [python, "setup.py", "--quiet", "build", "--build-base", str(folder)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": sysconfig.get_path("purelib"),
+            "SGL_ASPECTS_NATIVE": "on",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("lib*")
+    return built
+
+
+def is_compiled(folder: Path) -> bool:
+    """Return whether the step path was compiled for this build."""
+    return any(folder.rglob("_decode_path.*.so"))
