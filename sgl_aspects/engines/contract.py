@@ -302,4 +302,5 @@ class Observation:
         if owner is not None:
             self.__qualname__, self.__module__ = type(owner).__qualname__, type(owner).__module__
         else:
-            self.__qualname__, self.__module__ = method.__qualname__.rpartition(".")[0], method.__module__
+            name = method.__qualname__.partition(".<locals>")[0]
+            self.__qualname__, self.__module__ = name.rpartition(".")[0], method.__module__

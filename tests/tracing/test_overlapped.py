@@ -20,7 +20,7 @@ SCHEDULER = """
     from types import SimpleNamespace
     class Scheduler:
         def __init__(self):
-            self.waiting_queue, self.found = [], None
+            self.waiting_queue, self.found, self.matched = [], None, None
             self.grammar_manager = SimpleNamespace(grammar_queue=[])
         def handle_generate_request(self, recv_req):
             self.waiting_queue.append(recv_req)
@@ -29,6 +29,8 @@ SCHEDULER = """
             for req in self.grammar_manager.grammar_queue:
                 req.set_finish_with_abort("Aborted by AbortReq.")
         def get_next_batch_to_run(self, running_batch=None, last_batch=None):
+            if self.matched:
+                self.matched.match_prefix("as the batch was made")
             return self.found
         def run_batch(self, batch, pp_proxy_tensors=None):
             return object()
@@ -313,3 +315,32 @@ def test_a_request_without_a_last_output_ends_in_the_detokenizer_too(
         (keys[2], 2000, 2005),
         (keys[1], 3000, 3005),
     ]
+
+
+CACHE = """
+    class RadixCache:
+        def match_prefix(self, params):
+            return params
+    """
+
+
+def test_what_a_scheduler_does_for_its_first_batch_after_idleness_is_of_that_step(
+    engine: Engine, scheduler: Any, recorder: Memory
+) -> None:
+    """A newer SGLang's schedule returns a plan even without a batch."""
+    engine.write("sglang/srt/mem_cache/radix_cache.py", CACHE)
+    cache = engine.load("sglang.srt.mem_cache.radix_cache").RadixCache()
+    scheduler.found = SimpleNamespace(batch_to_run=None)
+    scheduler.get_next_batch_to_run()
+    cache.match_prefix("of a request that waits for its grammar")
+    for _ in range(10):
+        scheduler.get_next_batch_to_run()
+    assert recorder.named("cache.match") == []
+    first = batch("EXTEND", request(scheduler, "one"))
+    cache.match_prefix("as the request came")
+    scheduler.matched = cache
+    scheduler.process_batch_result(first, launch(scheduler, first))
+    (step,), matches = recorder.named("scheduler.step"), recorder.named("cache.match")
+    (schedule,) = recorder.named("schedule")
+    assert [match.parent_id for match in matches] == [step.span_id, schedule.span_id]
+    assert {match.root_id for match in matches} == {step.span_id}

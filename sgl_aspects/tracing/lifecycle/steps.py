@@ -341,6 +341,10 @@ class StepTracker(native.Tracker):
         if len(self.details) < _MOST_DETAILS:
             self.details.append((write, start_ns, end_ns, problem))
 
+    def drop_details(self, before: int | None) -> None:
+        """Drop the kept details, or those that began before this time: there was no step for them."""
+        self.details = [] if before is None else [each for each in self.details if each[1] >= before]
+
     def _write_details(self, step: Step, schedule_start: int) -> None:
         details, self.details = self.details, []
         if not step.id:

@@ -126,10 +126,10 @@ class StepObserver(native.StepPath):
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
         # A scheduler without work gets here thousands of times a second.
         tracker = self.tracker
-        # the last schedule led to no batch, or this one does not
+        # The last schedule led to no batch, or this one does not. A newer SGLang returns an object in any case.
         if tracker.schedule_start or result is None:
             if tracker.details:
-                tracker.details.clear()
+                tracker.drop_details(None if result is None else tracker.schedule_end)
             if not tracker.in_flight:
                 self._report_idle()
         tracker.schedule_start, tracker.schedule_end = start_ns, time_ns()
