@@ -4,6 +4,7 @@ Spans are named by their index, by start time. Times are nanoseconds since ``t0_
 epoch), so that JavaScript's numbers hold them. Spans of one name with the same attributes share a type.
 
     {"source", "is_live", "dropped", "damaged", "clocks", "version", "t0_ms",
+     "names":    {constant of tracing/schema.py: attribute}, those that the page reads,
      "types":    [[name, [attribute, …]], …],
      "type": [], "start": [], "duration": [], "parent": [], "process": [],     one number for each span;
                                                  the process of several hosts' spans with its host, as text
@@ -23,6 +24,7 @@ from sgl_aspects import __version__
 from sgl_aspects.analysis.numbers import STEP
 from sgl_aspects.analysis.sources import Run
 from sgl_aspects.analysis.spans import Span
+from sgl_aspects.tracing import schema
 
 # A longer text is cut: recorded prompts would make the page as large as the run.
 _LONGEST_TEXT = 2000
@@ -30,6 +32,27 @@ _LONGEST_LIST = 100
 _LONGEST_TIME = 1 << 63  # OTLP's times are 64-bit numbers
 _EXACT = 1 << 53  # the largest exact integer of JavaScript
 _NONE = -1
+_NAMES = (
+    "BATCH_SIZE",
+    "BATCH_TOKENS",
+    "CACHED_TOKENS",
+    "DETOKENIZE_BUSY_TIME",
+    "DEVICE_TIME",
+    "ERROR_TYPE",
+    "FINISH_REASONS",
+    "INPUT_TOKENS",
+    "KV_USAGE",
+    "MODE",
+    "OUTPUT_TOKENS",
+    "QUEUE_RUNNING",
+    "QUEUE_WAITING",
+    "REQUEST_ID",
+    "REQUEST_MODEL",
+    "RESPONSE_ID",
+    "STEP_ID",
+    "TIME_TO_FIRST_TOKEN",
+    "UNFINISHED_FLAG",
+)
 
 
 def payload_of(run: Run) -> dict[str, Any]:
@@ -65,6 +88,7 @@ def payload_of(run: Run) -> dict[str, Any]:
         "clocks": [str(clock) for clock in run.clocks],
         "version": __version__,
         "t0_ms": min(t0_ns, _LONGEST_TIME) / 1e6,
+        "names": {name: getattr(schema, name) for name in _NAMES},
         "types": [[name, attributes] for name, *attributes in types],
         **columns,
         "links": links,

@@ -126,7 +126,7 @@ class StepObserver(native.StepPath):
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
         # A scheduler without work gets here thousands of times a second.
         tracker = self.tracker
-        # The last schedule led to no batch, or this one does not. A newer SGLang returns an object in any case.
+        # The last schedule led to no batch, or this one does not; some engines return an object in any case.
         if tracker.schedule_start or result is None:
             if tracker.details:
                 tracker.drop_details(None if result is None else tracker.schedule_end)

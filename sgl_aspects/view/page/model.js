@@ -119,19 +119,19 @@ class Request {
     this.start = run.start[index];
     this.duration = run.duration[index];
     this.end = this.start + this.duration;
-    this.id = String(value("gen_ai.request.id") ?? value("gen_ai.response.id") ?? run.traces[index]);
-    this.model = String(value("gen_ai.request.model") ?? run.name(index));
-    this.promptTokens = number("gen_ai.usage.input_tokens");
-    this.cachedTokens = number("gen_ai.usage.cache_read.input_tokens");
-    this.outputTokens = number("gen_ai.usage.output_tokens");
-    const first = number("gen_ai.latency.time_to_first_token");
+    this.id = String(value(run.names.REQUEST_ID) ?? value(run.names.RESPONSE_ID) ?? run.traces[index]);
+    this.model = String(value(run.names.REQUEST_MODEL) ?? run.name(index));
+    this.promptTokens = number(run.names.INPUT_TOKENS);
+    this.cachedTokens = number(run.names.CACHED_TOKENS);
+    this.outputTokens = number(run.names.OUTPUT_TOKENS);
+    const first = number(run.names.TIME_TO_FIRST_TOKEN);
     this.toFirst = first === null ? null : first * 1e9;
     this.perToken =
       first !== null && this.outputTokens > 1 ? (this.duration - this.toFirst) / (this.outputTokens - 1) : null;
     this.isError = run.hasError.has(index);
-    const reasons = value("gen_ai.response.finish_reasons");
+    const reasons = value(run.names.FINISH_REASONS);
     this.outcome = this.isError
-      ? String(value("error.type") ?? "error")
+      ? String(value(run.names.ERROR_TYPE) ?? "error")
       : Array.isArray(reasons) && reasons.length
         ? reasons.join(", ")
         : "–";
@@ -214,16 +214,16 @@ class Step {
     this.start = run.start[index];
     this.duration = added;
     this.end = this.start + run.duration[index];
-    const mode = String(run.value(index, "sgl_aspects.forward.mode") ?? "other");
+    const mode = String(run.value(index, run.names.MODE) ?? "other");
     this.mode = MODES.get(mode) ?? mode;
     this.kind = MODES.has(mode) ? this.mode : "other"; // its colour
-    this.number = run.number(index, "sgl_aspects.step.id");
+    this.number = run.number(index, run.names.STEP_ID);
     this.name = this.number === null ? `${position + 1}` : `${this.number}`;
-    this.batchSize = run.number(index, "sgl_aspects.batch.size");
-    this.tokens = run.number(index, "sgl_aspects.batch.tokens");
-    this.waiting = run.number(index, "sgl_aspects.queue.waiting");
-    this.running = run.number(index, "sgl_aspects.queue.running");
-    this.kvUsage = run.number(index, "sgl_aspects.kv.usage");
+    this.batchSize = run.number(index, run.names.BATCH_SIZE);
+    this.tokens = run.number(index, run.names.BATCH_TOKENS);
+    this.waiting = run.number(index, run.names.QUEUE_WAITING);
+    this.running = run.number(index, run.names.QUEUE_RUNNING);
+    this.kvUsage = run.number(index, run.names.KV_USAGE);
     this.process = run.process[index];
     this.isError = run.hasError.has(index);
     this.requests = [];
@@ -253,7 +253,7 @@ class Step {
   }
 
   _device(child) {
-    const seconds = this.run.number(child, "sgl_aspects.forward.device_time");
+    const seconds = this.run.number(child, this.run.names.DEVICE_TIME);
     if (seconds !== null) this.deviceTime = (this.deviceTime ?? 0) + seconds * 1e9;
   }
 

@@ -35,7 +35,7 @@ function clocks(run) {
 
 /** A note on missing records, so that the numbers are not taken as complete. */
 function losses(run) {
-  const unfinished = run.errors.filter((index) => run.value(index, "sgl_aspects.unfinished") === true).length;
+  const unfinished = run.errors.filter((index) => run.value(index, run.names.UNFINISHED_FLAG) === true).length;
   const parts = [
     run.dropped ? `${plural(run.dropped, "span")} dropped: a process was a whole ring ahead of its collector` : null,
     run.damaged ? `${plural(run.damaged, "record")} could not be read` : null,

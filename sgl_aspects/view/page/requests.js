@@ -166,7 +166,7 @@ function waterfall(run, { index }, from, to) {
       const start = Math.min(Math.max(run.start[span], from), to);
       const end = Math.min(Math.max(run.start[span] + run.duration[span], start), to);
       bars(track, [[kindOf(name), start, end]], from, width);
-      const busy = run.number(span, "sgl_aspects.detokenize.busy_time");
+      const busy = run.number(span, run.names.DETOKENIZE_BUSY_TIME);
       if (busy !== null) track.querySelector(".bar").classList.add("thin"); // it reaches from piece to piece
       const label = el("div", { class: `label${run.hasError.has(span) ? " error" : ""}`, title: name }, name);
       label.style.paddingInlineStart = `${depth * 12}px`;
