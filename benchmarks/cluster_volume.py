@@ -80,7 +80,7 @@ def of_step(level: int, batch: int) -> Volume:
 
 def _spans_of(folder: str) -> list[CollectedSpan]:
     found: list[CollectedSpan] = []
-    reader, joiner, is_last = RunReader(folder), Joiner(engine_resource(), found.append), False
+    reader, joiner, is_last = RunReader(folder), Joiner(engine_resource(folder), found.append), False
     while not is_last:
         records = list(reader.poll())
         is_last = not records and not reader.has_more

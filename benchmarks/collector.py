@@ -152,7 +152,7 @@ def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
     """The stages of a collector that is far behind: the rings are already written."""
     with _full_rings(level, servers, requests) as folder:
         reader, spans, clock = RunReader(folder), [], time.thread_time
-        joiner, encoder = Joiner(engine_resource(), spans.append), SpanEncoder()
+        joiner, encoder = Joiner(engine_resource(folder), spans.append), SpanEncoder()
         spent, count, size, is_last = [0.0, 0.0, 0.0], 0, 0, False
         _collect_garbage_seldom()
         while not is_last:

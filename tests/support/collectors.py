@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
+from sgl_aspects.tracing.ring.reader import RingReader
 from sgl_aspects.tracing.run_folder import collector_state
 from sgl_aspects.tracing.session import TraceSession
 from tests.support.processes import wait_until
+
+
+def has_delivered(session: TraceSession) -> bool:
+    """Return whether the spans of all records were delivered: a later collector repeats none of them."""
+    found = []
+    for path in Path(session.run_folder).glob("*.ring"):
+        reader = RingReader(path, read_only=True)
+        found += reader.poll()[0]
+        reader.close()
+    return not found
 
 
 def kill_collector(session: TraceSession) -> int:

@@ -23,7 +23,7 @@ from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.ring import format as ring_format
 from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
-from tests.support.collectors import kill_collector, kill_collector_for_good
+from tests.support.collectors import has_delivered, kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 from tests.support.processes import is_running, wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
@@ -252,6 +252,7 @@ def test_a_writer_far_ahead_drops_and_counts(monkeypatch: pytest.MonkeyPatch, tm
     reader.close()
 
 
+@pytest.mark.usefixtures("exports_at_once")
 def test_a_long_run_uses_bounded_space_and_loses_nothing(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +338,7 @@ def test_a_killed_collector_is_started_again_once(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "kept")
     session = attach(file=str(file))
     begin(session, "before")()
-    wait_until(lambda: file.exists() and '"before"' in file.read_text())
+    wait_until(lambda: file.exists() and '"before"' in file.read_text() and has_delivered(session))
     first = kill_collector(session)
     second = session.collector_process_id
     assert second != first
@@ -354,12 +355,12 @@ def test_a_killed_collector_is_started_again_once(
 
 
 @pytest.mark.usefixtures("exports_at_once")
-def test_a_killed_collector_that_is_started_again_repeats_nothing(tmp_path: Path) -> None:
+def test_a_collector_that_is_started_again_by_hand_repeats_nothing_that_was_delivered(tmp_path: Path) -> None:
     file = tmp_path / "traces.jsonl"
     session = attach(file=str(file))
     ended, still_open = begin(session, "ended"), begin(session, "open")
     ended()
-    wait_until(lambda: file.exists() and '"ended"' in file.read_text())
+    wait_until(lambda: file.exists() and '"ended"' in file.read_text() and has_delivered(session))
     kill_collector_for_good(session)
     begin(session, "without a collector")()
     command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]

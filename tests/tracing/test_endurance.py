@@ -202,7 +202,7 @@ def test_a_backend_that_fails_and_comes_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
-    """No span twice; what is lost is what the killed ones held."""
+    """No span is lost; those that are sent again have the same ids."""
     file = tmp_path / "traces.jsonl"
     session = attach(file=str(file))
     stop = threading.Event()
@@ -237,26 +237,12 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
         assert last.stdout is not None
         summaries.append(json.loads(last.stdout.read()))
     session.close()
-    whole = file.read_text().splitlines()
-    good = [line for line in whole if _is_json(line)]
-    assert len(whole) - len(good) <= 4  # a line that was just being written
-    file.write_text("\n".join(good) + "\n")
-    ids = Counter(span.span_id for span in exported(file))
-    assert max(ids.values()) == 1
-    assert recorded / 4 < len(ids) <= recorded
-    assert summaries[0]["damaged"] == 0
+    ids = {span.span_id for span in exported(file)}
+    assert (len(ids), summaries[0]["dropped"], summaries[0]["damaged"]) == (recorded, 0, 0)
 
 
 def size_of(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def start_collector(session: TraceSession) -> subprocess.Popen[bytes]:

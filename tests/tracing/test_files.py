@@ -81,3 +81,20 @@ def test_what_a_full_disk_takes_in_part_is_taken_back(
     writer.export([span("c")])
     writer.shutdown()
     assert names_of(path) == ["a", "c"]
+
+
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
+@pytest.mark.parametrize("cut", [1, 3, 20, 100])
+def test_an_addition_that_was_cut_off_is_removed_by_the_next_collector(
+    tmp_path: Path, exporter: type[Any], names_of: Callable[[Path], list[str]], cut: int
+) -> None:
+    path = tmp_path / "file"
+    first: SpanExporter = exporter(str(path))
+    first.export([span("a")])
+    first.export([span("b")])
+    first.shutdown()
+    os.truncate(path, path.stat().st_size - cut)
+    next_one: SpanExporter = exporter(str(path), append=True)
+    next_one.export([span("c")])
+    next_one.shutdown()
+    assert names_of(path) in (["a", "c"], ["a", "b", "c"])

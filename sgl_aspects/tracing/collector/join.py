@@ -130,10 +130,11 @@ class Joiner:
         """Note that hooks are being removed from a process: requests that end later may lack some spans."""
         self._detaching_ns = min(self._detaching_ns, since_ns)
 
-    def match_waiting(self, *, is_behind: bool = False) -> None:
+    def match_waiting(self, *, is_behind: bool = False) -> bool:
         """Retry the records that wait for another process; called after each pass over all files.
 
-        ``is_behind``: some file has more to read, so nothing is given up yet.
+        ``is_behind``: some file has more to read, so nothing is given up yet. Returns whether the requests
+        that had ended before the last such pass are complete.
         """
         # Only now: of two requests with this id, the first one's end may come after it in this pass.
         for request_id in self._sent:
@@ -144,7 +145,8 @@ class Joiner:
         if not is_behind and (self._unmatched.count or self._rootless.count):
             self._end_waiting(self._passed)
         # A request's end waits for one more pass, so that the times of its children are known.
-        if not is_behind or len(self._held) > _HELD_ENDS:
+        is_next = not is_behind or len(self._held) > _HELD_ENDS
+        if is_next:
             ends, self._held_before, self._held = self._held_before, self._held, []
             for writer, record in ends:
                 self._end_request(writer, record)
@@ -152,6 +154,7 @@ class Joiner:
             self._lose(next(iter(self._open)))
         self._roots.trim()
         self._passed = time.monotonic()
+        return is_next
 
     def writer_gone(self, writer: Writer) -> None:
         """End the writer's open spans as unfinished: all of its records are read and no more will come."""

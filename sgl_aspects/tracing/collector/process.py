@@ -3,8 +3,8 @@
     python -m sgl_aspects.tracing.collector RUN_FOLDER [REPORT_FD]
 
 Started by the first process of a run, in a session of its own. One that is killed is restarted once (by
-:mod:`.keeper`), and later by hand: it reads the first one's settings from the run folder, goes on after the
-last record taken, and exports no span twice. It ends when every process of the run is gone (or the run is
+:mod:`.keeper`), and later by hand: it reads the first one's settings from the run folder and goes on after
+the last record whose span was delivered. A span that is sent twice has the same ids. It ends when every process of the run is gone (or the run is
 closed), after one bounded flush, writes a summary as JSON to ``REPORT_FD`` (or standard output), and removes
 the run folder.
 """
@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.dead_runs import remove_dead_runs
+from sgl_aspects.tracing.collector.deliveries import Deliveries
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
 from sgl_aspects.tracing.collector.run_reader import RunReader
@@ -96,8 +97,9 @@ class Collector:
             or Pipeline(name, NoExporter())
             for name in settings.exporters
         ]
+        self._deliveries = Deliveries(self._pipelines)
         self._spans: list[CollectedSpan] = []
-        resource = engine_resource()
+        resource = engine_resource(folder)
         made = [
             _unless_faulty(partial(make_reader, one, settings), faults) for one in settings.metric_exporters
         ]
@@ -198,8 +200,11 @@ class Collector:
             self._joiner.writer_gone(writer)
             if self._metrics is not None:
                 self._metrics.engine.writer_gone(writer.name)
-        self._joiner.match_waiting(is_behind=self._reader.has_more)
+        is_complete = self._joiner.match_waiting(is_behind=self._reader.has_more)
         self._offer()
+        if is_complete:
+            self._deliveries.pass_ended(self._reader.positions())
+        self._reader.commit(self._deliveries.positions)
 
     def _history(self) -> Iterator[tuple[RingReader, Record]]:
         """Restores the state that the earlier collector's records imply."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sgl_aspects.tracing.records import Record
@@ -44,7 +44,7 @@ class RunReader:
 
     @property
     def dropped(self) -> int:
-        return self._dropped + sum(writer.dropped for writer in self._open())
+        return self._dropped + sum(writer.dropped + writer.lost for writer in self._open())
 
     def _open(self) -> list[RingReader]:
         return [*list(self._gone), *list(self.writers.values())]
@@ -54,20 +54,27 @@ class RunReader:
         read.
         """
         for writer, records in self.poll_rings():
+            writer.commit(writer.taken)
             for record in records:
                 yield writer, record
 
     def poll_rings(self) -> Iterator[tuple[RingReader, list[Record]]]:
-        """The same, each ring's records at once."""
+        """The same, each ring's records at once; their slots are the writer's again after ``commit``."""
         self.find()
         self.has_more = False
         for writer in list(self.writers.values()):
-            before = writer.taken
             records, more = writer.poll(writer.is_alive())
             self.has_more = self.has_more or more
-            if writer.taken != before:  # including parts of incomplete records
-                writer.commit()
             yield writer, records
+
+    def positions(self) -> dict[str, int]:
+        """Return the number of the last record read in each ring."""
+        return {writer.name: writer.taken for writer in self.writers.values()}
+
+    def commit(self, delivered: Mapping[str, int]) -> None:
+        """Release the records up to these numbers to their writers."""
+        for writer in self.writers.values():
+            writer.commit(delivered.get(writer.name, 0))
 
     def is_behind(self) -> bool:
         """Return whether a ring fills faster than it is read."""
@@ -92,7 +99,7 @@ class RunReader:
         self._gone.append(writer)
         if len(self._gone) > min(_STAYING, self._most // 2):
             oldest = self._gone.popleft()
-            self._dropped += oldest.dropped
+            self._dropped += oldest.dropped + oldest.lost
             self._damaged += oldest.damaged
             oldest.close()
             if not self._keeps_all:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
+import uuid
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from sgl_aspects.tracing.ring.decoder import encodable
 from sgl_aspects.tracing.ring.reader import RingReader as Writer
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 
-_HOST_NAME = "host.name"
+_HOST_NAME, _INSTANCE = "host.name", "service.instance.id"
 #: Attributes that all processes of a run have in common.
 _OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
 _NO_LIMITS = SpanLimits()
@@ -64,8 +66,10 @@ class RunResource(Resource):
         return {**self.attributes, **own}
 
 
-def engine_resource() -> RunResource:
+def engine_resource(folder: str) -> RunResource:
     """Return the SDK's resource for this run, in valid UTF-8, without attributes of the collector's process.
+
+    The run in ``folder`` is one instance of the service, also where its collector was started again.
 
     ``OTEL_EXPERIMENTAL_RESOURCE_DETECTORS`` may describe the current process: that is the collector, but the
     spans are those of an engine.
@@ -79,7 +83,9 @@ def engine_resource() -> RunResource:
     }
     if SERVICE_NAME not in named:
         attributes[SERVICE_NAME] = "sgl-aspects"
-    attributes.setdefault(_HOST_NAME, encodable(socket.gethostname()))
+    host = attributes.setdefault(_HOST_NAME, encodable(socket.gethostname()))
+    if _INSTANCE not in named:
+        attributes[_INSTANCE] = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{host}{os.path.abspath(folder)}"))
     return RunResource(attributes, found.schema_url, frozenset(named))
 
 

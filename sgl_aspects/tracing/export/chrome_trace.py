@@ -75,9 +75,11 @@ class ChromeTraceExporter(SpanExporter):
     def _add(self, events: list[str]) -> None:
         with self._file.locked() as size:
             tail = self._file.read(4, max(0, size - 4))
-            end = size - len(_END) if tail.endswith(_END) else size
+            # Without its end, the file is that of a killed collector: cut after its last whole line.
+            last = next((each for each in (_END, b",\n", b"\n") if tail.endswith(each)), b"")
+            end = size - len(last)
             begin = "" if size else "["
-            separator = "\n" if tail in (b"", b"[" + _END) else ",\n"
+            separator = "\n" if end <= 1 else ",\n"
             try:
                 text = begin + (separator if events else "") + ",\n".join(events)
                 self._file.write(text.encode() + _END, end)

@@ -8,15 +8,34 @@ import os
 import stat
 from collections.abc import Iterator
 
+_PIECE = 1 << 16
+
 
 class SharedFile:
-    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written."""
+    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written.
+
+    What a killed collector had begun to write after the last whole line is removed.
+    """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if append else os.O_TRUNC)
         self._descriptor = os.open(path, how, 0o666)
         self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         self.is_closed = False
+        with self.locked() as size:
+            if size and self.read(1, size - 1) != b"\n":
+                self._cut_off(size)
+
+    def _cut_off(self, size: int) -> None:
+        """Truncate to the last end of a line."""
+        end = size
+        while end:
+            start = max(0, end - _PIECE)
+            found = self.read(end - start, start).rfind(b"\n")
+            end = start + found + 1 if found >= 0 else start
+            if found >= 0:
+                break
+        os.ftruncate(self._descriptor, end)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:

@@ -99,7 +99,9 @@ class Pipeline:
         self._queue: collections.deque[CollectedSpan] = collections.deque()
         self._awake, self._is_closing, self._is_shut = threading.Event(), False, False
         self.offered = self.exported = 0
-        self._submitted = self._failed = 0
+        #: The spans that were queued.
+        self.given = 0
+        self._failed = 0
         self._last_failed = False
         self._stuck_at = -1
         self._worker = threading.Thread(target=self._work, name=name, daemon=True)
@@ -113,7 +115,7 @@ class Pipeline:
             some = spans[: self._room()]
             if not some:
                 return
-            self._submitted += len(some)
+            self.given += len(some)
             self._queue.extend(some)
             if len(self._queue) >= self._settings.batch:
                 self._awake.set()
@@ -170,20 +172,22 @@ class Pipeline:
             except Exception:
                 logger.exception("An exporter failed as it was shut down.")
 
-    def _done(self) -> int:
+    @property
+    def done(self) -> int:
+        """Return how many of ``given`` the exporter has taken or lost, in their order."""
         return self.exported + self._failed
 
     def _room(self) -> int:
-        return max(0, self._settings.queue - self._submitted + self._done())
+        return max(0, self._settings.queue - self.given + self.done)
 
     def _wait_for_room(self) -> None:
         if self._room():
             return
-        done, idle, clock = self._done(), 0.0, ThreadClock(self._worker)
-        while not self._room() and not self._last_failed and self._stuck_at != self._done():
+        done, idle, clock = self.done, 0.0, ThreadClock(self._worker)
+        while not self._room() and not self._last_failed and self._stuck_at != self.done:
             past = clock.take()
-            idle = idle + past if self._done() == done else 0.0
-            done = self._done()
+            idle = idle + past if self.done == done else 0.0
+            done = self.done
             if idle > _PATIENCE_SECONDS:
                 self._stuck_at = done  # until it delivers again
                 return
@@ -192,7 +196,7 @@ class Pipeline:
     @property
     def lost(self) -> int:
         """Return the spans given up so far: refused, failed, or never queued."""
-        return self._failed + self.offered - self._submitted
+        return self._failed + self.offered - self.given
 
     @property
     def not_delivered(self) -> int:

@@ -34,7 +34,7 @@ WORD_DEFINITIONS_END = 16  # the rest: written while the ring is in use, first b
 WORD_DROPPED = 17
 WORD_CLOSED = 18
 WORD_DETACHING_NS = 19
-WORD_TAKEN = 24  # by the collector
+WORD_TAKEN, WORD_DELIVERED = 24, 25  # by the collector
 WORD_LEVEL = 32  # written by `sgl-aspects control`
 WORD_SAMPLE = 34
 #: Values of WORD_CLOSED: the process has ended; the process was detached from and lives on.

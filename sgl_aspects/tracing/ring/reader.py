@@ -47,6 +47,9 @@ class RingReader:
             os.close(self._descriptor)
             raise
         self.taken = self._first_taken()
+        self._delivered, self._committed = self.taken, (0, 0)
+        #: Records that an earlier collector released before their spans were delivered.
+        self.lost = max(0, self.taken - self._header()[layout.WORD_DELIVERED])
 
     def _check(self) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -172,10 +175,18 @@ class RingReader:
         """Take everything as read, so that ``history`` returns all records in the ring."""
         self.taken = self._newest()
 
-    def commit(self) -> None:
-        """Release the slots read so far to the writer, and save the position for a later collector."""
-        if os.pwrite(self._descriptor, struct.pack("<Q", self.taken), layout.WORD_TAKEN * 8) != 8:
+    def commit(self, delivered: int) -> None:
+        """Release the slots up to this record to the writer, and save the position for a later collector.
+
+        Of records that are read and not delivered half a ring is kept: the writer needs the other half.
+        """
+        self._delivered = max(self._delivered, delivered)
+        positions = max(self._delivered, self.taken - self.slots // 2), self._delivered
+        if positions == self._committed:
+            return
+        if os.pwrite(self._descriptor, struct.pack("<2Q", *positions), layout.WORD_TAKEN * 8) != 16:
             raise OSError(f"{self.path}: the read position could not be written")
+        self._committed = positions
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,0 +1,127 @@
+"""Spans that a killed collector had read and not delivered: its successor delivers them, under the same ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.records import SpanEnd
+from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.ring.reader import RingReader
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+from tests.support.collectors import kill_collector
+from tests.support.otlp_receiver import Span, serving, spans_of
+from tests.support.processes import wait_until
+from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
+
+
+class SlowBackend:
+    """A backend that answers nothing until ``opened`` is set; ``has_begun`` is set with the first message."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.opened = threading.Event(), threading.Event()
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """The endpoint."""
+        backend = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                backend.has_begun.set()
+                if not backend.opened.wait(60):
+                    return
+                try:
+                    self.send_response(200)
+                    self.end_headers()
+                except OSError:
+                    return  # the sender was killed
+                backend.spans.extend(spans_of(ExportTraceServiceRequest.FromString(body)))
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Log nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        with serving(server):
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def test_what_a_killed_collector_held_is_delivered_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    backend = SlowBackend()
+    with backend.running() as endpoint:
+        session = attach(endpoint=endpoint)
+        for number in range(20):
+            end = begin(session, f"r{number}")
+            run_scheduler(session, [f"r{number}"]) if number < 2 else None
+            end()
+        assert backend.has_begun.wait(60)
+        kill_collector(session)
+        backend.opened.set()
+        begin(session, "after")()
+        summary = session.close()
+    assert (summary.problem, summary.restarted, summary.dropped, summary.unjoined) == ("", True, 0, 0)
+    by_id = {span.span_id: span for span in backend.spans}
+    found = sorted(str(span.attributes["gen_ai.request.id"]) for span in by_id.values() if span.kind == 2)
+    assert found == sorted([*(f"r{number}" for number in range(20)), "after"])
+    # A copy differs in nothing: a backend keeps one of the two.
+    assert [span for span in backend.spans if by_id[span.span_id] != span] == []
+    steps = [span for span in by_id.values() if span.name == "scheduler.step"]
+    traces = {span.trace_id for span in by_id.values() if span.kind == 2}
+    assert [link[0] in traces for step in steps for link in step.links] == [True, True]
+
+
+def test_a_backend_that_hangs_takes_half_of_the_ring_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was released before it was delivered counts as lost where the collector is killed."""
+    monkeypatch.setattr(ring_format, "SLOTS", 256)
+    recorder = RingRecorder(str(tmp_path))
+    reader = RunReader(str(tmp_path))
+    write, taken = recorder.spans(REQUEST), 0
+    for _ in range(5):
+        for number in range(100):
+            write(recorder.new_id(), 1, 1, 1, 2, [number])
+        for writer, records in reader.poll_rings():
+            taken += sum(isinstance(record, SpanEnd) for record in records)
+            writer.commit(50)  # delivered, of all that were read
+    reader.close()
+    (path,) = tmp_path.glob("*.ring")
+    next_reader = RingReader(path)
+    assert next_reader.taken == taken - 128
+    assert next_reader.lost == taken - 128 - 50
+    next_reader.close()
+    recorder.close()
+
+
+def test_a_line_that_a_killed_collector_began_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    file = tmp_path / "traces.jsonl"
+    session = attach(file=str(file))
+    begin(session, "before")()
+    collector = session.collector_process_id
+    assert collector is not None
+    wait_until(file.exists)
+    os.kill(collector, signal.SIGSTOP)
+    with file.open("a") as torn:
+        torn.write('{"resourceSpans":[{"resou')
+    kill_collector(session)
+    begin(session, "after")()
+    assert session.close().problem == ""
+    spans = {span.span_id: span for message in read_file(file) for span in spans_of(message)}
+    assert sorted(str(span.attributes["gen_ai.request.id"]) for span in spans.values()) == ["after", "before"]
