@@ -1,4 +1,4 @@
-"""Spans that a killed collector had read and not delivered: its successor delivers them, under the same ids."""
+"""Spans that a killed collector had read and not delivered: the next one delivers them, with the same ids."""
 
 from __future__ import annotations
 
