@@ -24,10 +24,9 @@ from typing import TypeVar
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.collector.dead_runs import remove_dead_runs
-from sgl_aspects.tracing.collector.deliveries import Deliveries
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.collector.reported_metrics import STEP, CollectorMetrics
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collector.run_reader import Deliveries, RunReader
 from sgl_aspects.tracing.collector.span_builder import engine_resource
 from sgl_aspects.tracing.collector.summary import TraceSummary
 from sgl_aspects.tracing.collector.tail import TailChoice
