@@ -29,7 +29,7 @@ from benchmarks.gpu_decode import SHAPE, write_model
 from benchmarks.turns import interval
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.processes.messages import TokenizedRequest
+from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.ring import format as ring_format
 

@@ -26,7 +26,7 @@ import torch
 
 from sgl_aspects.platforms import SRTPlatform, current_platform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.processes.messages import TokenizedRequest
+from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu.md"

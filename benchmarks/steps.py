@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sgl_aspects.engines import EMBEDDED
-from sgl_aspects.runtime.scheduling.batch import ForwardMode
+from sgl_aspects.runtime.core import ForwardMode
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver

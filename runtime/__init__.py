@@ -4,20 +4,22 @@ In the order in which it is best read:
 
 Both processes
     server_args.py, sampling_params.py, checks.py   the settings of an engine, and of a request
-    processes/messages.py                           what travels between the processes
-    loader/                                         a checkpoint's configuration and weights
+    messages.py                                     what travels between the processes
+    loader/                                         a checkpoint's configuration, tokenizer and weights
+    grammar.py                                      output that a JSON schema allows
 The caller's process
     engine.py                                       Engine: generate, stream, submit, abort, shutdown
-    frontend/                                       each request from prompt to text; the tokenizer
+    frontend/                                       each request from prompt to text
     processes/link.py, processes/ranks.py           the pipe to the scheduler; the processes at its other end
 The scheduler's process
     processes/worker.py                             its entry point
+    core.py                                         a request, a batch, and a batch on the device
     scheduling/                                     continuous batching: which tokens the model sees in a step
     kv_cache/                                       pages, slots, prefixes, pools by kind of attention
     execution/                                      one step on the device: eager, as a graph, or compiled
     models/, ops/, attention/, dispatch/            the model, written on operators
     sampling/                                       from logits to tokens
-    processes/rank_links.py, execution/communicator.py   communication between ranks
+    communicator.py                                 collectives between ranks
 
 Importing this package imports none of that; the names below are loaded when they are first used.
 """

@@ -31,8 +31,8 @@ from sgl_aspects.runtime.frontend.request import (
     StreamChunk,
 )
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.messages import ProfileRequest, StatsRequest, UpdateWeightsRequest
 from sgl_aspects.runtime.processes.link import SchedulerLink
-from sgl_aspects.runtime.processes.messages import ProfileRequest, StatsRequest, UpdateWeightsRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 

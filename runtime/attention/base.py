@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.attention.layer import Attention
+    from sgl_aspects.runtime.core import ForwardBatch
     from sgl_aspects.runtime.kv_cache import ReqToTokenPool, StatePool
-    from sgl_aspects.runtime.ops.attention import Attention
 
 
 @dataclass

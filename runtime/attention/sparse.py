@@ -9,9 +9,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import IndexerInputs
-    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.attention.layer import Attention
+    from sgl_aspects.runtime.core import ForwardBatch
     from sgl_aspects.runtime.kv_cache import ReqToTokenPool
-    from sgl_aspects.runtime.ops.attention import Attention
 
 
 def sparse_attention(

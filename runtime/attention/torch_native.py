@@ -13,8 +13,8 @@ from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
 from sgl_aspects.runtime.attention.sparse import sparse_attention
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-    from sgl_aspects.runtime.ops.attention import Attention
+    from sgl_aspects.runtime.attention.layer import Attention
+    from sgl_aspects.runtime.core import ForwardBatch
 
 
 @dataclass(eq=False)

@@ -27,8 +27,8 @@ from sgl_aspects.runtime.attention.triton_decode import decode_splits, index_sco
 from sgl_aspects.runtime.dispatch.triton import overlapping
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-    from sgl_aspects.runtime.ops.attention import Attention
+    from sgl_aspects.runtime.attention.layer import Attention
+    from sgl_aspects.runtime.core import ForwardBatch
 
 #: This number of programs, each with few tokens, keeps a device of about 130 multiprocessors reading.
 _PROGRAMS = 1024

@@ -1,1 +1,1 @@
-"""One step on the device: eager, captured as a graph, or compiled; alone or with other ranks."""
+"""One step on the device: eager, captured as a graph, or compiled."""

@@ -25,9 +25,8 @@ from rich.console import Console
 from rich.progress import track
 
 from sgl_aspects.platforms import DeviceGraph
+from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode
 from sgl_aspects.runtime.dispatch import get_manager
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-from sgl_aspects.runtime.scheduling.batch import Batch, ForwardMode
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.model_runner import ModelRunner

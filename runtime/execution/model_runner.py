@@ -15,23 +15,20 @@ from sgl_aspects.platforms import DeviceEvent, current_platform
 from sgl_aspects.platforms.answers import answer_of, class_of, made_by, name_of
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
+from sgl_aspects.runtime.communicator import make_communicator
+from sgl_aspects.runtime.core import Batch, ForwardBatch, SampledTokens
 from sgl_aspects.runtime.dispatch import get_manager
-from sgl_aspects.runtime.execution.communicator import make_communicator
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
-from sgl_aspects.runtime.execution.piecewise import PiecewiseBackend
 from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, StatePool, token_bytes
 from sgl_aspects.runtime.kv_cache.checks import check_allocator, check_pool
 from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.messages import RankLinks, TokenLogprobs
 from sgl_aspects.runtime.ops import Operator
 from sgl_aspects.runtime.ops.quantization import quantization_config
-from sgl_aspects.runtime.processes.rank_links import RankLinks
 from sgl_aspects.runtime.sampling.logit_adjuster import LogitAdjuster
-from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from sgl_aspects.runtime.sampling.sampled_tokens import SampledTokens
+from sgl_aspects.runtime.sampling.logprobs import token_logprobs
 from sgl_aspects.runtime.sampling.sampler import Sampler
-from sgl_aspects.runtime.scheduling.batch import Batch
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -218,20 +215,22 @@ class ModelRunner:
         )
 
     def compile_model(self) -> None:
-        """Compile the model's layers if configured: by the platform's own class if it declares
-        ``piecewise_graph``, else by its compiler.
+        """Compile the model's layers if configured, by the platform's compiler.
+
+        Attention stays as it is: its backend has kernels of its own, and reads sizes that differ from step
+        to step.
         """
         if not self.server_args.compile:
             return
-        pieces: Any = PiecewiseBackend
-        if self.platform.support_piecewise_cuda_graph():
-            pieces = class_of(self.platform.get_piecewise_backend_cls, has=("compile",))
         try:
-            pieces(self).compile()
+            compiler = self.platform.get_compile_backend(self.server_args.compile_mode)
         except NotImplementedError as error:
             raise ConfigError(
                 f"compile=True: platform {self.platform.device_name!r} has no compiler: {error}"
             ) from error
+        attention: Any = self.attention_backend
+        attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
+        self.model.compile_layers(compiler)
 
     def init_graphs(self) -> None:
         """Make the platform's graph runner, with its graphs captured; None if there is nothing to capture."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
 from sgl_aspects.runtime.checks import is_integer
 from sgl_aspects.runtime.frontend.request import GenerateRequest, RequestHandle, StreamChunk
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
-from sgl_aspects.runtime.processes.messages import AbortRequest, TokenizedRequest, TokenOutput
+from sgl_aspects.runtime.grammar import check_json_schema
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
+from sgl_aspects.runtime.messages import AbortRequest, TokenizedRequest, TokenOutput
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.runtime.scheduling.grammar import check_json_schema
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs
+    from sgl_aspects.runtime.messages import TokenLogprobs
 
 
 @dataclass

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sgl_aspects.runtime.frontend.text_stream import IncrementalDecoder, StopTexts
-from sgl_aspects.runtime.frontend.tokenizer import ChatMessage
+from sgl_aspects.runtime.loader.tokenizer import ChatMessage
 from sgl_aspects.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.frontend.manager import RequestManager
-    from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs
+    from sgl_aspects.runtime.messages import TokenLogprobs
 
 #: A text, token ids, or a conversation.
 Prompt = str | Sequence[int] | Sequence[ChatMessage]

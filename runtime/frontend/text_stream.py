@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 #: The replacement character: decoding gives it for invalid or incomplete UTF-8.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

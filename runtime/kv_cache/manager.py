@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sgl_aspects.runtime.kv_cache.pages import pages_of, slots_of
 from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.kv_cache.pages import ReqToTokenPool
-    from sgl_aspects.runtime.scheduling.batch import Req
+    from sgl_aspects.runtime.kv_cache.prefix_cache import Node
+
+
+class CachedRequest(Protocol):
+    """The part of a request that concerns the cache."""
+
+    #: All pages; how many of them, from the first on, are the prefix tree's, and where they end in it.
+    pages: list[int]
+    shared_pages: int
+    prefix: Node | None
+    #: Row of ``req_to_token``; -1 while waiting.
+    row: int
+    #: Tokens whose keys and values are in the cache.
+    computed_tokens: int
+
+    @property
+    def total_tokens(self) -> int: ...
+
+    def tokens_between(self, start: int, end: int) -> list[int]: ...
 
 
 class KVCache:
@@ -45,7 +63,7 @@ class KVCache:
         """Tokens in the prefix tree, whether held or not."""
         return self.prefix_cache.num_pages * self.page_size
 
-    def match_prefix(self, req: Req) -> int:
+    def match_prefix(self, req: CachedRequest) -> int:
         """Lock the longest cached prefix for ``req``; returns its number of tokens: never all of them."""
         tokens = req.tokens_between(0, req.total_tokens - 1)
         whole = len(tokens) // self.page_size * self.page_size
@@ -77,7 +95,7 @@ class KVCache:
         if pages:
             self.allocator.free(slots_of(pages, self.page_size))
 
-    def add(self, req: Req, reserve: int) -> bool:
+    def add(self, req: CachedRequest, reserve: int) -> bool:
         """Allocate a row and pages for all tokens of ``req``; False, and nothing allocated, if they leave
         less than ``reserve`` tokens for others.
         """
@@ -93,7 +111,7 @@ class KVCache:
         req.computed_tokens = cached
         return True
 
-    def extend(self, req: Req, num_tokens: int) -> bool:
+    def extend(self, req: CachedRequest, num_tokens: int) -> bool:
         """Extend the request's pages to ``num_tokens`` tokens; False if memory has run out."""
         missing = num_tokens - len(req.pages) * self.page_size
         if missing <= 0:
@@ -105,7 +123,7 @@ class KVCache:
         req.pages += pages
         return True
 
-    def store_prefix(self, req: Req) -> None:
+    def store_prefix(self, req: CachedRequest) -> None:
         """Insert the request's computed tokens into the tree, for other requests; they stay locked."""
         count = req.computed_tokens // self.page_size
         if not self._keeps_prefixes or count <= req.shared_pages:
@@ -123,7 +141,7 @@ class KVCache:
             req.pages[:count] = kept
             self.req_to_token_pool.set_pages(req.row, 0, kept)
 
-    def release(self, req: Req) -> None:
+    def release(self, req: CachedRequest) -> None:
         """Release the request's memory; its computed tokens stay in the tree until memory is needed."""
         self.store_prefix(req)
         self._free(req.pages[req.shared_pages :])

@@ -8,5 +8,6 @@ hf_folder.py       config.json, *.safetensors, tokenizer.json, chat template, ge
 gguf_file.py       all of that from one GGUF file
 gguf_reader.py     the file format
 gguf_tokenizer.py  its tokenizer
+tokenizer.py       Tokenizer: text to tokens and back, and the chat template
 weights.py         fills a model's parameters
 """

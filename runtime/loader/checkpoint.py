@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint
 from sgl_aspects.runtime.loader.gguf_reader import GGUFReader
 from sgl_aspects.runtime.loader.gguf_tokenizer import build_tokenizer
 from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
 from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 # The kinds of token, as the format numbers them.
 _CONTROL, _USER_DEFINED = 3, 4

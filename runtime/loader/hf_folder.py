@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer, read_tokenizer_file
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint
 from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
 from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer, read_tokenizer_file
 
 if TYPE_CHECKING:
     import torch

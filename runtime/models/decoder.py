@@ -6,12 +6,13 @@ A family is a subclass of :class:`CausalLM` that defines its layers' attention.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sgl_aspects.runtime.execution.communicator import Communicator
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.loader.weights import fill_weights, weight_targets
 from sgl_aspects.runtime.models.mlp import GatedMLP, MoEBlock
@@ -119,6 +120,11 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits of each row of ``hidden``, on every rank."""
         return self.head_tp.all_gather(self.lm_head(hidden))
+
+    def compile_layers(self, compiler: Any) -> None:
+        """Compile each layer at its first call, for any number of tokens, by a backend of torch.compile."""
+        for layer in self.model.layers:
+            layer.compile(backend=compiler, dynamic=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """``weights`` under their Hugging Face names."""

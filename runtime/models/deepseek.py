@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from sgl_aspects.runtime.attention.base import IndexerInputs
-from sgl_aspects.runtime.execution.communicator import Communicator
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import IndexerConfig, MLAConfig, ModelConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.models.decoder import CausalLM
 from sgl_aspects.runtime.ops import (
-    Attention,
     ColumnParallelLinear,
     Linear,
     RMSNorm,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.execution.communicator import Communicator
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.models.decoder import CausalLM
-from sgl_aspects.runtime.ops import Attention, MergedLinear, RMSNorm, RotaryEmbedding, RowParallelLinear
+from sgl_aspects.runtime.ops import MergedLinear, RMSNorm, RotaryEmbedding, RowParallelLinear
 
 
 class LlamaAttention(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.ops import (
     FusedExperts,

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.runtime import dispatch
-from sgl_aspects.runtime.execution.communicator import Communicator
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.core import ForwardBatch
+from sgl_aspects.runtime.kv_cache import StatePool
 from sgl_aspects.runtime.loader.model_config import LinearAttentionConfig, ModelConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.models.decoder import CausalLM
-from sgl_aspects.runtime.ops import Attention, GemmaRMSNorm, Linear, RMSNorm, RotaryEmbedding
+from sgl_aspects.runtime.ops import GemmaRMSNorm, Linear, RMSNorm, RotaryEmbedding
 from sgl_aspects.runtime.ops.base import parameter
 
 
@@ -134,7 +136,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def _states(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        states = batch.attention_backend.states
+        states: StatePool | None = batch.attention_backend.states
         assert states is not None  # the runner makes them for every model with such layers
         return states.of_layer(self.layer_id)
 

@@ -1,7 +1,6 @@
 """The layers that models are made of: each calls a functional operator of ``runtime/dispatch``."""
 
 from sgl_aspects.runtime.ops.activation import GeluAndMul, SiluAndMul
-from sgl_aspects.runtime.ops.attention import Attention
 from sgl_aspects.runtime.ops.base import Operator
 from sgl_aspects.runtime.ops.embedding import Embedding
 from sgl_aspects.runtime.ops.linear import Linear
@@ -11,7 +10,6 @@ from sgl_aspects.runtime.ops.parallel import ColumnParallelLinear, MergedLinear,
 from sgl_aspects.runtime.ops.rotary import RotaryEmbedding
 
 __all__ = [
-    "Attention",
     "ColumnParallelLinear",
     "Embedding",
     "FusedExperts",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgl_aspects.runtime import dispatch
-from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.model_config import MoEConfig
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.ops.base import Operator, parameter

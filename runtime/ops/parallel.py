@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.weights import Target
 from sgl_aspects.runtime.ops.linear import Linear
 

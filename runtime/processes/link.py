@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_aspects import errors
 from sgl_aspects.errors import EngineError, SchedulerDiedError
-from sgl_aspects.runtime.processes.messages import (
+from sgl_aspects.runtime.messages import (
     FailureMessage,
     ProfileRequest,
     ReadyMessage,

@@ -10,8 +10,7 @@ import tempfile
 import time
 from typing import Any
 
-from sgl_aspects.runtime.processes.messages import FailureMessage
-from sgl_aspects.runtime.processes.rank_links import RankLinks
+from sgl_aspects.runtime.messages import FailureMessage, RankLinks
 from sgl_aspects.runtime.processes.worker import LEFT_TO_OWNER, run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
 

@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 
 from sgl_aspects.errors import Stop
 from sgl_aspects.plugins import load_plugins
-from sgl_aspects.runtime.processes.messages import FailureMessage
-from sgl_aspects.runtime.processes.rank_links import RankLinks
+from sgl_aspects.runtime.messages import FailureMessage, RankLinks
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_aspects.runtime.scheduling.batch import Req
+from sgl_aspects.runtime.core import Req
 
 _FORBIDDEN = float("-inf")
 

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """One output token; natural logarithms."""
-
-    token_id: int
-    logprob: float
-    #: The requested number of likeliest tokens, best first.
-    top: tuple[tuple[int, float], ...] = ()
+from sgl_aspects.runtime.messages import TokenLogprobs
 
 
 def token_logprobs(

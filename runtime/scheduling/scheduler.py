@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from sgl_aspects.errors import EngineError, InvalidRequestError, ModelLoadError, QueueFullError
+from sgl_aspects.runtime.core import Batch, ForwardMode, Req, SampledTokens
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.execution.profiling import ProfileWindow
-from sgl_aspects.runtime.processes.messages import (
+from sgl_aspects.runtime.grammar import GrammarCompiler
+from sgl_aspects.runtime.messages import (
     AbortRequest,
     ProfileRequest,
+    RankLinks,
     ReadyMessage,
     Reply,
     ShutdownRequest,
@@ -35,10 +38,6 @@ from sgl_aspects.runtime.processes.messages import (
     TokenOutput,
     UpdateWeightsRequest,
 )
-from sgl_aspects.runtime.processes.rank_links import RankLinks
-from sgl_aspects.runtime.sampling.sampled_tokens import SampledTokens
-from sgl_aspects.runtime.scheduling.batch import Batch, ForwardMode, Req
-from sgl_aspects.runtime.scheduling.grammar import GrammarCompiler
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

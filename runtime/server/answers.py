@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sgl_aspects.runtime.frontend.request import Prompt, StreamChunk
-from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs
+from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
 from sgl_aspects.runtime.server.gate import read_body

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_aspects.runtime.frontend.request import Prompt
-from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs
+from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.answers import Endpoint, common_params

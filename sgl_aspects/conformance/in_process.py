@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sgl_aspects.runtime.processes.messages import TokenizedRequest
+from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults

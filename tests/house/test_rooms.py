@@ -42,6 +42,39 @@ def test_imports_point_one_way() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_the_table_grants_what_is_used_and_no_more() -> None:
+    used: dict[str, set[str]] = {}
+    packages = {"torch": "torch", "opentelemetry": "OpenTelemetry", "wrapt": "wrapt"}
+    for room, path in modules():
+        for _, name in imported(path):
+            first, *rest = name.split(".")
+            if first == "sgl_aspects" and rest:
+                used.setdefault(room, set()).add(rest[0])
+            elif first in packages:
+                used.setdefault(room, set()).add(packages[first])
+    unused = {room: allowed - used.get(room, set()) - {room} for room, allowed in ALLOWED.items()}
+    assert not {room: names for room, names in unused.items() if names}
+
+
+def test_parts_of_the_runtime_import_what_their_row_names_from_the_rows_above() -> None:
+    """A part is a folder or a module of runtime/; docs/architecture.md lists them from the lowest up."""
+    rows = re.findall(
+        r"^\| `runtime/(\w+)(?:/|\.py)` \| [^|]+ \| ([^|]*)\|$",
+        (ROOT / "docs" / "architecture.md").read_text(),
+        re.MULTILINE,
+    )
+    used: dict[str, set[str]] = {}
+    for path in (ROOT / "runtime").rglob("*.py"):
+        part = path.relative_to(ROOT / "runtime").parts[0].removesuffix(".py")
+        names = [name.split(".") for _, name in imported(path) if name.startswith("sgl_aspects.runtime.")]
+        used.setdefault(part, set()).update(name[2] for name in names if name[2] != part)
+    used.pop("__init__")  # the public API of all of them
+    assert {part: set(re.findall(r"`(\w+)`", names)) for part, names in rows} == used
+    for number, (part, _) in enumerate(rows):
+        below = {lower for lower, _ in rows[:number]}
+        assert used[part] <= below, f"{part} imports {sorted(used[part] - below)}"
+
+
 # Names of engines that users write, wherever they are read; and files that bear one.
 PUBLIC_NAMES = (
     "SGLANG_PLATFORM",

@@ -16,7 +16,7 @@ LONGER = {
     "platforms/test_devices.py": 440,
     "platforms/test_discovery.py": 500,
     "platforms/test_platforms.py": 536,
-    "runtime/test_parts.py": 546,
+    "runtime/test_parts.py": 470,
     "runtime/test_scheduler.py": 432,
     "runtime/test_server.py": 450,
     "support/broken_platforms.py": 493,

@@ -15,8 +15,8 @@ from sgl_aspects.errors import ConfigError, EngineError, PlatformError, Platform
 from sgl_aspects.platforms import PlatformCapabilities, current_platform, set_current_platform
 from sgl_aspects.runtime import Engine
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
+from sgl_aspects.runtime.communicator import make_communicator
 from sgl_aspects.runtime.dispatch.configuration import find_platform_file
-from sgl_aspects.runtime.execution.communicator import make_communicator
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 from tests.support.acme import AcmePlatform, HighPagesFirst, MHATokenToKVPool

@@ -56,7 +56,7 @@ EXPERTS = GATED | {"register_oot_forward of FusedExperts"}
         pytest.param(
             "llama",
             {"compile": True, "compile_mode": "fast"},
-            GATED | {"mha pool", "pieces", "compile mode fast"},
+            GATED | {"mha pool", "compile mode fast"},
             id="compiled",
         ),
         pytest.param("llama", {"tp_size": 2}, GATED | {"mha pool", "all_reduce"}, id="heads"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.execution.communicator import (
+from sgl_aspects.runtime.communicator import (
     Communicator,
     FlagCXCommunicator,
     TorchCommunicator,

@@ -20,7 +20,7 @@ from sgl_aspects.platforms.cuda import CudaPlatform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.execution.graph_runner import GraphRunner, capture_sizes
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
-from sgl_aspects.runtime.processes.messages import TokenizedRequest
+from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from tests.support.answers import clear_answers, clear_seed, random_prompts
 from tests.support.schedulers import run_in_process

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgl_aspects.runtime import SamplingParams
+from sgl_aspects.runtime.core import Req
 from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, PrefixCache, ReqToTokenPool
 from sgl_aspects.runtime.kv_cache.pages import pages_of
 from sgl_aspects.runtime.kv_cache.prefix_cache import Node
-from sgl_aspects.runtime.scheduling.batch import Req
 from tests.support.schedulers import Memory
 
 ROWS = 5

@@ -9,18 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_aspects.errors import ConfigError, InvalidRequestError, ModelLoadError
-from sgl_aspects.platforms import set_current_platform
-from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.frontend.text_stream import IncrementalDecoder, StopTexts
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.kv_cache import (
     MHATokenPool,
     MLATokenPool,
@@ -33,7 +29,7 @@ from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
 from sgl_aspects.runtime.loader.hf_folder import HuggingFaceCheckpoint
 from sgl_aspects.runtime.loader.model_config import RopeConfig
-from sgl_aspects.runtime.ops import Linear, Operator, RMSNorm
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 from sgl_aspects.runtime.sampling.sampler import Sampler
 from tests.support.tiny_models import make_tokenizer
 
@@ -463,84 +459,10 @@ def test_the_bytes_of_a_token_are_those_of_its_rows() -> None:
     assert token_bytes("dsa", torch.float32, 2, **sizes) == 2 * 17 * 4
 
 
-# -- operators ---------------------------------------------------------------------------------------
-
-
-class KeyedPlatform(CpuPlatform):
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def get_dispatch_key_name(self) -> str:
-        return self.key
-
-
-def test_a_layer_runs_the_platforms_override_and_else_computes() -> None:
-    class Double(Operator):
-        def compute(self, x: int) -> int:
-            return 2 * x
-
-        def forward_chip(self, x: int) -> int:
-            return x + x + 1000
-
-    def with_key(key: str) -> int:
-        set_current_platform(KeyedPlatform(key))
-        return int(Double()(4))
-
-    try:
-        assert (with_key("native"), with_key("chip"), with_key("other")) == (8, 1008, 8)
-    finally:
-        set_current_platform(None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 5, 35, 40])
-def test_packed_products_equal_the_reference(dtype: torch.dtype, rows: int) -> None:
-    linear = Linear(48, 96, bias=True, dtype=dtype)
-    torch.manual_seed(1)
-    assert linear.bias is not None
-    linear.weight.data.normal_()
-    linear.bias.data.normal_()
-    x = torch.randn(rows, 48).to(dtype)
-    with torch.inference_mode():
-        expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
-        linear.prepare_weights()
-        torch.testing.assert_close(
-            linear(x), expected, rtol=2e-2 if dtype != torch.float32 else 1e-4, atol=1e-4
-        )
-
-
-def test_prompts_of_all_lengths_leave_few_kernels_behind() -> None:
-    linear = Linear(64, 128, bias=False, dtype=torch.float32)
-    linear.weight.data.normal_()
-    linear.prepare_weights()
-    memory = psutil.Process().memory_info
-    with torch.inference_mode():
-        linear(torch.ones(1, 64))
-        before = memory().rss
-        for rows in range(1, 513):
-            assert linear(torch.ones(rows, 64)).shape == (rows, 128)
-    # A kernel for each of them would be 140 MiB.
-    assert memory().rss - before < 48 << 20
-
-
-def test_rms_norm_equals_its_definition() -> None:
-    norm = RMSNorm(32, 1e-5, torch.float32)
-    norm.weight.data.normal_()
-    x, residual = torch.randn(3, 32), torch.randn(3, 32)
-
-    def definition(v: torch.Tensor) -> torch.Tensor:
-        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
-
-    torch.testing.assert_close(norm(x), definition(x))
-    normed, total = norm(x, residual)
-    torch.testing.assert_close(total, x + residual)
-    torch.testing.assert_close(normed, definition(x + residual))
-
-
 def test_messages_survive_the_pipe() -> None:
     import pickle
 
-    from sgl_aspects.runtime.processes.messages import TokenizedRequest
+    from sgl_aspects.runtime.messages import TokenizedRequest
 
     message = TokenizedRequest("r", [1, 2], SamplingParams(stop="x", stop_token_ids=[3]))
     assert dataclasses.asdict(pickle.loads(pickle.dumps(message))) == dataclasses.asdict(message)

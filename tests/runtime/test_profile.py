@@ -11,7 +11,7 @@ import pytest
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.runtime import Engine, SamplingParams
-from sgl_aspects.runtime.processes.messages import ProfileRequest
+from sgl_aspects.runtime.messages import ProfileRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from sgl_aspects.runtime.server_args import ServerArgs
 from tests.support.http_server import serving

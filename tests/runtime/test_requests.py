@@ -12,8 +12,8 @@ import pytest
 
 from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.runtime import Engine, SamplingParams
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 from tests.support.answers import clear_model, clear_seed
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_tokenizer

@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sgl_aspects.errors import InvalidRequestError, ModelLoadError, QueueFullError
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.execution.communicator import Communicator
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.core import Batch, ForwardMode, Req
 from sgl_aspects.runtime.kv_cache import KVCache, PagedAllocator, ReqToTokenPool
-from sgl_aspects.runtime.processes.messages import (
+from sgl_aspects.runtime.messages import (
     AbortRequest,
     Reply,
     TokenizedRequest,
@@ -25,7 +26,6 @@ from sgl_aspects.runtime.processes.messages import (
     UpdateWeightsRequest,
 )
 from sgl_aspects.runtime.scheduling import scheduler as scheduler_module
-from sgl_aspects.runtime.scheduling.batch import Batch, ForwardMode, Req
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 from tests.support.schedulers import Memory
 

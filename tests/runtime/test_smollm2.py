@@ -19,8 +19,8 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from sgl_aspects.runtime import Engine, SamplingParams
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
 from sgl_aspects.runtime.loader.checkpoint import open_checkpoint
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 from tests.support.answers import MARGIN, greedy, margin
 
 NEW_TOKENS = 32

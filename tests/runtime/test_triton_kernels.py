@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
+from sgl_aspects.runtime.attention.layer import Attention
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
+from sgl_aspects.runtime.core import ForwardBatch, ForwardMode
 from sgl_aspects.runtime.dispatch.define import OPERATORS
-from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
 from sgl_aspects.runtime.kv_cache import ReqToTokenPool
 from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool
-from sgl_aspects.runtime.ops import Attention
-from sgl_aspects.runtime.scheduling.batch import ForwardMode
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

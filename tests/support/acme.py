@@ -1,7 +1,7 @@
 """A vendor's package, as one would write it from SGLang's documentation: everything is its own.
 
 Pools take the arguments that SGLang gives, all of them required; the allocator hands high pages out first;
-pieces, collectives and operators are the vendor's. Used parts are listed in the file ACME_USED.
+collectives and operators are the vendor's. Used parts are listed in the file ACME_USED.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from sgl_aspects.platforms import PlatformCapabilities, PlatformEnum, SRTPlatform
+from sgl_aspects.platforms import PlatformEnum, SRTPlatform
 from sgl_aspects.platforms.cpu import CpuDeviceMixin
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
-from sgl_aspects.runtime.execution.communicator import TorchCommunicator
-from sgl_aspects.runtime.models.decoder import DecoderLayer
+from sgl_aspects.runtime.communicator import TorchCommunicator
 from sgl_aspects.runtime.ops import FusedExperts, Linear, Operator, RMSNorm, SiluAndMul
 
 
@@ -178,23 +177,6 @@ class HighPagesFirst:
 # -- execution --------------------------------------------------------------------------------------------
 
 
-class Pieces:
-    """Compiles each layer with the platform's backend, in the user's mode."""
-
-    def __init__(self, model_runner: Any) -> None:
-        self.model_runner = model_runner
-
-    def compile(self) -> None:
-        used("pieces")
-        runner = self.model_runner
-        disable: Any = torch.compiler.disable
-        runner.attention_backend.forward = disable(runner.attention_backend.forward)
-        backend = runner.platform.get_compile_backend(runner.server_args.compile_mode)
-        for module in runner.model.modules():
-            if isinstance(module, DecoderLayer):
-                module.compile(backend=backend, dynamic=True)
-
-
 class AcmeCommunicator(TorchCommunicator):
     """Gathers the tensors and sums them."""
 
@@ -253,7 +235,6 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     device_name = "acme"
     device_type = "cpu"
-    capabilities = PlatformCapabilities(piecewise_graph=True)
 
     supported_quantization = ("int8", "acme4")
 
@@ -284,9 +265,6 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:
         used(f"compile mode {mode}")
         return "eager"
-
-    def get_piecewise_backend_cls(self) -> type:
-        return Pieces
 
 
 class QuantizedAcmePlatform(AcmePlatform):

@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.processes.messages import ReadyMessage, TokenizedRequest
-from sgl_aspects.runtime.scheduling.batch import Req
+from sgl_aspects.runtime.core import Req
+from sgl_aspects.runtime.messages import ReadyMessage, TokenizedRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
 NEW_TOKENS = 12

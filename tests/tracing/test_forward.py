@@ -15,7 +15,7 @@ from sgl_aspects.engines import EMBEDDED, SGLANG, Engine
 from sgl_aspects.engines.base import Outcome, Role
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.platforms import DeviceGraph
-from sgl_aspects.runtime.scheduling.batch import ForwardMode
+from sgl_aspects.runtime.core import ForwardMode
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.observers.forward import ForwardObserver

@@ -24,7 +24,7 @@ import ctypes, json, logging, sys, types
 from types import SimpleNamespace
 from sgl_aspects.weaving import Advice, HookType, Target, weave as weave_advice
 from sgl_aspects.engines import EMBEDDED
-from sgl_aspects.runtime.scheduling.batch import ForwardMode
+from sgl_aspects.runtime.core import ForwardMode
 from sgl_aspects.tracing import native
 from sgl_aspects.tracing.collector.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers

@@ -161,7 +161,7 @@ if __name__ == "__main__":
     trace.set_tracer_provider(provider)
     with attach(level=3, **({"file": file} if mode == "ring" else {})) as session:
         from sgl_aspects.runtime import SamplingParams, ServerArgs
-        from sgl_aspects.runtime.processes.messages import TokenizedRequest
+        from sgl_aspects.runtime.messages import TokenizedRequest
         from sgl_aspects.runtime.scheduling.scheduler import Scheduler
         ours, theirs = multiprocessing.Pipe()
         scheduler = Scheduler(ServerArgs(model, max_total_tokens=256, chunked_prefill_size=8), theirs)

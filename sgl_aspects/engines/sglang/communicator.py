@@ -89,7 +89,7 @@ _WORK = (all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, 
 
 def _communicator_class(class_name: str) -> Any:
     from sgl_aspects.platforms import resolve_qualified_name
-    from sgl_aspects.runtime.execution.communicator import Communicator, TorchCommunicator
+    from sgl_aspects.runtime.communicator import Communicator, TorchCommunicator
 
     if class_name == "torch":
         return TorchCommunicator

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.base import IndexerInputs
-    from sgl_aspects.runtime.execution.forward_batch import ForwardBatch
+    from sgl_aspects.runtime.core import ForwardBatch
 
 
 class Attention(nn.Module):
@@ -54,5 +54,5 @@ class Attention(nn.Module):
         """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
         v_head_dim] → [tokens, heads, v_head_dim]. With ``index``: over the tokens that it finds best."""
         more: dict[str, Any] = {} if index is None else {"index": index}
-        output = batch.attention_backend.forward(query.flatten(1), key, value, self, batch, **more)
+        output: Tensor = batch.attention_backend.forward(query.flatten(1), key, value, self, batch, **more)
         return output.view(-1, self.tp_q_head_num, self.v_head_dim)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sgl_aspects.errors import InvalidRequestError
-from sgl_aspects.runtime.frontend.tokenizer import Tokenizer
+from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

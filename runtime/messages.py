@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 from sgl_aspects.errors import EngineError
 from sgl_aspects.runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from sgl_aspects.runtime.sampling.logprobs import TokenLogprobs
 
 # Why a request ended: "stop" (an end token or a stop text), "length" (max_new_tokens), "abort", "error".
 
@@ -87,6 +85,16 @@ class FailureMessage:
     time_ns: int = field(default_factory=time.monotonic_ns)
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One output token; natural logarithms."""
+
+    token_id: int
+    logprob: float
+    #: The requested number of likeliest tokens, best first.
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass
 class TokenOutput:
     """To the caller: the output of one request in one step."""
@@ -110,3 +118,23 @@ class Reply:
     number: int
     value: Any = None
     error: EngineError | None = None
+
+
+@dataclass
+class RankLinks:
+    """The rank of one scheduler process, and its pipes to the others.
+
+    With tensor parallelism each rank has a process, and each process a whole Scheduler that makes the same
+    decisions:
+
+        owner ──► rank 0 ──► rank 1       messages: rank 0 passes on what it gets, before each step
+                  rank 0 ◄─► rank 1       tensors: the communicator, in the model and for the sampled tokens
+        owner ◄── rank 0                  outputs and answers; the others send nothing but their last error
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    #: Where the communicator's ranks meet.
+    init_method: str = ""
+    #: Of rank 0: to each of the others. Of another rank: the one from rank 0.
+    peers: list[Connection] = field(default_factory=list)
