@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import sgl_aspects
+from sgl_aspects import isolated
 from sgl_aspects.attach import dormant, entry, injection, package
+from sgl_aspects.attach.debugging import connection
 from sgl_aspects.attach.permissions import check, explained
 from sgl_aspects.attach.process_tree import Process, read_process
 from sgl_aspects.errors import AttachError
@@ -67,27 +68,25 @@ class Run:
         return run
 
     def _start_guard(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(sgl_aspects.__file__).parent.parent)}
+        debugger = connection()
+        shared = [] if debugger is None else [debugger.fileno()]
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "sgl_aspects.attach.guard", str(self.folder)],
+            isolated.python("sgl_aspects.attach.guard", str(self.folder), *map(str, shared)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env=environment,
+            pass_fds=shared,
             start_new_session=True,
         )
 
     # -- attaching ------------------------------------------------------------------------------------------
 
     def prepare(self, processes: Sequence[Process]) -> None:
-        """Copy the modules that the processes need, and give their user access to the folder."""
+        """Copy the modules that the processes need."""
         for process in processes:
             executable = package.interpreter_of(process.id)
             if executable not in self._interpreters:
                 place = self._own / "package" / str(len(self._interpreters))
                 self._interpreters[executable] = package.bring(executable, place)
-        owner = os.stat(f"/proc/{processes[0].id}")
-        if owner.st_uid != os.geteuid():
-            _give(self.folder, owner.st_uid, owner.st_gid)
 
     def attach(self, process: Process, environment: Mapping[str, str]) -> Answer:
         """Weave in one process. The answer names what was woven, or why nothing was."""
@@ -196,10 +195,6 @@ class Run:
         start = self._own / f"{key}.py"
         start.write_text(f"{source}\n\nenter({str(self._own)!r}, {key!r})\n", encoding="utf-8")
         write_private(self._own / f"{key}.request", json.dumps(request).encode())
-        owner = os.stat(f"/proc/{process.id}")
-        if owner.st_uid != os.geteuid():
-            for file in (start, self._own / f"{key}.request"):
-                os.chown(file, owner.st_uid, owner.st_gid)
         taken = self._own / f"{key}.taken"
         if prepared is not None:
             stood = prepared.run_file(start, taken.exists)
@@ -239,9 +234,3 @@ def run_of(process_id: int) -> Path | None:
         if process_id in {process.id for process in Run(folder).attached()}:
             return folder
     return None
-
-
-def _give(folder: Path, user: int, group: int) -> None:
-    for path, _, files in os.walk(folder):
-        for name in [path, *(os.path.join(path, file) for file in files)]:
-            os.chown(name, user, group)

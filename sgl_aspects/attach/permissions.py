@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_aspects.attach.debugging import connection
 from sgl_aspects.attach.process_tree import Process
 from sgl_aspects.errors import AttachError
 
@@ -39,7 +40,7 @@ class Facts:
             process_id=process.id,
             user=int(status["Uid"].split()[0]),
             our_user=os.geteuid(),
-            has_capability=bool(capabilities >> _PTRACE & 1),
+            has_capability=connection() is not None or bool(capabilities >> _PTRACE & 1),
             ptrace_scope=_ptrace_scope(),
             tracer=int(status["TracerPid"]),
             is_stopped=status["State"].startswith("T"),

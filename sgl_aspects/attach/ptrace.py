@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_aspects.attach.owner import process_folder
 from sgl_aspects.errors import AttachError
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
@@ -47,6 +49,8 @@ _libc.ptrace.restype = ctypes.c_long
 
 #: A call in the other process: the function's address, and its arguments (at most two).
 Call = tuple[int, ...]
+#: Raises ``AttachError`` for a process that must be left alone: its id, and its folder below ``/proc``, open.
+Check = Callable[[int, int], None]
 #: A placeholder for an argument: the result of the first call.
 FIRST_RESULT = -1
 
@@ -137,16 +141,35 @@ def _wait_for_stop(process_id: int) -> int:
         time.sleep(0.0001)
 
 
+def _accept(process_id: int, folder: int) -> None:
+    """Accept any process that the kernel lets this user debug."""
+
+
+@contextlib.contextmanager
+def _memory(process_id: int, mode: str, check: Check) -> Iterator[io.FileIO]:
+    """Open the memory of a process that is stopped or only read, and then check the process.
+
+    In this order: a program that is started with more rights before the opening is seen by the check, and one
+    that is started later has other memory than what was opened.
+    """
+    with process_folder(process_id) as folder:
+        flags = os.O_CLOEXEC | (os.O_RDWR if "+" in mode else os.O_RDONLY)
+        with io.FileIO(os.open("mem", flags, dir_fd=folder), mode) as memory:
+            check(process_id, folder)
+            yield memory
+
+
 def call_in_main_thread(
-    process_id: int, calls: Sequence[Call], stub_at: int, *, wait: Wait | None = None
+    process_id: int, calls: Sequence[Call], stub_at: int, *, wait: Wait | None = None, check: Check = _accept
 ) -> float | None:
     """Make the main thread execute ``calls``, by code at ``stub_at``; returns the seconds of the stop.
 
     ``wait``: only if it is in this wait, which then ends early, as after a signal; otherwise returns None,
-    and nothing is done. Without it, a call must not sleep: the interrupted wait goes on.
+    and nothing is done. Without it, a call must not sleep: the interrupted wait goes on. ``check`` raises
+    ``AttachError`` for a stopped process that nothing may be done to.
     """
-    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, stopped(process_id):
-        begin = time.perf_counter()
+    begin = time.perf_counter()
+    with stopped(process_id), _memory(process_id, "r+b", check) as memory:
         registers = _registers(process_id)
         if wait is not None and not wait.goes_on(registers):
             return None
@@ -157,9 +180,11 @@ def call_in_main_thread(
     return time.perf_counter() - begin
 
 
-def write_memory(process_id: int, address: int, data: bytes, *, code: range = range(0)) -> bool:
+def write_memory(
+    process_id: int, address: int, data: bytes, *, code: range = range(0), check: Check = _accept
+) -> bool:
     """Write ``data`` while the main thread is stopped; False, and nothing done, if it is inside ``code``."""
-    with open(f"/proc/{process_id}/mem", "r+b", buffering=0) as memory, stopped(process_id):
+    with stopped(process_id), _memory(process_id, "r+b", check) as memory:
         if code and _is_inside(process_id, memory.fileno(), code):
             return False
         _write(memory.fileno(), address, data)
@@ -191,8 +216,8 @@ def _registers(process_id: int) -> list[int]:
     return list(_REGISTERS.unpack(buffer.raw))
 
 
-def read_memory(process_id: int, address: int, size: int) -> bytes:
-    with open(f"/proc/{process_id}/mem", "rb", buffering=0) as memory:
+def read_memory(process_id: int, address: int, size: int, *, check: Check = _accept) -> bytes:
+    with _memory(process_id, "rb", check) as memory:
         return os.pread(memory.fileno(), size, address)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from sgl_aspects import config, env
+from sgl_aspects.attach.delegation import owner_to_become, run_as
 from sgl_aspects.attach.dormant import control_of
 from sgl_aspects.attach.operation import Answer, Run
 from sgl_aspects.attach.permissions import check
@@ -49,7 +50,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Attach, wait for the end of the time, Ctrl-C or `sgl-aspects detach`, and detach."""
+    """Attach, wait for the end of the time, Ctrl-C or `sgl-aspects detach`, and detach.
+
+    Root's command for another user's process does it as that user.
+    """
+    processes = engine_tree(arguments.pid, is_wanted=arguments.force or bool(arguments.config))
+    if (owner := owner_to_become(processes)) is None:
+        return _run(arguments, processes)
+    for process in processes:
+        check(process)
+    return run_as(owner, "sgl_aspects.cli.as_owner", _words(arguments), processes)
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """Return the command line for the same from another folder."""
+    words = ["attach", str(arguments.pid)]
+    values = {
+        "level": arguments.level,
+        "endpoint": arguments.endpoint,
+        "prometheus": arguments.prometheus,
+        "for": arguments.seconds,
+        "file": arguments.file and os.path.abspath(arguments.file),
+        "config": arguments.config and os.path.abspath(arguments.config),
+    }
+    words += [f"--{flag}={value}" for flag, value in values.items() if value is not None]
+    chosen = {"--force": arguments.force, "--dry-run": arguments.dry_run}
+    return words + [flag for flag, is_chosen in chosen.items() if is_chosen]
+
+
+def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
     environment = trace_environment(os.environ, arguments, _LEVEL)
     # The running engine may leave the collector little processor time for its last spans.
     environment.setdefault("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "10")
@@ -57,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         config.read(arguments.config)  # its errors are reported here, in one line
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
-    processes = engine_tree(arguments.pid, is_wanted=arguments.force or bool(arguments.config))
     for process in processes:
         check(process, needs_ptrace=control_of(process) is None)
     if arguments.dry_run:
@@ -114,10 +142,10 @@ def _wait(collector: CollectorProcess, seconds: float | None) -> None:
 
 def _detach(run: Run, collector: CollectorProcess | None) -> int:
     answers = run.detach()
-    for answer in answers:
-        print(describe_detached(answer), flush=True)
     if collector is None:
         run.discard()
+    for answer in answers:
+        print(describe_detached(answer), flush=True)
     return int(any(answer.error or answer.values["not_restored"] for answer in answers))
 
 

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import sgl_aspects
-from sgl_aspects import env
+from sgl_aspects import env, isolated
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import OwnDescriptor, write_private
 from sgl_aspects.tracing.export.variables import normalise
@@ -44,19 +43,6 @@ _KEPT = (
     "ALL_PROXY",
     "SSL_CERT_",
     "GRPC_",
-)
-# Python's own, for debugging the program: they would slow the collector, or make it print.
-_FOR_DEBUGGING = (
-    "PYTHONASYNCIODEBUG",
-    "PYTHONDEVMODE",
-    "PYTHONDUMPREFS",
-    "PYTHONINSPECT",
-    "PYTHONMALLOC",
-    "PYTHONMALLOCSTATS",
-    "PYTHONPROFILEIMPORTTIME",
-    "PYTHONTRACEMALLOC",
-    "PYTHONVERBOSE",
-    "PYTHONWARNINGS",
 )
 _KEEPER = str(Path(__file__).with_name("collector") / "keeper.py")
 _RESTARTED = "collector.restarted"
@@ -218,9 +204,14 @@ def how_to_start(folder: str | Path) -> str:
     return f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
 
 
+def is_for_collector(name: str) -> bool:
+    """Return whether an environment variable is one that a collector reads."""
+    return name.upper().startswith(_KEPT)
+
+
 def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None:
     """Save the variables that a collector of this run reads, for one that is restarted by hand."""
-    kept = {name: value for name, value in environment.items() if name.upper().startswith(_KEPT)}
+    kept = {name: value for name, value in environment.items() if is_for_collector(name)}
     write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
 
 
@@ -252,7 +243,7 @@ class CollectorProcess:
             values = _collector_environment(settings, environment)
             keep_collector_settings(folder, values)
             mark = str(Path(folder, _RESTARTED))
-            command = [sys.executable, "-m", "sgl_aspects.tracing.collector", folder, str(report_writer)]
+            command = isolated.python("sgl_aspects.tracing.collector", folder, str(report_writer))
             subprocess.run(
                 [sys.executable, "-I", "-S", _KEEPER, str(report_writer), mark, *command],
                 env=values,
@@ -325,12 +316,6 @@ def _collector_environment(settings: TraceSettings, environment: Mapping[str, st
     values = {**environment, **settings.overrides()}
     normalise(values)
     values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
-    for name in _FOR_DEBUGGING:
-        values.pop(name, None)
-    # The collector is not traced itself, and must find this package even if it is not installed.
-    values["SGL_ASPECTS_TRACE"] = "off"
-    root = str(Path(sgl_aspects.__file__).parent.parent)
-    values["PYTHONPATH"] = os.pathsep.join(filter(None, [values.get("PYTHONPATH"), root]))
+    values["SGL_ASPECTS_TRACE"] = "off"  # the collector is not traced itself
     values.pop(env.spelled("SGL_ASPECTS_RUN", values), None)  # plugins are for the engine's processes
-    values["PYTHONSAFEPATH"] = "1"
     return values

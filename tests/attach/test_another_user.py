@@ -1,0 +1,277 @@
+"""Root attaches to a process of another user, who tries to become root by it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.attachable import finish, kill_command, span_names
+from tests.support.other_user import (
+    NOBODY,
+    Shared,
+    require_two_users,
+    root_attaches,
+    root_command,
+    run_as_nobody,
+    running_as_nobody,
+    shared_folders,
+)
+from tests.support.processes import wait_until
+
+pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
+
+
+@pytest.fixture
+def interpreter() -> str:
+    return require_two_users()
+
+
+@pytest.fixture
+def folders(interpreter: str) -> Iterator[Shared]:
+    with shared_folders() as found:
+        yield found
+
+
+def test_root_attaches_to_another_users_process(interpreter: str, folders: Shared) -> None:
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        process = root_attaches(program, "--for=1s")
+        output = finish(process)
+        assert process.returncode == 0, output
+        assert "2 functions woven" in output
+        assert "2 originals are back" in output
+        assert "spans recorded" in output
+        wait_until(lambda: program.states == ["original", "woven", "original"])
+    assert {"sell", "wrap"} <= {name.split(".")[-1] for name in span_names(folders.theirs / "spans.jsonl")}
+    assert (folders.theirs / "spans.jsonl").stat().st_uid == NOBODY
+
+
+# Watches for the run's folder, which is known by its name, and makes a link in it. The names are predictable:
+# a process's id, the command's, a number.
+_PLANT = """
+import glob, os, sys, time
+target, *names = sys.argv[1:]
+while True:
+    for folder in glob.glob("/dev/shm/sgl-aspects-*"):
+        for name in names:
+            path = os.path.join(folder, name)
+            try:
+                os.symlink(target, path + ".planted")
+                os.rename(path + ".planted", path)
+            except OSError:
+                pass
+    time.sleep(0.0005)
+"""
+
+_PLANTED = {
+    "a script": [f"attach/PROGRAM-COMMAND-{number}.py" for number in range(2, 4)],
+    "a request": [f"attach/PROGRAM-COMMAND-{number}.request" for number in range(2, 4)],
+    "the collector's lock": ["collector.lock"],
+    "the mark of the end": ["closing"],
+    "the changes of what is recorded": ["control"],
+    "the variables of the collector": ["collector.json", ".collector.json-COLLECTOR"],
+    "the processes": ["attach/processes.json"],
+}
+
+
+@pytest.mark.parametrize("what", _PLANTED)
+@pytest.mark.parametrize("exists", [True, False], ids=["over a file", "where nothing is"])
+def test_a_link_in_the_runs_folder_leads_root_nowhere(
+    what: str, exists: bool, interpreter: str, folders: Shared
+) -> None:
+    precious = folders.ours / "precious"
+    if exists:
+        precious.write_text("root's")
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        process = root_attaches(program, "--for=1s")
+        numbers = {"PROGRAM": str(program.id), "COMMAND": str(process.pid)}
+        names = [re.sub("PROGRAM|COMMAND", lambda found: numbers[found[0]], name) for name in _PLANTED[what]]
+        planter = run_as_nobody([interpreter, "-I", "-c", _PLANT, str(precious), *names])
+        try:
+            finish(process)
+        finally:
+            planter.kill()
+            planter.wait()
+    _remove_what_is_left()
+    assert precious.exists() == exists
+    if exists:
+        assert precious.read_text() == "root's"
+        status = precious.stat()
+        assert (status.st_uid, status.st_gid) == (0, 0)
+
+
+def _remove_what_is_left() -> None:
+    """Remove what a planted link kept the command from removing."""
+    for folder in _runs_of_nobody():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_root_does_not_run_another_users_interpreter(interpreter: str, folders: Shared) -> None:
+    mark = folders.theirs / "ran-as"
+    own = folders.theirs / "python3"
+    shutil.copy(interpreter, own)
+    os.chown(own, NOBODY, NOBODY)
+    with running_as_nobody(folders.theirs, str(own)) as program:
+        assert program.lives(), program.said
+        trap = folders.theirs / "trap"
+        trap.write_text(f"#!/bin/sh\nid -ru >> {mark}; id -u >> {mark}; exit 1\n")
+        trap.chmod(0o755)
+        trap.rename(f"{own} (deleted)")
+        shutil.copy(f"{own} (deleted)", own.with_name("copy"))
+        own.with_name("copy").rename(own)
+        finish(root_attaches(program, "--for=0.1s"))
+    assert set(mark.read_text().split() if mark.exists() else []) <= {str(NOBODY)}
+
+
+_SHADOWED = ("json", "signal", "queue", "contextlib", "struct", "dataclasses", "wrapt", "sgl_aspects")
+
+
+def test_nothing_is_imported_from_the_folder_where_root_stands(interpreter: str, folders: Shared) -> None:
+    mark = folders.theirs / "ran-as"
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        standing = folders.theirs / "standing"
+        standing.mkdir()
+        for name in _SHADOWED:
+            (standing / f"{name}.py").write_text(
+                f"import os\nwith open({str(mark)!r}, 'a') as file: print(os.geteuid(), {name!r}, file=file)"
+            )
+        mark.touch()
+        mark.chmod(0o666)
+        finish(root_attaches(program, "--for=0.5s", folder=standing))
+    assert mark.read_text() == ""
+
+
+_STARTED = ("sgl_aspects.tracing.collector", "sgl_aspects.attach.guard")
+
+
+def test_all_that_the_command_starts_but_the_one_that_stops_threads_is_the_users(
+    interpreter: str, folders: Shared
+) -> None:
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        process = root_attaches(program)
+        wait_until(lambda: len(dict(_users_of_processes_with(*_STARTED))) == len(_STARTED))
+        users = dict(_users_of_processes_with(*_STARTED))
+        process.send_signal(signal.SIGINT)
+        output = finish(process)
+    assert "2 originals are back" in output
+    assert set(users.values()) == {(NOBODY,) * 4}
+
+
+def _users_of_processes_with(*words: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            line = status.with_name("cmdline").read_bytes().decode().split("\0")
+            text = status.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for word in words:
+            folder = Path(line[line.index(word) + 1]) if word in line else Path("/")
+            if folder.exists() and folder.stat().st_uid == NOBODY:
+                users = re.search(r"^Uid:\t(.*)$", text, re.MULTILINE)
+                assert users is not None
+                yield word, tuple(map(int, users[1].split()))
+
+
+def test_the_users_part_has_nothing_of_roots(
+    interpreter: str, folders: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_ROOTS", "secret")
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        process = root_attaches(program, folder=folders.ours)
+        wait_until(lambda: program.states[-1:] == ["woven"])
+        part = Path(f"/proc/{_process_with('sgl_aspects.cli.as_owner', str(program.id))}")
+        assert os.readlink(part / "cwd") == "/"
+        assert b"OF_ROOTS" not in (part / "environ").read_bytes()
+        opened = {os.readlink(each) for each in (part / "fd").iterdir()}
+        assert not [each for each in opened if not re.match(r"/dev/null|pipe:|socket:|/dev/shm/sgl-", each)]
+        assert os.getsid(int(part.name)) == int(part.name)  # no terminal of root's
+        status = dict(line.split(":\t", 1) for line in (part / "status").read_text().splitlines())
+        assert status["NoNewPrivs"] == "1"
+        assert {status[f"Cap{which}"] for which in ("Inh", "Prm", "Eff", "Amb")} == {"0" * 16}
+        process.send_signal(signal.SIGINT)
+        finish(process)
+
+
+def test_a_users_command_line_does_not_control_roots_terminal(interpreter: str, folders: Shared) -> None:
+    with running_as_nobody(folders.theirs, interpreter, words=["\x1b]0;owned\x07", "\u202e"]) as program:
+        for words in (("--dry-run",), ("--for=0.1s",)):
+            output = finish(root_attaches(program, *words))
+            assert "\\x1b]0;owned\\x07" in output
+            assert not [each for each in output if not each.isprintable() and each != "\n"]
+
+
+def test_kill_9_of_roots_command_or_of_its_users_part_detaches(interpreter: str, folders: Shared) -> None:
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        for whose in ("sgl_aspects.cli.as_owner", ""):
+            process = root_attaches(program)
+            wait_until(lambda: program.states[-1:] == ["woven"])
+            if whose:
+                os.kill(_process_with(whose, str(program.id)), signal.SIGKILL)
+                finish(process)
+            else:
+                kill_command(process)
+            wait_until(lambda: program.states[-1:] == ["original"])
+            assert program.lives()
+        wait_until(lambda: not [*_runs_of_nobody()])
+
+
+def _process_with(*words: str) -> int:
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if set(words) <= set(line.read_bytes().decode().split("\0")):
+                return int(line.parent.name)
+    raise AssertionError(words)
+
+
+def _runs_of_nobody() -> Iterator[Path]:
+    for folder in Path("/dev/shm").glob("sgl-aspects-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if folder.stat().st_uid == NOBODY and "prepared" not in folder.name:
+                yield folder
+
+
+def test_root_detaches_from_another_users_process(interpreter: str, folders: Shared) -> None:
+    with running_as_nobody(folders.theirs, interpreter) as program:
+        process = root_attaches(program)
+        wait_until(lambda: program.states[-1:] == ["woven"])
+        assert "2 originals are back" in finish(root_command("detach", str(program.id)))
+        assert "spans recorded" in finish(process)
+
+
+_CHANGES_ITSELF = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+_KEEPS_ROOT = "import os; os.setresuid(65534, 65534, 0)\n"
+_WAITS = "import threading; print('ready', flush=True); threading.Event().wait()"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "source", "reason"),
+    [
+        (["setpriv", "--inh-caps=+net_raw", "--ambient-caps=+net_raw"], "", "has capabilities"),
+        ([], _CHANGES_ITSELF, "does not let user 65534 debug it"),
+        ([], _KEEPS_ROOT, "runs with the user ids 65534, 65534, 0, 65534"),
+        (["unshare", "--user"], "", "runs in another user namespace"),
+    ],
+    ids=["a capability", "a change of its user", "a way back to root", "a namespace of its own"],
+)
+def test_a_process_with_more_rights_than_its_user_is_refused(
+    prefix: list[str], source: str, reason: str, interpreter: str, folders: Shared
+) -> None:
+    (folders.theirs / "program.py").write_text(source + _WAITS)
+    user = [] if source else ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    words = [*user, *prefix[prefix[:1] == ["setpriv"] :], interpreter, str(folders.theirs / "program.py")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]}) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            output = finish(root_command("attach", str(process.pid), "--force", "--file=/dev/null"))
+            assert reason in output
+            assert len(output.splitlines()) == 1
+        finally:
+            process.kill()

@@ -1,0 +1,132 @@
+"""Programs of another user, and commands that root runs on them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import sgl_aspects
+from tests.support.attachable import ASPECTS, PROGRAM, SECONDS, Program
+from tests.support.processes import wait_until
+
+NOBODY = 65534
+_PATHS = [
+    str(Path(sgl_aspects.__file__).parent.parent),
+    *(path for path in sys.path if "site-packages" in path),
+]
+# As the installed command: the current folder is not on its path.
+_MAIN = f"import sys; sys.path[:0] = {_PATHS!r}; from sgl_aspects.cli.main import main; sys.exit(main())"
+
+
+def run_as_nobody(words: Sequence[str], folder: Path | str = "/") -> subprocess.Popen[bytes]:
+    """Start a program as another user, with nothing of this process's environment."""
+    return subprocess.Popen(words, cwd=folder, env={}, user=NOBODY, group=NOBODY, extra_groups=[])
+
+
+@functools.cache
+def interpreter() -> str | None:
+    """Return a Python like this one that every user may run: this one may be in a private folder."""
+    version = ".".join(map(str, sys.version_info[:2]))
+    check = f"import sys; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"
+    for candidate in (sys.executable, f"/usr/local/bin/python{version}", f"/usr/bin/python{version}"):
+        try:
+            with run_as_nobody([candidate, "-I", "-c", check]) as process:
+                if process.wait() == 0:
+                    return candidate
+        except OSError:
+            continue
+    return None
+
+
+def require_two_users() -> str:
+    """Return an interpreter for both users; skip the test where there is none."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    found = interpreter()
+    if found is None:
+        pytest.skip("user nobody cannot run any Python of this version")
+    return found
+
+
+@dataclass
+class Shared:
+    """Folders of a test: ``theirs`` belongs to another user, ``ours`` to root, who alone may read it."""
+
+    theirs: Path
+    ours: Path
+
+
+@contextmanager
+def shared_folders() -> Iterator[Shared]:
+    """Make them beside each other, in a folder that everybody may enter."""
+    top = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        top.chmod(0o755)
+        folders = Shared(top / "theirs", top / "ours")
+        folders.theirs.mkdir(mode=0o755)
+        os.chown(folders.theirs, NOBODY, NOBODY)
+        folders.ours.mkdir(mode=0o700)
+        yield folders
+    finally:
+        shutil.rmtree(top)
+
+
+@contextmanager
+def running_as_nobody(
+    folder: Path, executable: str, *, source: str = PROGRAM, words: Sequence[str] = ()
+) -> Iterator[Program]:
+    """Run the program as another user."""
+    for name, text in (("program.py", source), ("aspects.toml", ASPECTS), ("output", "")):
+        (folder / name).write_text(text)
+        os.chown(folder / name, NOBODY, NOBODY)
+    with (folder / "output").open("ab") as output:
+        process = subprocess.Popen(
+            [executable, "program.py", "0.001", *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={},
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+        )
+    program = Program(process, folder)
+    try:
+        wait_until(lambda: bool(program.said) or not program.lives(), SECONDS)
+        yield program
+    finally:
+        process.kill()
+        process.wait()
+
+
+def root_command(*words: str, folder: Path | str = "/") -> subprocess.Popen[str]:
+    """Start a command of sgl-aspects as root, as an installed one: without its folder on the path."""
+    found = require_two_users()
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SGL_", "OTEL_", "PYTHON"))
+    }
+    return subprocess.Popen(
+        [found, "-I", "-c", _MAIN, *words],
+        cwd=folder,
+        env={**clean, "PYTHONPATH": os.pathsep.join(_PATHS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def root_attaches(program: Program, *words: str, folder: Path | str = "/") -> subprocess.Popen[str]:
+    """Start ``sgl-aspects attach`` as root; the spans go to a file in the program's folder."""
+    flags = [f"--config={program.folder / 'aspects.toml'}", f"--file={program.folder / 'spans.jsonl'}"]
+    return root_command("attach", str(program.id), *flags, *words, folder=folder)
