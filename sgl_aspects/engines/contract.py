@@ -126,6 +126,7 @@ class Manager:
     """The object that receives requests."""
 
     model: str
+    description: Mapping[str, Any] | None  # as in the roles ``describe_…``; read of the first request's
     in_flight: Mapping[str, Any] | None  # its open requests by id
     is_first_server: bool | None  # of every request
 

@@ -20,8 +20,11 @@ _CARRIED = "sgl_aspects_trace"
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> dict[str, Any] | None:
     server_args = args[1] if len(args) > 1 else kwargs.get("server_args")
-    if server_args is None:
-        return None
+    return None if server_args is None else description(server_args)
+
+
+def description(server_args: Any) -> dict[str, Any]:
+    """Return a server's description from its arguments: its model, its role among servers, its node."""
     mode = getattr(server_args, "disaggregation_mode", None) or "null"
     model = getattr(server_args, "served_model_name", None) or server_args.model_path
     if mode == "null":

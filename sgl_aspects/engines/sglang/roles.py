@@ -308,6 +308,7 @@ SGLANG = Engine(
         "request.stop_sequences": _stop,
         "http.path": "url.path",
         "manager.model": "served_model_name",
+        "manager.description": lambda manager: processes.description(manager.server_args),
         "manager.in_flight": lambda manager: {rid: state.obj for rid, state in manager.rid_to_state.items()},
         "tokenized.rid": "rid",
         "tokenized.count": lambda tokenized: len(tokenized.input_ids),

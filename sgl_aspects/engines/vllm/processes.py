@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from sgl_aspects.engines.base import Role
-from sgl_aspects.engines.vllm.disaggregation import description
+from sgl_aspects.engines.vllm import disaggregation
 
 _Description: TypeAlias = "dict[str, Any] | None"
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
     settings = args[1] if len(args) > 1 else kwargs.get("vllm_config")
-    if settings is None:
-        return None
-    found = {"service": settings.model_config.served_model_name, **description(settings)}
+    return None if settings is None else description(settings)
+
+
+def description(settings: Any) -> dict[str, Any]:
+    """Return a server's description from its configuration: its model, its role among servers, its node."""
+    found = {"service": settings.model_config.served_model_name, **disaggregation.description(settings)}
     if (getattr(settings.parallel_config, "nnodes", None) or 1) > 1:
         found["node_rank"] = settings.parallel_config.node_rank
     return found

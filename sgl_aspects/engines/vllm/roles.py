@@ -262,6 +262,7 @@ VLLM = Engine(
         "request.presence_penalty": lambda request: _sampling("presence_penalty")(request) or None,
         "request.stop_sequences": lambda request: _sampling("stop")(request) or None,
         "manager.model": "model_config.served_model_name",
+        "manager.description": lambda manager: processes.description(manager.vllm_config),
         "manager.in_flight": "request_states",  # of the output processor, which has no model
         "tokenized.rid": "request_id",
         "tokenized.count": _tokenized_count,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing.context import OpenSpan, innermost
 from sgl_aspects.tracing.lifecycle.calls import Call, CallTracker
+from sgl_aspects.tracing.lifecycle.process import ProcessTracker
 from sgl_aspects.tracing.lifecycle.requests import RequestTracker
 from sgl_aspects.tracing.lifecycle.steps import Step, StepTracker
 from sgl_aspects.tracing.options import TraceOptions
@@ -19,6 +20,7 @@ class Trackers(NamedTuple):
     engine: Engine
     recorder: Recorder
     options: TraceOptions
+    process: ProcessTracker
     calls: CallTracker
     requests: RequestTracker
     steps: StepTracker
@@ -26,8 +28,11 @@ class Trackers(NamedTuple):
     @classmethod
     def of(cls, engine: Engine, recorder: Recorder, options: TraceOptions) -> Trackers:
         requests = RequestTracker(recorder)
-        calls = CallTracker(engine, recorder, options)
-        return cls(engine, recorder, options, calls, requests, StepTracker(recorder, options.measures))
+        process = ProcessTracker(recorder)
+        calls = CallTracker(engine, recorder, options, process)
+        return cls(
+            engine, recorder, options, process, calls, requests, StepTracker(recorder, options.measures)
+        )
 
     def current_request(self) -> tuple[int, int, bool] | None:
         """Return trace id, span id and sampled flag of the request that the current span belongs to."""
@@ -47,4 +52,4 @@ class Trackers(NamedTuple):
         return None if request is None else OpenSpan(request.key, request.key, None, None, None)
 
 
-__all__ = ["Call", "CallTracker", "RequestTracker", "Step", "StepTracker", "Trackers"]
+__all__ = ["Call", "CallTracker", "ProcessTracker", "RequestTracker", "Step", "StepTracker", "Trackers"]

@@ -15,6 +15,7 @@ from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange
+from sgl_aspects.tracing.lifecycle.process import ProcessTracker
 from sgl_aspects.tracing.options import TraceOptions, no_headers
 from sgl_aspects.tracing.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent
@@ -93,7 +94,13 @@ class CallTracker:
     ``came_late``: requests may be open that began before attach: see ``begin_attached``.
     """
 
-    def __init__(self, engine: Engine, recorder: Recorder, options: TraceOptions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        recorder: Recorder,
+        options: TraceOptions,
+        process: ProcessTracker | None = None,
+    ) -> None:
         self.live: dict[str, Call] = {}
         #: Requests detokenized here but received elsewhere: as ``Call.detokenize``, by id.
         self.detokenizing: dict[str, list[int]] = {}
@@ -101,6 +108,7 @@ class CallTracker:
         self.came_late = options.attached
         self.content = options.content
         self._recorder, self._engine = recorder, engine
+        self._process = process or ProcessTracker(recorder)
         self._parent_based = options.parent_based
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
@@ -120,6 +128,7 @@ class CallTracker:
         self._is_first = reader("request.is_first_server")
         self._is_first_server = reader("manager.is_first_server")
         self._model = reader("manager.model")
+        self._description = reader("manager.description")
         self._in_flight = reader("manager.in_flight")
         self._counts = reader("outputs.counts")
         self._reason = reader("outputs.reason")
@@ -148,6 +157,8 @@ class CallTracker:
         if origin is None:
             origin = context.of_request(headers, recorder.sample, self._parent_based, shared)
         model = str(self._model(manager) or "unknown")
+        if not self._process.has_service and model != "unknown":
+            self._process.describe(self._description(manager) or {"service": model})
         operation = operation or str(self._operation(request) or "text_completion")
         rid = rid or str(self._rids(request)[0])
         attributes: dict[str, AttributeValue] = {

@@ -1,4 +1,4 @@
-"""Attributes of a process, recorded once: roles named ``describe…`` read them as ``description``."""
+"""The description of a process, at its start: roles named ``describe…`` read it as ``description``."""
 
 from __future__ import annotations
 
@@ -7,47 +7,27 @@ from typing import Any
 
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.records import ProcessDescribed
-from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 
-_ROLES = "describe"
-#: The keys of a description, and the resource attribute for each.
-_ATTRIBUTES = {
-    "service": SERVICE_NAME,
-    "disaggregation_mode": DISAGGREGATION_MODE,
-    "transfer_backend": TRANSFER_BACKEND,
-    "rank": RANK,
-    "node_rank": NODE_RANK,
-}
+_ROLES = ("describe_server", "describe_detokenizer", "describe_scheduler", "describe_worker")
 
 
 class ProcessObserver:
-    """Records the resource attributes of its process: at its start, and again when more are known."""
+    """Reports to the tracker of the process as an object of the engine is made, and once it is."""
 
     def __init__(self, trackers: Trackers) -> None:
-        self._recorder = trackers.recorder
-        self._engine = trackers.engine
-        self._written: dict[str, Any] = {}
+        self._process = trackers.process
+        self._readers = {role: trackers.engine.call_reader(role, "description") for role in _ROLES}
 
     def observations(self) -> Iterator[Observation]:
-        for role in self._engine.roles:
-            if role.startswith(_ROLES):
-                describe = self._engine.call_reader(role, "description")
+        for role, describe in self._readers.items():
 
-                def enter(args: tuple[Any, ...], kwargs: dict[str, Any], describe: Any = describe) -> Any:
-                    self._write(describe(args, kwargs))
-                    return describe, args, kwargs
+            def enter(args: tuple[Any, ...], kwargs: dict[str, Any], describe: Any = describe) -> Any:
+                self._process.describe(describe(args, kwargs))
+                return describe, args, kwargs
 
-                def leave(token: Any, result: Any, error: BaseException | None) -> None:
-                    describe, args, kwargs = token
-                    if error is None:
-                        self._write(describe(args, kwargs))
+            yield Observation(role, enter, self._leave)
 
-                yield Observation(role, enter, leave)
-
-    def _write(self, description: dict[str, Any] | None) -> None:
-        values = {_ATTRIBUTES[name]: value for name, value in (description or {}).items()}
-        attributes = {name: value for name, value in values.items() if value is not None}
-        if attributes and attributes != self._written:
-            self._written = attributes
-            self._recorder.write(ProcessDescribed(attributes))
+    def _leave(self, token: Any, result: Any, error: BaseException | None) -> None:
+        describe, args, kwargs = token
+        if error is None:
+            self._process.describe(describe(args, kwargs))
