@@ -1,4 +1,4 @@
-"""The habits of test files, and plain words in all files."""
+"""The habits of test files."""
 
 from __future__ import annotations
 

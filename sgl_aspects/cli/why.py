@@ -1,0 +1,94 @@
+"""``sgl-aspects why``: the causes of one request's latency, and the requests that delayed it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from sgl_aspects.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sgl_aspects.analysis.causes import Causes, Explanation
+    from sgl_aspects.analysis.spans import Span
+
+_SLOWEST = "slowest"
+# Of the requests that share a cause, the number that is named.
+_NAMED = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "request",
+        metavar="REQUEST",
+        help=f"the id of a request or of its trace, or how one begins; {_SLOWEST}: the one that took longest",
+    )
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="RUN",
+        help="files of the otlp-json-file exporter, or runs' folders, live or dead (the only run there is)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table of one request's causes."""
+    from sgl_aspects.analysis.causes import Causes
+    from sgl_aspects.analysis.sources import load_runs
+
+    found = load_runs(arguments.sources)
+    causes = Causes(found.spans)
+    if not causes.requests:
+        raise ConfigError(f"{found.source} holds no requests: has the engine served one since tracing began?")
+    _print(causes, causes.explain(_chosen(causes, arguments.request, found.source)))
+    return 0
+
+
+def _chosen(causes: Causes, text: str, source: str) -> Span:
+    slowest = sorted(causes.requests, key=lambda request: -request.seconds)
+    if text == _SLOWEST:
+        return slowest[0]
+    matches = causes.find(text)
+    if len(matches) == 1:
+        return matches[0]
+    some = ", ".join(map(_id, (matches or slowest)[:_NAMED]))
+    if matches:
+        raise ConfigError(
+            f"{len(matches)} requests begin with {text!r}, such as {some}: write more of the id"
+        )
+    raise ConfigError(
+        f"{source} has no request {text!r}; it has {len(causes.requests)}, the slowest are {some}"
+    )
+
+
+def _print(causes: Causes, explanation: Explanation) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from sgl_aspects.view.text import duration, one_line
+
+    request = explanation.request
+    by_id = {each.span_id: each for each in causes.requests}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+    table.add_column("cause", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("because of", overflow="fold")
+    for cause, seconds in explanation.ranked():
+        shares = sorted(explanation.culprits.get(cause, {}).items(), key=lambda each: -each[1])
+        names = [f"{_id(by_id[span_id])} ({duration(own)})" for span_id, own in shares[:_NAMED]]
+        if len(shares) > _NAMED:
+            names.append(f"{len(shares) - _NAMED} more")
+        share = seconds / request.seconds if request.seconds else 0.0
+        shown = "\n".join(escape(one_line(name, 100)) for name in names)
+        table.add_row(cause.value, duration(seconds), f"{share:.1%}", shown)
+    console = Console(highlight=False)
+    console.print(escape(one_line(f"{request.name} {_id(request)}: {duration(request.seconds)}", 200)))
+    console.print(table)
+
+
+def _id(request: Span) -> str:
+    from sgl_aspects.tracing import schema
+
+    return str(request.attributes.get(schema.REQUEST_ID) or request.trace_id)

@@ -1,0 +1,51 @@
+"""``sgl-aspects why`` on files of spans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.cli.main import main
+from tests.support.simulated_run import SimulatedRun
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which a prompt of many chunks, the 20th, arrives while others decode."""
+    return SimulatedRun(40).write(tmp_path_factory.mktemp("run") / "spans.jsonl")
+
+
+def test_the_table_names_causes_and_culprits(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "request-19", str(file)]) == 0
+    first, heading, *_ = capsys.readouterr().out.splitlines()
+    assert "request-19" in first
+    assert heading.split() == ["cause", "time", "share", "because", "of"]
+    main(["why", "request-19", str(file)])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "others' prefill in its steps" in line]
+    assert "request-20" in row
+
+
+def test_the_slowest_request(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "slowest", str(file)]) == 0
+    assert "request-" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "message"),
+    [
+        ("request-1", None),  # an exact id, though others begin with it
+        ("request-", "40 requests begin with 'request-', such as request-0, "),
+        ("other", "spans.jsonl has no request 'other'; it has 40, the slowest are request-"),
+    ],
+)
+def test_ids(file: Path, request_id: str, message: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", request_id, str(file)]) == (2 if message else 0)
+    if message:
+        assert message in capsys.readouterr().err
+
+
+def test_a_file_without_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    assert main(["why", "slowest", str(tmp_path / "empty.jsonl")]) == 2
+    assert "holds no requests" in capsys.readouterr().err
