@@ -37,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def traced(folder: Path, model: Path, **fields: Any) -> Iterator[tuple[Engine, list[Explain]]]:
     """An engine under tracing. Afterwards the list has a function that explains a request by its id."""
-    file, explained = folder / "spans.jsonl", []
+    file = folder / "spans.jsonl"
+    explained: list[Explain] = []
     fields = {"max_total_tokens": 16384, "prefix_cache": False, "chunked_prefill_size": 4096, **fields}
     with (
         attach(level=3, exporters=["otlp-json-file"], file=str(file)),
@@ -133,7 +134,7 @@ def test_a_slow_tokenizer(tmp_path: Path, model: Path) -> None:
 
     with traced(tmp_path, model) as (engine, explained), aspects.woven(slow):
         engine.generate("the quick brown fox", answer(2), rid="slow")
-    assert first_cause(explained[0]("slow")) is Cause.TOKENIZE
+    assert first_cause(explained[0]("slow")) is Cause.TOKENIZE, explained[0]("slow").ranked()
 
 
 def test_a_preempted_request(tmp_path: Path, model: Path) -> None:

@@ -105,7 +105,7 @@ def _collect(command: list[str]) -> int:
 
     code = 1
     try:
-        code = main(command[3:])
+        code = main(command[-2:])  # the run folder, and where to report
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
