@@ -41,7 +41,7 @@ class MMPlatform(DeviceMixin):
         self._not_implemented("get_compile_backend")
 
     def get_dispatch_key_name(self) -> str:
-        """The dispatch key: implementations of operators use it, and layers run their ``forward_<key>``."""
+        """The dispatch key, for which implementations of operators are registered."""
         return "native"
 
     # -- capabilities: none, unless declared -----------------------------------------------------------

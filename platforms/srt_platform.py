@@ -107,7 +107,7 @@ class SRTPlatform(DeviceMixin):
     # -- operators -----------------------------------------------------------------------------------
 
     def get_dispatch_key_name(self) -> str:
-        """The dispatch key: implementations of operators use it, and layers run their ``forward_<key>``."""
+        """The dispatch key, for which implementations of operators are registered."""
         return "native"
 
     def get_operator_config(self) -> str | None:

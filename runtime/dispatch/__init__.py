@@ -53,7 +53,7 @@ from sgl_aspects.runtime.dispatch.process import (
     with_strict_mode,
 )
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token
+from sgl_aspects.runtime.dispatch.types import ImplKind, OperatorSpec, OpImpl, Token, on_platform
 
 __all__ = [
     "ImplKind",
@@ -74,6 +74,7 @@ __all__ = [
     "grouped_topk",
     "linear",
     "mrotary_embedding",
+    "on_platform",
     "operator",
     "policy_context",
     "reset_manager",

@@ -39,8 +39,8 @@ class OpRegistry:
             self._impls[spec.name] = ()
             self.register(OpImpl(spec.name, f"reference.{spec.name}", ImplKind.REFERENCE, spec.reference))
 
-    def register(self, impl: OpImpl) -> None:
-        """Add an implementation.
+    def register(self, impl: OpImpl, *, replace: bool = False) -> None:
+        """Add an implementation; with ``replace``, any of the same ``impl_id`` is removed.
 
         :raises OperatorError: of an unknown operator, or with an ``impl_id`` that is taken.
         :raises OperatorSignatureError: its function takes other arguments than the operator.
@@ -50,6 +50,8 @@ class OpRegistry:
         with self.lock:
             self.spec(impl.op_name).check_signature(impl)
             known = self._impls[impl.op_name]
+            if replace:
+                known = tuple(other for other in known if other.impl_id != impl.impl_id)
             if any(other.impl_id == impl.impl_id for other in known):
                 raise OperatorError(
                     f"{impl.impl_id!r} is registered for {impl.op_name} already: give each implementation an "

@@ -78,8 +78,8 @@ class ModelRunner:
         key = answer_of(str, self.platform.get_dispatch_key_name)
         if not key.isidentifier():
             raise PlatformError(
-                f"{name_of(self.platform.get_dispatch_key_name)} returned {key!r}, which follows forward_ in "
-                f"a method's name: letters, digits and _ alone"
+                f"{name_of(self.platform.get_dispatch_key_name)} returned {key!r}, which names "
+                f"implementations of operators: letters, digits and _ alone"
             )
 
     def load_model(self) -> None:

@@ -10,6 +10,8 @@ from sgl_aspects.runtime.ops.base import Operator, parameter
 
 
 class Embedding(Operator):
+    op_name = "embedding"
+
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype)

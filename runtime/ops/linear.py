@@ -14,6 +14,8 @@ from sgl_aspects.runtime.ops.base import Operator, parameter
 class Linear(Operator):
     """``x @ weight.T + bias`` with weight [out_features, in_features]."""
 
+    op_name = "linear"
+
     bias: nn.Parameter | None
     #: True if a weight of fewer bits would change the model's behaviour.
     keeps_precision: ClassVar[bool] = False
@@ -36,15 +38,10 @@ class Linear(Operator):
             return dispatch.scaled_linear(x, self.weight, self.scale, self.bias)
         return dispatch.linear(x, self.weight, self.bias, self._packed)
 
-    @property
-    def can_be_overridden(self) -> bool:
-        """A platform's override takes the weight as it was saved."""
-        return self.scale is None
-
     def prepare_weights(self) -> None:
         """Pack the weight for the implementation; free the plain one if nothing shares it."""
         super().prepare_weights()
-        if self.scale is not None or self.overriding is not None:
+        if self.scale is not None:
             return
         prepare = dispatch.get_manager().select("linear", self.weight.dtype, self.weight.device).impl.prepare
         if prepare is None:
@@ -62,4 +59,3 @@ class Linear(Operator):
         shares = exact / scale if dtype.is_floating_point else (exact / scale).round()
         self.scale = scale.squeeze(1)
         self.weight = nn.Parameter(shares.to(dtype), requires_grad=False)
-        self._override()

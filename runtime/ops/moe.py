@@ -15,7 +15,9 @@ from sgl_aspects.runtime.ops.base import Operator, parameter
 
 
 class TopKExperts(Operator):
-    """Router logits to each token's experts and their weights."""
+    """Router logits to each token's experts and their weights; in groups by ``grouped_topk``."""
+
+    op_name = "topk"
 
     def __init__(self, moe: MoEConfig) -> None:
         super().__init__()
@@ -43,6 +45,8 @@ class TopKExperts(Operator):
 class FusedExperts(Operator):
     """The experts' gated MLPs in stacked weights; each rank has its share of every inner size."""
 
+    op_name = "fused_moe"
+
     def __init__(self, hidden_size: int, moe: MoEConfig, dtype: torch.dtype, tp: Communicator) -> None:
         super().__init__()
         self._tp = tp
@@ -58,7 +62,7 @@ class FusedExperts(Operator):
     def capturable(self) -> bool:
         """False where the reference runs: it reads on the host which experts a step needs."""
         impl = dispatch.get_manager().select("fused_moe", self.down.dtype, self.down.device).impl
-        return self.overriding is not None or impl.kind is not dispatch.ImplKind.REFERENCE
+        return impl.kind is not dispatch.ImplKind.REFERENCE
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         rank, count = self._tp.rank, self._tp.world_size

@@ -15,6 +15,8 @@ class RMSNorm(Operator):
     With ``residual``: adds ``x`` to it first, and returns (normalized sum, sum).
     """
 
+    op_name = "rms_norm"
+
     def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype), requires_grad=False)
@@ -26,6 +28,8 @@ class RMSNorm(Operator):
 
 class GemmaRMSNorm(RMSNorm):
     """``RMSNorm`` with ``1 + weight``, rounded once, at the end."""
+
+    op_name = "gemma_rms_norm"
 
     def compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return dispatch.gemma_rms_norm(x, self.weight, self.eps, residual)

@@ -15,6 +15,8 @@ from sgl_aspects.runtime.ops.base import Operator
 class RotaryEmbedding(Operator):
     """Rotates each pair (i, i + head_dim / 2) of a head by an angle that grows with the position."""
 
+    op_name = "rotary_embedding"
+
     def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, dtype: torch.dtype) -> None:
         super().__init__()
         positions = torch.arange(context_length, dtype=torch.float32)

@@ -51,7 +51,7 @@ def _compare(
                 parameter.data.copy_(random_tensor(*parameter.shape, dtype=dtype, seed=100 + number))
             parameters = [parameter.detach().cpu().double() for parameter in made.parameters()]
             made.prepare_weights()
-        form = _serving(made, op_name, dtype, bench.device)
+        form = get_manager().select(op_name, dtype, bench.device).impl.impl_id
         for rows in _ROWS:
             given = inputs(dtype, rows)
             with bench.platform.inference_mode():
@@ -75,13 +75,6 @@ def _compare(
                     torch.equal(before, after.cpu()), "its inputs left as they were", "changed ones", form
                 )
     return f"{form}, error at most {100 * worst:.0f} % of what is allowed"
-
-
-def _serving(layer: Operator, op_name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the id of the implementation that serves; or the method that overrides the layer."""
-    if layer.overriding is not None:
-        return f"{type(layer).__name__}: {getattr(layer.overriding, '__qualname__', layer.overriding)}"
-    return get_manager().select(op_name, dtype, device).impl.impl_id
 
 
 # -- references in float64 --------------------------------------------------------------------------------

@@ -434,20 +434,6 @@ def test_an_implementation_may_be_registered_by_name_and_is_imported_when_it_is_
         OpImpl("silu_and_mul", "x", ImplKind.DEFAULT, "late_kernels")
 
 
-def test_a_platforms_override_takes_the_layer_out_of_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_current_platform(KeyedPlatform())
-    try:
-        layer = SiluAndMul()
-        monkeypatch.setattr(SiluAndMul, "forward_chip", lambda self, x: x * 0, raising=False)
-        assert not layer(X).any()
-        copied = pickle.loads(pickle.dumps(layer))
-        with dispatch.with_preference("reference"):
-            assert not copied(X).any()
-            assert dispatch.silu_and_mul(X).any()
-    finally:
-        set_current_platform(None)
-
-
 def test_an_operator_that_a_package_defines_is_dispatched_like_the_others() -> None:
     source = "def tripled_for_test(x, by=3):\n    'x times by.'\n    return x * by\n"
     module: dict[str, Any] = {"__name__": "a_package"}

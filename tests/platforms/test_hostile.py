@@ -172,7 +172,7 @@ def test_a_compiled_method_without_a_signature_is_taken_as_it_is(monkeypatch: py
         ("get_kv_pool_cls", FlatPool, r"FlatPool, whose get_key_buffer\(0\) is \(528, \d+\), .* needed"),
         ("get_kv_pool_cls", NoBuffers, r"NoBuffers, whose get_key_buffer\(0\) failed: AttributeError"),
         ("get_dispatch_key_name", None, "returned None, and str is needed"),
-        ("get_dispatch_key_name", "my key", "returned 'my key', which follows forward_ in a method's name"),
+        ("get_dispatch_key_name", "my key", "returned 'my key', which names implementations of operators"),
         ("get_graph_runner_cls", dict, "names builtins:dict, which has no capture, can_run, replay"),
     ],
 )

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_aspects.errors import ConfigError, InvalidRequestError, SchedulerDiedError
+from sgl_aspects.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OperatorError,
+    OperatorSignatureError,
+    PlatformError,
+    SchedulerDiedError,
+)
 from sgl_aspects.platforms import set_current_platform
-from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.runtime import Engine, SamplingParams, dispatch
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
-from sgl_aspects.runtime.ops import Operator, SiluAndMul
+from sgl_aspects.runtime.ops import Operator, RMSNorm, SiluAndMul
 from sgl_aspects.runtime.server_args import ServerArgs
 from tests.support.acme import AcmePlatform
 from tests.support.answers import clear_answers
@@ -45,9 +52,9 @@ def _choose_again() -> Any:
     set_current_platform(None)
 
 
-COMMON = {"allocator", "forward_acme of RMSNorm", "forward_acme of Linear"}
-GATED = {"register_oot_forward of SiluAndMul"}
-EXPERTS = GATED | {"register_oot_forward of FusedExperts"}
+COMMON = {"allocator", "rms_norm", "linear"}
+GATED = {"silu_and_mul"}
+EXPERTS = GATED | {"fused_moe"}
 
 
 @pytest.mark.parametrize(
@@ -132,35 +139,55 @@ def test_a_dead_scheduler_names_the_request_that_killed_it(
 # -- operators ----------------------------------------------------------------------------------------
 
 
-def test_a_registered_forward_takes_effect_after_the_first_call() -> None:
-    set_current_platform(AcmePlatform())
-    layer = SiluAndMul()
-    x = torch.randn(3, 8)
-    first = layer(x)
-    Operator.register_oot_forward(SiluAndMul, lambda self, x: torch.full((3, 4), 7.0), "acme")
-    try:
-        assert layer(x).eq(7).all()
-        assert layer.overriding is not None
-        Operator.register_oot_forward(SiluAndMul, lambda self, x: torch.full((3, 4), 8.0), "acme")
-        assert layer(x).eq(8).all()
-        Operator.register_oot_forward(SiluAndMul, lambda self, x: torch.full((3, 4), 9.0), "other")
-        assert layer(x).eq(8).all()
-    finally:
-        Operator.oot_forwards.clear()
-    assert not first.eq(7).all()
+def sevens(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((3, 4), 7.0)
 
 
-def test_a_method_assigned_after_the_first_call_takes_effect() -> None:
+def eights(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((3, 4), 8.0)
+
+
+@pytest.fixture
+def fresh_manager() -> Any:
+    """The registry without what platforms of other tests have registered."""
+    dispatch.reset_manager()
+    yield
+    dispatch.reset_manager()
+
+
+@pytest.mark.usefixtures("fresh_manager")
+def test_a_registered_forward_is_an_implementation_that_policies_can_choose() -> None:
     set_current_platform(AcmePlatform())
-    layer = SiluAndMul()
-    x = torch.randn(3, 8)
-    first = layer(x)
-    try:
-        SiluAndMul.forward_acme = lambda self, x: torch.full((3, 4), 7.0)
-        assert layer(x).eq(7).all()
-    finally:
-        del SiluAndMul.forward_acme  # type: ignore[attr-defined]
-    assert layer(x).equal(first)
+    layer, x = SiluAndMul(), torch.randn(3, 8)
+    plain = layer(x)
+    Operator.register_oot_forward(SiluAndMul, sevens, "acme")
+    assert layer(x).eq(7).all()  # from the next call on
+    assert "silu_and_mul → oot.acme.silu_and_mul" in dispatch.get_manager().explain("silu_and_mul")
+    with dispatch.with_preference("reference"):
+        assert layer(x).equal(plain)
+    Operator.register_oot_forward("silu_and_mul", eights, "acme")
+    Operator.register_oot_forward(SiluAndMul, sevens, "other")  # of another dispatch key
+    assert layer(x).eq(8).all()
+
+
+@pytest.mark.usefixtures("fresh_manager")
+def test_a_forward_of_a_layers_arguments_is_refused_with_those_of_its_operator() -> None:
+    def normalized(layer: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return x * layer.weight
+
+    with pytest.raises(OperatorSignatureError, match=r"oot\.acme\.rms_norm.* \(x.*, weight.*, eps.*residual"):
+        Operator.register_oot_forward(RMSNorm, normalized, "acme")
+    with pytest.raises(OperatorError, match=r"not a layer with an operator; choose one, or .* silu_and_mul"):
+        Operator.register_oot_forward("silu", sevens, "acme")
+
+
+def test_a_method_that_no_layer_calls_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's layers call forward_<key>; layers here call operators."""
+    make_llama(tmp_path)
+    set_current_platform(AcmePlatform())
+    monkeypatch.setattr(SiluAndMul, "forward_acme", lambda self, x: x, raising=False)
+    with pytest.raises(PlatformError, match=r"SiluAndMul.forward_acme is never called.*register_oot_forward"):
+        ModelRunner(ServerArgs(tmp_path))
 
 
 # -- quantization -------------------------------------------------------------------------------------

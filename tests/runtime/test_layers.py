@@ -1,4 +1,4 @@
-"""Layers: their operators, and the overrides of platforms."""
+"""Layers, against their definitions."""
 
 from __future__ import annotations
 
@@ -6,35 +6,7 @@ import psutil
 import pytest
 import torch
 
-from sgl_aspects.platforms import set_current_platform
-from sgl_aspects.platforms.cpu import CpuPlatform
-from sgl_aspects.runtime.ops import Linear, Operator, RMSNorm
-
-
-class KeyedPlatform(CpuPlatform):
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def get_dispatch_key_name(self) -> str:
-        return self.key
-
-
-def test_a_layer_runs_the_platforms_override_and_else_computes() -> None:
-    class Double(Operator):
-        def compute(self, x: int) -> int:
-            return 2 * x
-
-        def forward_chip(self, x: int) -> int:
-            return x + x + 1000
-
-    def with_key(key: str) -> int:
-        set_current_platform(KeyedPlatform(key))
-        return int(Double()(4))
-
-    try:
-        assert (with_key("native"), with_key("chip"), with_key("other")) == (8, 1008, 8)
-    finally:
-        set_current_platform(None)
+from sgl_aspects.runtime.ops import Linear, RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

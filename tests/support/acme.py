@@ -15,11 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.platforms import PlatformEnum, SRTPlatform
 from sgl_aspects.platforms.cpu import CpuDeviceMixin
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
 from sgl_aspects.runtime.communicator import TorchCommunicator
-from sgl_aspects.runtime.ops import FusedExperts, Linear, Operator, RMSNorm, SiluAndMul
+from sgl_aspects.runtime.ops import FusedExperts, Operator, RMSNorm, SiluAndMul
 
 
 @cache
@@ -190,31 +191,40 @@ class AcmeCommunicator(TorchCommunicator):
 # -- operators --------------------------------------------------------------------------------------------
 
 
-def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Any:
-    used("forward_acme of RMSNorm")
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
+    used("rms_norm")
     total = x if residual is None else x + residual
     exact = total.float()
-    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
     return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), total)
 
 
-def linear(self: Linear, x: Tensor) -> Tensor:
-    used("forward_acme of Linear")
-    product = (self.weight @ x.T).T
-    return product if self.bias is None else product + self.bias
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    used("linear")
+    product = (weight @ x.T).T
+    return product if bias is None else product + bias
 
 
-def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
-    used("register_oot_forward of SiluAndMul")
+def silu_and_mul(x: Tensor) -> Tensor:
+    used("silu_and_mul")
     half = x.shape[-1] // 2
     return F.silu(x[..., :half]) * x[..., half:]
 
 
-def fused_experts(self: FusedExperts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    used("register_oot_forward of FusedExperts")
-    gate, up = torch.einsum("th,eih->tei", x, self.gate_up).chunk(2, -1)
-    each = torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.down)
-    shares = torch.zeros(len(x), len(self.down)).scatter_(1, experts, weights)
+def fused_moe(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    used("fused_moe")
+    if activation != "silu":
+        raise UnsupportedCallError(f"no activation {activation!r}")
+    gate, up = torch.einsum("th,eih->tei", x, gate_up_weight).chunk(2, -1)
+    each = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down_weight)
+    shares = torch.zeros(len(x), len(down_weight)).scatter_(1, topk_ids, topk_weights)
     return torch.einsum("te,teh->th", shares, each.float()).to(x.dtype)
 
 
@@ -242,10 +252,10 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
         return Acme4 if quantization == "acme4" else None
 
     def init_backend(self) -> None:
-        RMSNorm.forward_acme = rms_norm
-        Linear.forward_acme = linear
+        Operator.register_oot_forward(RMSNorm, rms_norm, "acme")
+        Operator.register_oot_forward("linear", linear, "acme")
         Operator.register_oot_forward(SiluAndMul, silu_and_mul, "acme")
-        Operator.register_oot_forward(FusedExperts, fused_experts, "acme")
+        Operator.register_oot_forward(FusedExperts, fused_moe, "acme")
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

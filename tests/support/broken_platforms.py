@@ -19,7 +19,7 @@ from loopback_platform.streams import LoopbackEvent, LoopbackStream
 
 from sgl_aspects.platforms import DeviceEvent, DeviceGraph, PlatformEnum
 from sgl_aspects.runtime.kv_cache import MLATokenPool, NSATokenPool, PagedAllocator
-from sgl_aspects.runtime.ops import RMSNorm, SiluAndMul
+from sgl_aspects.runtime.ops import Operator, RMSNorm, SiluAndMul
 
 
 class NoFamily(LoopbackPlatform):
@@ -157,10 +157,13 @@ class ForgetsResidual(LoopbackPlatform):
     """Normalizes x, not x + residual."""
 
     def init_backend(self) -> None:
-        def forgetful(self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            return rms_norm(self, x) if residual is None else (rms_norm(self, x), x + residual)
+        def forgetful(
+            x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, residual: torch.Tensor | None = None
+        ) -> Any:
+            normed = rms_norm(x, weight, eps)
+            return normed if residual is None else (normed, x + residual)
 
-        RMSNorm.forward_forgetful = forgetful
+        Operator.register_oot_forward(RMSNorm, forgetful, "forgetful")
 
     def get_dispatch_key_name(self) -> str:
         return "forgetful"
@@ -170,12 +173,12 @@ class WritesInput(LoopbackPlatform):
     """Its activation writes over its input."""
 
     def init_backend(self) -> None:
-        def overwriting(self: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
+        def overwriting(x: torch.Tensor) -> torch.Tensor:
             gate, up = x.chunk(2, dim=-1)
             gate.copy_(torch.nn.functional.silu(gate))
             return gate * up
 
-        SiluAndMul.forward_overwriting = overwriting
+        Operator.register_oot_forward(SiluAndMul, overwriting, "overwriting")
 
     def get_dispatch_key_name(self) -> str:
         return "overwriting"
