@@ -127,7 +127,7 @@ def test_a_scheduler_that_is_stopped(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_slow_tokenizer(tmp_path: Path, model: Path) -> None:
-    @aspects.around("sgl_aspects.runtime.frontend.tokenizer:Tokenizer.encode")
+    @aspects.around("sgl_aspects.runtime.loader.tokenizer:Tokenizer.encode")
     def slow(original_fn: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(LONG)
         return original_fn(*args, **kwargs)
