@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.calls import Calls
 from sgl_aspects.runtime.server.chat import ChatEndpoint
 from sgl_aspects.runtime.server.completions import CompletionEndpoint
-from sgl_aspects.runtime.server.gate import KeyGate, read_body
+from sgl_aspects.runtime.server.gate import Gate, read_body, require_admin
 from sgl_aspects.runtime.server.metrics import MeasureResponses, ServerMetrics
 from sgl_aspects.runtime.server.openapi import openapi_document
 from sgl_aspects.runtime.server.problems import (
@@ -34,6 +35,8 @@ from sgl_aspects.runtime.server.problems import (
     no_such_model,
 )
 from sgl_aspects.runtime.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 
 class ServerApp:
@@ -74,7 +77,7 @@ class ServerApp:
                 Exception: answer_problem,
             },
         )
-        self.asgi: ASGIApp = MeasureResponses(KeyGate(app, settings.api_key), self.metrics, frozenset(routes))
+        self.asgi: ASGIApp = MeasureResponses(Gate(app, settings.api_key), self.metrics, frozenset(routes))
 
     async def list_models(self, request: Request) -> Response:
         return _json(protocol.ModelList(data=[self._card]))
@@ -87,7 +90,9 @@ class ServerApp:
 
     async def update_weights(self, request: Request) -> Response:
         """Returns when the new weights are in place: after the answers that have begun."""
+        client = require_admin(request, self._settings)
         body = await read_body(request, self._settings, protocol.UpdateWeightsRequest)
+        logger.warning("weights of %r requested by %s", body.model_path, client)
         try:
             await asyncio.to_thread(self.engine.update_weights, body.model_path)
         except ModelLoadError as error:
@@ -96,7 +101,9 @@ class ServerApp:
 
     async def take_profile(self, request: Request) -> Response:
         """Returns at once: a server without requests takes no steps."""
+        client = require_admin(request, self._settings)
         body = await read_body(request, self._settings, protocol.ProfileRequest)
+        logger.warning("profile of %d steps requested by %s", body.num_steps, client)
         files = await asyncio.to_thread(self.engine.start_profile, body.num_steps)
         return _json(protocol.ProfileStarted(files=[str(file) for file in files]))
 

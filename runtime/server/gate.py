@@ -1,10 +1,11 @@
-"""Checks before a request's content is read: the key, and the body's kind, size and time."""
+"""Checks before a request's content is read: host, key, right to administer, the body's kind, size, time."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
@@ -12,28 +13,58 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
-from sgl_aspects.runtime.server.settings import ServerSettings
+from sgl_aspects.runtime.server.settings import ServerSettings, is_loopback
 
 #: Paths that need no key: load balancers have none.
 OPEN_PATHS = ("/health",)
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class KeyGate:
-    """ASGI middleware: without the right key only open paths are answered."""
+class Gate:
+    """ASGI middleware. With a key: without it only open paths are answered. Without a key: only requests to a
+    name of this machine are, because a page in a browser may have another name lead here (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
         self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._key is not None and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
             try:
-                _check_key(self._key, Headers(scope=scope))
+                if self._key is None:
+                    _check_host(headers.get("host", ""))
+                elif scope["path"] not in OPEN_PATHS:
+                    _check_key(self._key, headers)
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _check_host(given: str) -> None:
+    try:
+        name = urlsplit(f"//{given}").hostname
+    except ValueError:
+        name = None
+    if name is None or not is_loopback(name):
+        raise ApiError(
+            421,
+            f"host={given[:100]!r}: a server without an API key answers to 127.0.0.1, [::1] and localhost; "
+            "behind a proxy, set a key or have the proxy send one of these",
+        )
+
+
+def require_admin(request: Request, settings: ServerSettings) -> str:
+    """Return the client's address, for the log; ApiError if requests to change the server are not taken."""
+    if settings.api_key is None and not settings.admin:
+        raise ApiError(
+            403,
+            f"{request.scope['path']} changes the server: start it with a key (SGL_ASPECTS_API_KEY), or with "
+            "--admin to take this from every user of the machine",
+        )
+    return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
 def _check_key(key: str, headers: Headers) -> None:

@@ -11,11 +11,13 @@ from sgl_aspects.runtime.server import protocol
 _PROBLEMS = {
     400: "The request can never be served as it is.",
     401: "The API key is missing or wrong.",
+    403: "Neither a key nor --admin allows to change the server.",
     404: "There is no such model.",
     405: "There is no such method.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not application/json.",
+    421: "The host is not a name of this machine.",
     429: "The server is busy.",
     503: "The engine cannot serve, or the server is stopping.",
 }
@@ -70,7 +72,7 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
                 "post": _operation(
                     "Replace the weights by others of the same model; answers when they are in place.",
                     _json("WeightsUpdated"),
-                    *(400, 401, 405, 408, 413, 415, 503),
+                    *(400, 401, 403, 405, 408, 413, 415, 503),
                     body="UpdateWeightsRequest",
                 )
             },
@@ -78,7 +80,7 @@ def openapi_document(version: str, model: str, *, with_key: bool) -> dict[str, A
                 "post": _operation(
                     "Profile the next steps; answers at once with the files to come.",
                     _json("ProfileStarted"),
-                    *(400, 401, 405, 408, 413, 415, 503),
+                    *(400, 401, 403, 405, 408, 413, 415, 503),
                     body="ProfileRequest",
                 )
             },
@@ -114,7 +116,7 @@ def _operation(
 ) -> dict[str, Any]:
     """Return the parameters and answers of one method of a path; ``problems`` are statuses."""
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-    for status in problems:
+    for status in (*problems, 421):
         responses[str(status)] = {"description": _PROBLEMS[status], "content": _json("ErrorResponse")}
     operation: dict[str, Any] = {"summary": summary, "responses": responses}
     if body is not None:

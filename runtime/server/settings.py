@@ -19,6 +19,8 @@ class ServerSettings:
     port: int = 8000
     #: Clients send it as "Authorization: Bearer KEY".
     api_key: str | None = field(default=None, repr=False)
+    #: Take new weights and profiles without a key, too, from every user of this machine.
+    admin: bool = False
     #: A larger body is answered with status 413.
     max_body_bytes: int = 4 << 20
     #: Answers under way, each choice of each call counted; a call beyond them is answered with status 429.

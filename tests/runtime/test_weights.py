@@ -191,7 +191,7 @@ def test_over_http_new_weights_come_or_the_reason_why_not(
         return server.request("POST", "/update_weights_from_disk", {"model_path": str(path)})
 
     tokenizer = make_tokenizer()
-    with serving(folders[0], tmp_path / "log", "--max-total-tokens", "300", forks=True) as server:
+    with serving(folders[0], tmp_path / "log", "--max-total-tokens", "300", "--admin", forks=True) as server:
         assert ask() == tokenizer.decode(answers[0][2])
         assert update(folders[1]) == (200, {"model_path": str(folders[1])})
         assert ask() == tokenizer.decode(answers[1][2])

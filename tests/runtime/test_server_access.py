@@ -1,0 +1,73 @@
+"""Who may do what on a server without a key: other users of the machine, and pages in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.http_server import Server, serving
+from tests.support.tiny_models import make_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model, tmp_path_factory.mktemp("server") / "log", forks=True) as server:
+        yield server
+
+
+CHANGES = {"/update_weights_from_disk": {"model_path": "/nowhere"}, "/start_profile": {"num_steps": 1}}
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_without_a_key_or_the_flag_weights_stay_and_no_profile_is_taken(path: str, server: Server) -> None:
+    status, answer = server.request("POST", path, CHANGES[path])
+    assert status == 403
+    assert "--admin" in answer["error"]["message"]
+    assert "SGL_ASPECTS_API_KEY" in answer["error"]["message"]
+
+
+def test_with_a_key_or_the_flag_the_client_is_logged(model: Path, tmp_path: Path) -> None:
+    for number, (flags, headers) in enumerate(
+        [(["--admin"], {}), (["--api-key=k"], {"authorization": "Bearer k"})]
+    ):
+        log = tmp_path / f"log-{number}"
+        with serving(model, log, *flags, forks=True) as server:
+            status, answer = server.request(
+                "POST", "/update_weights_from_disk", {"model_path": "/no\x1bwhere"}, headers
+            )
+            assert (status, answer["error"]["param"]) == (400, "model_path")
+            assert server.request("POST", "/start_profile", {"num_steps": 1}, headers)[0] == 200
+        text = log.read_text()
+        assert "'/no\\x1bwhere' requested by 127.0.0.1:" in text
+        assert "profile of 1 steps requested by 127.0.0.1:" in text
+        assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1"])
+def test_a_page_whose_name_leads_to_this_machine_gets_no_answer(host: str, server: Server) -> None:
+    """As after DNS rebinding: the browser takes the server for the page's own."""
+    for method, path in (("GET", "/v1/models"), ("GET", "/health"), ("POST", "/v1/completions")):
+        status, answer = server.request(method, path, headers={"host": host})
+        assert status == 421, answer
+        assert "127.0.0.1" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:8000", "127.0.0.2"])
+def test_the_names_of_this_machine_are_answered(host: str, server: Server) -> None:
+    assert server.request("GET", "/v1/models", headers={"host": host})[0] == 200
+
+
+def test_with_a_key_any_name_is_answered(model: Path, tmp_path: Path) -> None:
+    """As behind a proxy: a page does not have the key."""
+    with serving(model, tmp_path / "log", "--api-key=k", forks=True) as server:
+        headers = {"host": "llm.example", "authorization": "Bearer k"}
+        assert server.request("GET", "/v1/models", headers=headers)[0] == 200
