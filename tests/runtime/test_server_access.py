@@ -24,7 +24,10 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-CHANGES = {"/update_weights_from_disk": {"model_path": "/nowhere"}, "/start_profile": {"num_steps": 1}}
+CHANGES: dict[str, dict[str, object]] = {
+    "/update_weights_from_disk": {"model_path": "/nowhere"},
+    "/start_profile": {"num_steps": 1},
+}
 
 
 @pytest.mark.parametrize("path", CHANGES)
