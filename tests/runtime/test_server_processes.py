@@ -212,7 +212,7 @@ def test_with_a_key_nothing_is_answered_without_it(guarded: Server) -> None:
 
 
 def test_connections_on_which_no_request_comes_are_closed(guarded: Server) -> None:
-    for part in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"):
+    for part in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"):
         with socket.create_connection((LOCAL, guarded.port), timeout=30) as silent:
             silent.sendall(part)
             assert silent.recv(100) == b""
@@ -320,7 +320,7 @@ def test_time_is_not_lost_by_a_slow_reader(model: Path, tmp_path: Path) -> None:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             content = json.dumps(body(2000, stream=True, logprobs=20)).encode()
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\n\r\n%s" % (len(content), content)
             )
             assert slow.recv(10)

@@ -36,7 +36,8 @@ class Exchange:
         headers = {"content-type": "application/json", "connection": "close", "content-length": len(body)}
         lines = [f"{name}: {value}" for name, value in {**headers, **request["headers"]}.items()]
         self.message = (
-            "\r\n".join([f"POST {request['path']} HTTP/1.1", "host: here", *lines, "", ""]).encode() + body
+            "\r\n".join([f"POST {request['path']} HTTP/1.1", "host: localhost", *lines, "", ""]).encode()
+            + body
         )
         self.received = b""
         self.first_from_ns = self.first_ns = self.sent_ns = self.sent_until_ns = self.empty_ns = 0
