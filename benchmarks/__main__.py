@@ -55,7 +55,7 @@ def call_table(rounds: calls.Rounds) -> str:
 def weaving_table() -> str:
     """One row a figure."""
     lines = ["| what | ms | budget |", "| --- | --- | --- |"]
-    lines += [f"| {row.what} | {row.milliseconds:.1f} | {row.budget} |" for row in weaving.measure()]
+    lines += [f"| {row.what} | {row.milliseconds:.2f} | {row.budget} |" for row in weaving.measure()]
     return "\n".join(lines)
 
 

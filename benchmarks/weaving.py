@@ -60,6 +60,37 @@ for number in range(COUNT):
 print(json.dumps([elapsed]))
 """
 
+# A package of small modules, each with a function and two methods, under two patterns.
+GROWTH = """
+import importlib.machinery, json, statistics, sys, time, types
+PLACES, WOVEN = int(sys.argv[1]), sys.argv[2] == "woven"
+import sgl_aspects as aspects
+source = "def f(x): return x\\nclass C:\\n    def m(self): pass\\n    def n(self): pass\\n"
+code = compile(source, "pk.py", "exec")
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pk":
+            return importlib.machinery.ModuleSpec(name, self, is_package=name == "pk")
+    def create_module(self, spec): return None
+    def exec_module(self, module): exec(code, module.__dict__)
+def around(target): return aspects.around(target)(lambda original_fn, *args: original_fn(*args))
+def seconds(change):
+    start = time.process_time()
+    change()
+    return time.process_time() - start
+sys.meta_path.insert(0, Finder())
+if WOVEN:
+    aspects.weave(around("pk.**:*"), around("pk.**:*.*"))
+imports = [seconds(lambda: importlib.import_module(f"pk.m{n}")) for n in range(PLACES // 3)]
+other = types.ModuleType("other")
+exec("\\n".join(f"def f{n}(): pass" for n in range(30)), other.__dict__)
+sys.modules["other"] = other
+hooks, handles = [around(f"other:f{n}") for n in range(30)], []
+weaves = [seconds(lambda: handles.append(aspects.weave(hook))) for hook in hooks]
+removals = [seconds(handle.remove) for handle in handles]
+print(json.dumps([statistics.median(times[-30:]) * 1e3 for times in (imports, weaves, removals)]))
+"""
+
 IMPORTS = {"import wrapt": "import wrapt", "import sgl_aspects": "import sgl_aspects"}
 
 
@@ -89,6 +120,17 @@ def _import_ms(statement: str) -> float:
     return _run(program)[0]
 
 
+def _growth() -> list[Row]:
+    rows = []
+    for places in (100, 1000, 3000, 10_000):
+        bare, woven = (_run(GROWTH, str(places), which) for which in ("bare", "woven"))
+        what = f"with {places:,} woven places: "
+        rows.append(Row(f"{what}import a module with three more (bare: {bare[0]:.2f})", woven[0], "0.5"))
+        rows.append(Row(f"{what}weave one more", woven[1], "0.3"))
+        rows.append(Row(f"{what}remove it", woven[2], "0.3"))
+    return rows
+
+
 def measure() -> list[Row]:
     """Medians over processes of their own, rounds interleaved."""
     registering = [_run(REGISTER) for _ in range(RUNS)]
@@ -106,6 +148,7 @@ def measure() -> list[Row]:
         what = f"weave and rebind {count} loaded targets among 3,000 modules"
         rows.append(Row(what, ours, "100" if count == 500 else ""))
         rows.append(Row(f"the same with SGLang's registry, {count}", theirs, ""))
+    rows += _growth()
     times: dict[str, list[float]] = {name: [] for name in IMPORTS}
     for _ in range(RUNS):
         for name, statement in IMPORTS.items():

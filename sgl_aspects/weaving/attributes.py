@@ -10,7 +10,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
@@ -174,17 +174,21 @@ class Resolution(NamedTuple):
     detail: str = ""
 
 
-def resolve(alternate: Alternate, name: str, module: Any) -> Resolution | None:
+def resolve(
+    alternate: Alternate, name: str, module: Any, subclasses: Sequence[type] | None = None
+) -> Resolution | None:
     """Resolve ``alternate`` in ``module``, loaded as ``name``; None if it names another module.
 
     Changes nothing, imports nothing, and runs none of the module's code.
+
+    :param subclasses: for ``Class+``: the subclasses to look at; without it, all.
     """
     path = alternate.attribute_path(name)
     if path is None:
         return None
     places = tuple(
         place
-        for place in find(module, path)
+        for place in find(module, path, subclasses)
         if not is_module(place.raw) and not ("*" in alternate.text and _is_covered(place, alternate))
     )
     if places:
@@ -248,14 +252,19 @@ def _similar(name: str, names: list[str]) -> list[str]:
     return [one for one in sorted(names, key=lambda one: -shared[one]) if shared[one] > 0.25][:3]
 
 
-def find(module: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
-    """Yield the attributes that ``path`` names in ``module``: several for wildcards, none if missing."""
+def find(
+    module: Any, path: tuple[str, ...], subclasses: Sequence[type] | None = None
+) -> Iterator[AttributeReference]:
+    """Yield the attributes that ``path`` names in ``module``: several for wildcards, none if missing.
+
+    :param subclasses: for ``Class+``: the subclasses to look at; without it, all.
+    """
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
-        for place in _walk(module, path[:-1]):
+        for place in _walk(module, path[:-1], subclasses):
             if is_a(place.raw, PROPERTIES):
                 yield place._replace(part="" if path[-1] == "fget" else path[-1])
                 return
-    yield from _walk(module, path)
+    yield from _walk(module, path, subclasses)
 
 
 def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
@@ -274,19 +283,23 @@ def _is_covered(place: AttributeReference, alternate: Alternate) -> bool:
     return False
 
 
-def _walk(owner: Any, path: tuple[str, ...]) -> Iterator[AttributeReference]:
+def _walk(
+    owner: Any, path: tuple[str, ...], subclasses: Sequence[type] | None
+) -> Iterator[AttributeReference]:
     segment, rest = path[0], path[1:]
     for place in _attributes(owner, segment):
         if not rest:
             yield place
         elif is_class(place.raw) and segment.endswith("+"):
-            for subclass in _with_subclasses(place.raw):
+            family = [one for one in subclasses or () if derives(one, place.raw)]
+            for subclass in _with_subclasses(place.raw) if subclasses is None else family:
                 # Inherited methods are woven once, on the class that defines them.
-                for found in _walk(subclass, rest):
+                for found in _walk(subclass, rest, subclasses):
                     if subclass is place.raw or not found.inherited:
                         yield found
-        elif not is_module(place.raw):
-            yield from _walk(place.raw, rest)
+        # A wildcard for an owner covers classes, not what functions and instances carry.
+        elif not is_module(place.raw) and ("*" not in segment or is_class(place.raw)):
+            yield from _walk(place.raw, rest, subclasses)
 
 
 _DESCRIPTORS = (

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from sgl_aspects import compat
@@ -253,8 +253,8 @@ class Weaver:
             if name in (_COMPILER, _SCRIPTING):
                 self._note_compiler()
             concerned = self._index.concerned(name)
-            elsewhere = self._in_loaded_modules(self._subclasses.concerned_in(name, module))
-            self._weave([*((advice, name, module) for advice in concerned), *elsewhere], strict=strict)
+            self._weave([(advice, name, module) for advice in concerned], strict=strict)
+            self._weave_subclasses(self._subclasses.classes_of(name, module), strict)
             lost = [advice for advice in concerned if advice.required and advice.state in _LOST]
         except Exception:
             logger.exception("hooks on %s failed; the import continues", name)
@@ -266,9 +266,13 @@ class Weaver:
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
         try:
-            self._changes.run_or_defer(self._look_again, self._subclasses.concerned([cls]))
+            self._changes.run_or_defer(self._weave_subclasses, [cls])
         except Exception:
             logger.exception("hooks on %s failed", class_name(cls))
+
+    def _weave_subclasses(self, classes: list[type], strict: bool) -> None:
+        for advice, concerned in self._subclasses.concerned(classes).items():
+            self._weave(self._in_loaded_modules([advice]), strict=strict, subclasses=concerned)
 
     def _scripted(self, function: Any) -> None:
         """Warn that torch.jit is about to compile the source of ``function``, without its hooks."""
@@ -310,21 +314,31 @@ class Weaver:
 
     # -- weaving ----------------------------------------------------------------------------------------
 
-    def _weave(self, work: Iterable[tuple[Advice, str, Any]], *, strict: bool) -> None:
+    def _weave(
+        self,
+        work: Iterable[tuple[Advice, str, Any]],
+        *,
+        strict: bool,
+        subclasses: Sequence[type] | None = None,
+    ) -> None:
         """Attach hooks to their targets in the modules of these names.
 
         Class replacements go first, so that hooks on methods apply to the replacement class.
+
+        :param subclasses: only these subclasses of a ``Class+`` are looked at.
         """
         work = list(work)
         for classes in (True, False):
             for advice, name, module in work:
                 if advice.is_class_replacement is classes:
-                    self._weave_in(advice, name, module, strict=strict)
+                    self._weave_in(advice, name, module, strict=strict, subclasses=subclasses)
             self._apply(strict=strict)
 
-    def _weave_in(self, advice: Advice, name: str, module: Any, *, strict: bool) -> None:
+    def _weave_in(
+        self, advice: Advice, name: str, module: Any, *, strict: bool, subclasses: Sequence[type] | None
+    ) -> None:
         for rank, alternate in enumerate(advice.target.alternates):
-            resolution = resolve(alternate, name, module)
+            resolution = resolve(alternate, name, module, subclasses)
             if resolution is None or self._chosen.get(advice, rank) < rank:
                 continue
             for base in bases_of_family(alternate, module):
@@ -365,6 +379,8 @@ class Weaver:
         self.table.detach(advice)
 
     def _apply(self, *, strict: bool) -> None:
+        if not self._touched:
+            return
         try:
             refused, detached = self.table.apply(self._touched)
         except RecursionError:  # the next change, from fewer frames, completes it

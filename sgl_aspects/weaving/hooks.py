@@ -16,7 +16,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_aspects.errors import HookError
@@ -267,26 +267,24 @@ def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> H
     return head
 
 
-#: Every live link that holds an original, by its id. A call in progress keeps the chain with which it began,
-#: even after its hooks were removed.
+#: Every live link that holds an original, by the ids of the containers through which it does. A call in
+#: progress keeps the chain with which it began, even after its hooks were removed.
 _callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def calls_original(caller: Hook) -> Hook:
     """Mark ``caller``, a bound method or function: rebinding does not change its references."""
-    _callers[id(caller)] = caller
+    if type(caller) is types.FunctionType:
+        for container in (caller.__dict__, *(caller.__closure__ or ())):
+            _callers[id(container)] = caller
+    else:
+        _callers[id(caller)] = caller
     return caller
 
 
-def containers_of_callers() -> Iterator[Any]:
-    """Yield the containers through which marked callables hold originals."""
-    for reference in _callers.valuerefs():
-        caller = reference()
-        if type(caller) is types.FunctionType:
-            yield caller.__dict__
-            yield from caller.__closure__ or ()
-        else:
-            yield caller
+def is_of_caller(container: Any) -> bool:
+    """Return whether a marked callable holds its original through ``container``."""
+    return id(container) in _callers
 
 
 def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:

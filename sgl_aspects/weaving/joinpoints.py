@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import functools
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sgl_aspects.errors import HookError
@@ -24,6 +25,11 @@ from sgl_aspects.weaving.proxies import WovenProxy
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
 
 logger = logging.getLogger("sgl_aspects")
+
+Extra = tuple[int, int]
+"""The number of unaccounted references to an attribute's value, and to the callable in it; -1 if unknown."""
+
+UNKNOWN: Extra = (-1, -1)
 
 
 class JoinPoint(abc.ABC):
@@ -92,8 +98,8 @@ class JoinPoint(abc.ABC):
         """
 
     @abc.abstractmethod
-    def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
-        """Yield the pairs to rebind for ``before``; ``extra``: the number of its unaccounted references."""
+    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
+        """Yield the pairs to rebind for ``before``."""
 
     def refresh(self, compiling: Any = None) -> None:  # noqa: B027  not all need it
         """Run the hooks that are active now."""
@@ -105,9 +111,9 @@ class JoinPoint(abc.ABC):
         """Call ``below`` from now on: the base class's attribute was hooked or restored."""
 
     @property
-    def extra_references(self) -> int:
-        """The number of unaccounted references to the installed object; -1 if unknown."""
-        return -1
+    def extra(self) -> Extra:
+        """The unaccounted references to what is installed now."""
+        return UNKNOWN
 
 
 class FunctionJoinPoint(JoinPoint):
@@ -206,48 +212,70 @@ class FunctionJoinPoint(JoinPoint):
     def _has_attributes(self) -> bool:
         return type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType
 
-    def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
+    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
         if not self.place.inherited:
-            yield Pair(before, after, extra, exclude)
+            yield Pair(before, after, extra[0], exclude)
             # What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
             if type(self.inner) is not types.FunctionType or self.inner is self.original:
                 return
         exclude |= {id(self.original), id(self.replacement)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None
-        yield Pair(old, new, -1, exclude, only)
+        yield Pair(old, new, extra[1], exclude, only)
 
     @property
-    def extra_references(self) -> int:
+    def extra(self) -> Extra:
+        kind = type(self.original)
         if (
-            type(self.original) is not types.FunctionType
+            kind not in _STAND_INS
             or self.place.inherited
+            or self.slot.is_shared
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
             or current(self.place.owner, self.place.name) is not self.standing  # it holds another object
         ):
-            return -1
-        key = (self.installed, self.woven.applied)
+            return UNKNOWN
+        key = (kind, self.place.part, self.installed, self.woven.applied)
         if key not in _baselines:
             _baselines[key] = _measure(*key)
-        return max(self.count_references() - _baselines[key], 0)
+        outer, inner = self.count_references()
+        baseline = _baselines[key]
+        return max(outer - baseline[0], 0), max(inner - baseline[1], 0)
 
-    def count_references(self) -> int:
-        return sys.getrefcount(self.replacement if self.installed else self.original)
+    def count_references(self) -> Extra:
+        """Return the numbers of references to what is installed, and to the callable in it."""
+        return (
+            sys.getrefcount(self.replacement if self.installed else self.original),
+            sys.getrefcount(self.function if self.installed else self.inner),
+        )
 
 
-_baselines: dict[tuple[bool, bool], int] = {}
-"""The reference count of a function without other referrers than its module and join point, by
-(installed, applied)."""
+def _property() -> property:
+    return property(lambda self: None, lambda self, value: None, lambda self: None)
 
 
-def _measure(installed: bool, applied: bool) -> int:
+_STAND_INS: dict[type, Callable[[], Any]] = {
+    types.FunctionType: lambda: lambda: None,
+    classmethod: lambda: classmethod(lambda cls: None),
+    staticmethod: lambda: staticmethod(lambda: None),
+    property: _property,
+    functools.cached_property: lambda: functools.cached_property(lambda self: None),
+    type(functools.lru_cache(len)): lambda: functools.lru_cache(lambda: None),
+}
+"""How to make an attribute's value of each type whose references are counted."""
+
+_baselines: dict[tuple[type, str, bool, bool], Extra] = {}
+"""The reference counts of such a value without other referrers than its owner and join point, by
+(type, part, installed, applied)."""
+
+
+def _measure(kind: type, part: str, installed: bool, applied: bool) -> Extra:
     home = types.ModuleType("stand_in")
-    exec("def f(): pass", home.__dict__)
-    point = FunctionJoinPoint(AttributeReference(home, "f", home.__dict__["f"]))
+    home.__dict__["f"] = _STAND_INS[kind]()
+    point = FunctionJoinPoint(AttributeReference(home, "f", home.__dict__["f"], part=part))
     if applied:
         point.refresh()
     if installed:
-        point.slot.put("", point.function)
+        point.slot.put(part, point.function)
         point.installed = True
     return point.count_references()
 
@@ -293,6 +321,11 @@ class Slot:
     def with_occupant(self, part: str, woven: Any) -> Any:
         """Return the attribute's value with ``woven`` installed."""
         return self._with(OwnDict(self._occupants, **{part: woven}))
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several functions of a property are woven, or may be."""
+        return len(self._occupants) > 1 or len(self._made) > 1
 
     def put(self, part: str, woven: Any) -> None:
         """Install ``woven``.

@@ -229,7 +229,7 @@ class ModuleIndex:
     """Hooks, by the modules that they wait for."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, list[Advice]] = {}
+        self._by_name: dict[str, dict[Advice, None]] = {}
         # Patterns, and `Class+`: any module may define a subclass.
         self._anywhere: dict[Advice, None] = {}
 
@@ -237,16 +237,17 @@ class ModuleIndex:
         """Add ``advice``, to wait for its modules."""
         target = advice.target
         for name in target.module_names:
-            self._by_name.setdefault(name, []).append(advice)
+            self._by_name.setdefault(name, {})[advice] = None
         if target.has_module_pattern or target.has_family:
             self._anywhere[advice] = None
 
     def discard(self, advice: Advice) -> None:
         """Remove ``advice``."""
         for name in advice.target.module_names:
-            waiting = [one for one in self._by_name.pop(name, ()) if one is not advice]
-            if waiting:
-                self._by_name[name] = waiting
+            waiting = self._by_name.get(name, {})
+            waiting.pop(advice, None)
+            if not waiting:
+                self._by_name.pop(name, None)
         self._anywhere.pop(advice, None)
 
     def wants(self, name: str) -> bool:
@@ -358,14 +359,18 @@ class SubclassWatcher:
                 del self._bases[key]
             waiting.pop(advice, None)
 
-    def concerned(self, classes: Iterable[type]) -> list[Advice]:
-        """Return the hooks that wait for one of ``classes``."""
-        above = (self._bases.get(id(base)) for cls in classes for base in bases(cls))
-        return list(dict.fromkeys(advice for found in above if found is not None for advice in found[2]))
+    def concerned(self, classes: Iterable[type]) -> dict[Advice, list[type]]:
+        """Return the hooks that wait for some of ``classes``, with these."""
+        found: dict[Advice, list[type]] = {}
+        for cls in classes:
+            above = [self._bases[id(base)][2] for base in bases(cls) if id(base) in self._bases]
+            for advice in dict.fromkeys(advice for waiting in above for advice in waiting):
+                found.setdefault(advice, []).append(cls)
+        return found
 
-    def concerned_in(self, name: str, module: Any) -> list[Advice]:
-        """Return the hooks that wait for classes of ``module``, whose decorators have run by now."""
+    def classes_of(self, name: str, module: Any) -> list[type]:
+        """Return the classes of ``module``, whose decorators have run by now; none if no hook waits."""
         if not self._bases:
             return []
         found = [value for value in list(namespace(module).values()) if is_class(value)]
-        return self.concerned(with_nested(cls for cls in found if class_module(cls) == name))
+        return with_nested(cls for cls in found if class_module(cls) == name)

@@ -42,7 +42,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.descriptors import descriptor_anew
 from sgl_aspects.weaving.functions import SUSPENDS
-from sgl_aspects.weaving.hooks import Result, containers_of_callers
+from sgl_aspects.weaving.hooks import Result, is_of_caller
 
 # -- kinds of referrers -------------------------------------------------------------------------------------
 
@@ -223,7 +223,6 @@ class _Collected:
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self.pairs = {id(pair.old): pair for pair in pairs}
         self.kept: frozenset[Any] = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
-        self.ours = frozenset(map(id, containers_of_callers()))
         self.stale: list[Stale] = []
 
     def rebind(self) -> list[Stale]:
@@ -233,8 +232,7 @@ class _Collected:
 
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
-        left_alone = self.ours | self.kept
-        found = [one for one in _referrers(olds) if id(one) not in left_alone and not _is_ours(one)]
+        found = [one for one in _referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
         owned = [one for one in found if is_a(one, (dict, tuple)) and not _is_module_namespace(one)]
         owners = self._owners(owned, found)
         anew: list[Pair] = []
@@ -298,7 +296,7 @@ class _Collected:
         for owner in _referrers(held):
             if owner is found or is_a(owner, types.FrameType):
                 continue
-            if id(owner) in self.ours or _is_ours(owner):
+            if _is_ours(owner):
                 continue
             for referent in gc.get_referents(owner):
                 if id(referent) in known:
@@ -316,6 +314,8 @@ class _Collected:
 
 def _is_ours(referrer: Any) -> bool:
     """Return whether the referrer belongs to the weaver, which holds originals on purpose."""
+    if is_of_caller(referrer):
+        return True
     home = dict.get(referrer, "__name__") if type(referrer) is dict else class_module(type(referrer))
     is_own = isinstance(home, str) and home.startswith("sgl_aspects.weaving")
     return is_own and type(referrer) not in (Attributes, Result)

@@ -26,7 +26,7 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.joinpoints import JoinPoint, Slot
+from sgl_aspects.weaving.joinpoints import Extra, JoinPoint, Slot
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale, unfrozen
 
 logger = logging.getLogger("sgl_aspects")
@@ -160,10 +160,10 @@ class ClassJoinPoint(JoinPoint):
             self._move(advice.hook, self._replacement, self.original)
         self.advices.append(advice)
 
-    def pairs(self, before: Any, after: Any, extra: int, exclude: Exclusions) -> Iterator[Pair]:
+    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
         # Referrers of a replacement from before, and its own references, are not rebound.
         self._kept |= exclude
-        yield Pair(before, after, extra, self._kept.union(*(own.kept for own in self._own)))
+        yield Pair(before, after, extra[0], self._kept.union(*(own.kept for own in self._own)))
 
     def apply(self, compiling: Any = None) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]

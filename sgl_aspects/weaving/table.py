@@ -26,7 +26,7 @@ from sgl_aspects.weaving.attributes import (
     with_nested,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType
-from sgl_aspects.weaving.joinpoints import FunctionJoinPoint, JoinPoint, Slot
+from sgl_aspects.weaving.joinpoints import UNKNOWN, FunctionJoinPoint, JoinPoint, Slot
 from sgl_aspects.weaving.rebinding import Pair, describe, rebind
 from sgl_aspects.weaving.replacements import ClassJoinPoint, exclusions_of, give_original
 
@@ -48,6 +48,7 @@ class JoinPointTable:
         self._here: dict[tuple[int, str, str], list[JoinPoint]] = {}
         # Replacements, and originals in modules, where one object often has several names.
         self._by_object: dict[int, JoinPoint] = {}
+        self._over: dict[int, dict[JoinPoint, None]] = {}  # points, by the id of their original
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class JoinPointTable:
         self.points[point] = None
         self._here.setdefault(point.place.key, []).append(point)
         self._by_object[id(point.replacement)] = point
+        self._over.setdefault(id(point.original), {})[point] = None
         if is_module(point.place.owner):
             self._by_object.setdefault(id(point.original), point)
 
@@ -158,9 +160,16 @@ class JoinPointTable:
         here.remove(point)
         if not here:
             del self._here[point.place.key]
+        self._forget_original(point)
         for seen in (point.replacement, point.standing, point.original):
             if self._by_object.get(id(seen)) is point:
                 del self._by_object[id(seen)]
+
+    def _forget_original(self, point: JoinPoint) -> None:
+        over = self._over[id(point.original)]
+        del over[point]
+        if not over:
+            del self._over[id(point.original)]
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         if advice.hook_type is not HookType.REPLACE:
@@ -169,10 +178,10 @@ class JoinPointTable:
         if earlier:
             logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
         owner, name = point.place.owner, point.place.name
-        for other in self.points:
-            if other.standing is owner and name in namespace(owner):
-                for replacing in other.advices:
-                    logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
+        giving = self._by_object.get(id(owner))
+        if giving is not None and giving.standing is owner and name in namespace(owner):
+            for replacing in giving.advices:
+                logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
 
     # -- applying ---------------------------------------------------------------------------------------
 
@@ -185,10 +194,11 @@ class JoinPointTable:
         refused: Refused = {}
         pairs: list[Pair] = []
         installed: list[tuple[JoinPoint, str]] = []
-        extra = {point: -1 for point, _ in self.before}
+        extra = {point: UNKNOWN for point, _ in self.before}
         unique = list(dict.fromkeys([*extra, *map(self._on_top, dict.fromkeys(points))]))
+        changed: dict[int, tuple[JoinPoint, Any]] = {}
         for point in unique:
-            extra.setdefault(point, point.extra_references)
+            extra.setdefault(point, point.extra)
             self.before[point, id(point.standing)] = point.standing
             try:
                 point.apply(self.compiling)
@@ -198,6 +208,7 @@ class JoinPointTable:
             after = point.standing  # only now: parts of a property share their attribute
             if before is after:
                 continue
+            changed[id(before)] = point, after
             pairs += point.pairs(before, after, extra[point], exclusions_of(point.advices))
             if point.installed:
                 installed.append((point, describe(before)))
@@ -209,7 +220,7 @@ class JoinPointTable:
         for point, was in installed:
             names = {was, describe(point.inner)}
             point.stale[:0] = [one for one in stale if one.target in names]
-        self._follow(pairs)
+        self._follow(changed)
         for point in unique:
             if not point.advices:
                 self._drop(point)
@@ -247,26 +258,30 @@ class JoinPointTable:
             point.remove(advice)
         return advices
 
-    def _follow(self, pairs: list[Pair]) -> None:
+    def _follow(self, changed: dict[int, tuple[JoinPoint, Any]]) -> None:
         """Update the originals of points whose original was replaced or restored.
 
         Hooks on an inherited ``Sub.m`` call the present ``Base.m``; a point over another one, the one below.
+
+        :param changed: by the id of the object before, the point and its object now.
         """
-        changed = {id(pair.old): pair.new for pair in pairs if pair.only_bound_to is None}
-        followers: list[
-            tuple[JoinPoint, Any]
-        ] = []  # all of them first: parts of a property share an original
-        for point in self.points:
-            below = changed.get(id(point.original), point.original)
-            if below is point.replacement or below is point.standing:
-                continue
-            if point.place.inherited:
-                below = inherited(point.place.owner, point.place.name)
-            if below is not point.original and below is not MISSING:
-                followers.append((point, below))
+        # All of them first: parts of a property share an original.
+        followers: list[tuple[JoinPoint, Any]] = []
+        for key, (cause, after) in changed.items():
+            for point in self._over.get(key, ()):
+                below = point.original if cause.place.inherited else after
+                if below is point.replacement or below is point.standing:
+                    continue
+                if point.place.inherited:
+                    below = inherited(point.place.owner, point.place.name)
+                if below is not point.original and below is not MISSING:
+                    followers.append((point, below))
+        for point, _ in followers:
+            self._forget_original(point)
         for point, below in followers:
             point.follow(below)
             point.refresh(self.compiling)
+            self._over.setdefault(id(point.original), {})[point] = None
 
     def _detach_members(self, before: type, refused: Refused) -> list[Advice]:
         """Detach the hooks from the members of a class that was replaced or restored."""

@@ -1,0 +1,124 @@
+"""What a change of hooks costs: it is proportional to the change, not to everything that is woven."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+import functools
+def f(x): return x
+@functools.lru_cache
+def cached(x): return x
+class C:
+    def m(self): return 1
+    @classmethod
+    def made(cls): return cls()
+    @staticmethod
+    def static(): return 1
+    @property
+    def part(self): return 1
+    @functools.cached_property
+    def once(self): return 1
+"""
+
+
+def calls_of(change: Callable[[], object]) -> tuple[int, int]:
+    """Run ``change``; return the number of function calls, and of searches of the heap."""
+    counts = [0, 0]
+
+    def count(frame: FrameType, event: str, called: Any) -> None:
+        counts[0] += event in ("call", "c_call")
+        counts[1] += event == "c_call" and called is gc.get_referrers
+
+    sys.setprofile(count)
+    try:
+        change()
+    finally:
+        sys.setprofile(None)
+    return counts[0], counts[1]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], object]]:
+    """Write a package of many small modules; returns the function that imports one by its number."""
+    home = tmp_path / "costly"
+    home.mkdir()
+    (home / "__init__.py").touch()
+    for number in range(120):
+        (home / f"m{number}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    importlib.import_module("costly")
+    importlib.import_module("costly.m0")
+    yield lambda number: importlib.import_module(f"costly.m{number}")
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_an_import_costs_the_same_with_many_woven_places_as_with_few(
+    package: Callable[[int], object],
+) -> None:
+    aspects.weave(around("costly.**:*"), around("costly.**:*.*"))
+    for number in range(1, 5):
+        package(number)
+    few, _ = calls_of(lambda: package(5))
+    for number in range(6, 110):
+        package(number)
+    many, _ = calls_of(lambda: package(110))
+    assert len(aspects.report().hooks[0].places) + len(aspects.report().hooks[1].places) > 700
+    assert many < few * 1.1
+
+
+def test_importing_what_only_its_own_module_refers_to_does_not_search_the_heap(
+    package: Callable[[int], object],
+) -> None:
+    aspects.weave(around("costly.**:*"), around("costly.**:*.*"))
+    package(1)
+    assert calls_of(lambda: package(2))[1] == 0
+
+
+def test_weaving_and_removing_cost_the_same_with_many_hooks_as_with_few() -> None:
+    source = "\n".join(f"def f{number}(): return {number}" for number in range(304))
+    with module_of(source):
+        handles = [aspects.weave(around(f"engine:f{number}")) for number in range(4)]
+        seldom = [
+            calls_of(lambda: handles.append(aspects.weave(around("engine:f4"))))[0],
+            calls_of(handles[4].remove)[0],
+        ]
+        handles += [aspects.weave(around(f"engine:f{number}")) for number in range(5, 303)]
+        often = [
+            calls_of(lambda: handles.append(aspects.weave(around("engine:f303"))))[0],
+            calls_of(handles[-1].remove)[0],
+        ]
+        for handle in handles:
+            handle.remove()
+    assert all(many < few + 40 for few, many in zip(seldom, often)), (seldom, often)
+
+
+def test_a_new_subclass_costs_the_same_with_many_subclasses_as_with_few() -> None:
+    with module_of("class Base:\n    def m(self): return 1\n") as engine:
+        aspects.weave(advice("engine:Base+.m", HookType.AFTER, lambda result, self: result + 1))
+
+        def derive() -> Any:
+            return type("Derived", (engine.Base,), {"m": lambda self: 5, "__module__": "elsewhere"})
+
+        kept = [derive() for _ in range(3)]
+        few, _ = calls_of(derive)
+        kept += [derive() for _ in range(200)]
+        many, _ = calls_of(lambda: kept.append(derive()))
+        assert [made().m() for made in kept] == [6] * len(kept)
+        assert many < few * 1.1
