@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from sgl_aspects import bootstrap, config, env, process_reports
@@ -89,6 +88,7 @@ def _warn_of_isolation(command: Sequence[str]) -> None:
 
 def _begin_file(environment: dict[str, str]) -> None:
     """Truncate the trace files, to which every program that the command starts will append."""
+    from sgl_aspects.tracing.export.shared_file import SharedFile
     from sgl_aspects.tracing.settings import BEGUN, TraceSettings
 
     with env.reading_from(environment):
@@ -96,7 +96,10 @@ def _begin_file(environment: dict[str, str]) -> None:
     if settings.level:
         for path in settings.written():
             if path not in settings.begun:
-                Path(path).write_bytes(b"")
+                try:
+                    SharedFile(path).close()
+                except OSError as error:
+                    raise ConfigError(f"{path}: {error.strerror}") from error
         environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
+from tests.support.processes import command, wait_until
+from tests.support.sessions import begin
 
 
 def span(name: str) -> ReadableSpan:
@@ -98,3 +103,41 @@ def test_an_addition_that_was_cut_off_is_removed_by_the_next_collector(
     next_one.export([span("c")])
     next_one.shutdown()
     assert names_of(path) in (["a", "c"], ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("exporter", ["otlp-json-file", "perfetto"])
+def test_a_file_that_another_run_writes_is_refused_and_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exporter: str
+) -> None:
+    path = tmp_path / "traces"
+    for variable in ("SGL_ASPECTS_TRACE_PERFETTO_FILE", "SGL_ASPECTS_TRACE_FILE"):
+        monkeypatch.setenv(variable, str(path))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
+    program = ("run", "--", sys.executable, "-c", "print('ran')")
+    with attach() as session:
+        begin(session, "of-the-first")()
+        collector = session.collector_process_id
+        wait_until(path.exists)
+        second = command(*program)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert f"{path}: process {collector} of another run writes to it" in second.stderr
+    assert "of-the-first" in path.read_text()
+    assert command(*program).stdout == "ran\n"
+    assert "of-the-first" not in path.read_text()
+
+
+def test_a_second_run_of_one_program_does_not_truncate_the_first_ones_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "traces.jsonl"
+    program = (
+        "import sys; from sgl_aspects.tracing import attach; print(attach(file=sys.argv[1]).close().problem)"
+    )
+    with attach(file=str(path)) as session:
+        begin(session, "of-the-first")()
+        wait_until(path.exists)
+        second = subprocess.run(
+            [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+        )
+    assert "of another run writes to it" in second.stdout
+    assert "of-the-first" in path.read_text()

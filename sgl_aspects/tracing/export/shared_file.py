@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
+import struct
 from collections.abc import Iterator
 
 _PIECE = 1 << 16
+# The byte, after any content, on which each process that writes to the file has a shared lock.
+_WRITERS = 1 << 62
+_FLOCK = struct.Struct("hhqqi4x")
 
 
 class SharedFile:
-    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written.
+    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, or is to be truncated
+    while another process has it open.
 
     What a killed collector had begun to write after the last whole line is removed.
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
-        how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if append else os.O_TRUNC)
+        how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._descriptor = os.open(path, how, 0o666)
         self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         self.is_closed = False
+        try:
+            if self.is_regular:
+                self._take(append=append)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def _take(self, *, append: bool) -> None:
+        """Note this process as a writer, until it closes the file."""
         with self.locked() as size:
-            if size and self.read(1, size - 1) != b"\n":
+            if not append:
+                self._require_no_writer()
+                os.ftruncate(self._descriptor, 0)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _WRITERS)
+            if append and size and self.read(1, size - 1) != b"\n":
                 self._cut_off(size)
+
+    def _require_no_writer(self) -> None:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _WRITERS, 1, 0)
+        try:
+            kind, _, _, _, process_id = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+        except OSError:
+            return  # a file system without locks
+        if kind != fcntl.F_UNLCK:
+            what = f"process {process_id} of another run writes to it; name another file, or end that run"
+            raise OSError(errno.EBUSY, what)
 
     def _cut_off(self, size: int) -> None:
         """Truncate to the last end of a line."""
