@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError, PlatformError, PlatformTypeError
+from sgl_aspects.packages import install_command
 from sgl_aspects.platforms.bounded import DetectionTimeoutError, ask_within_bound
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS, BuiltinPlatform
 from sgl_aspects.platforms.identity import PlatformCapabilities, PlatformEnum
@@ -280,7 +281,7 @@ def _detect(row: BuiltinPlatform) -> str | None:
     except Exception as error:
         raise PlatformError(
             f"Built-in platform {row.name!r} failed while its hardware was detected: {type(error).__name__}: "
-            f'{error}. Check the driver and PyTorch (pip install "sgl-aspects[runtime]"), or set '
+            f"{error}. Check the driver and PyTorch ({install_command('torch')}), or set "
             f"{PLATFORM_VARIABLE} to another platform."
         ) from error
 

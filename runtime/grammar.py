@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sgl_aspects.errors import InvalidRequestError
+from sgl_aspects.packages import install_command
 from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise InvalidRequestError(
-            'json_schema needs the package llguidance: pip install "sgl-aspects[json]"'
+            f"json_schema needs the package llguidance: {install_command('llguidance')}"
         ) from error
     return llguidance
 

@@ -33,7 +33,7 @@ def available() -> bool | str:
     """Register, importing the package only if it is installed and the platform has a Triton."""
     if not current_platform.capabilities.supports_triton:
         return f"platform {current_platform.device_name} declares no Triton"
-    return needs("flag_gems", " (pip install flag-gems)")()
+    return needs("flag_gems", "flag-gems")()
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from sgl_aspects import generated
 from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
+from sgl_aspects.packages import install_command
 from sgl_aspects.platforms import current_platform
 
 
@@ -43,13 +44,15 @@ def _always() -> bool:
     return True
 
 
-def needs(package: str, advice: str = "") -> Callable[[], bool | str]:
-    """Return an ``is_available`` that checks that the package is installed; a broken one raises at its
-    import.
+def needs(package: str, distribution: str = "") -> Callable[[], bool | str]:
+    """Return an ``is_available`` that imports the package if it is installed.
+
+    :param distribution: what to install for it; empty if that depends on the machine.
     """
 
     def available() -> bool | str:
         if importlib.util.find_spec(package) is None:
+            advice = f" ({install_command(distribution)})" if distribution else ""
             return f"the package {package} is not installed{advice}"
         importlib.import_module(package)
         return True

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sgl_aspects import __version__
 from sgl_aspects.cli.arguments import writable_file
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.packages import install_command
 from sgl_aspects.platforms import SRTPlatform, current_platform_choice
 
 if TYPE_CHECKING:
@@ -156,7 +157,9 @@ def _class_name(platform: SRTPlatform) -> str:
 def _reference(wanted: str) -> str:
     installed = importlib.util.find_spec("transformers") is not None
     if wanted == "transformers" and not installed:
-        raise ConfigError("--reference transformers: it is not installed (pip install transformers)")
+        raise ConfigError(
+            f"--reference transformers: it is not installed ({install_command('transformers')})"
+        )
     if wanted == "auto":
         return "transformers" if installed else "float64"
     return wanted

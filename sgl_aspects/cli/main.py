@@ -17,8 +17,8 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from sgl_aspects import packages
 from sgl_aspects.errors import AspectsError
 
 PROGRAM = "sgl-aspects"
@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "sgl_aspects":
             raise  # a bug
-        return _complain(f"the Python package {error.name!r} is not installed. {_how_to_install()}")
+        missing = packages.missing("serve", "otlp", "view")
+        advice = f" The commands need: {packages.install_command(*missing)}" if missing else ""
+        return _complain(f"the Python package {error.name!r} is not installed.{advice}")
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
@@ -95,16 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         return _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
-
-
-def _how_to_install() -> str:
-    """Return the command that installs engine, exporters and views, from this package's location."""
-    root = Path(__file__).resolve().parents[2]
-    if (root / "pyproject.toml").exists():
-        return f'Install what the commands need: pip install -e "{root}[serve,otlp,view]"'
-    return (
-        "It comes with the extras serve, otlp and view: install this package's wheel with [serve,otlp,view]"
-    )
 
 
 def _write_no_more() -> None:

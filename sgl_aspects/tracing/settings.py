@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.packages import install_command
 from sgl_aspects.tracing.content import ContentCapture
 from sgl_aspects.tracing.export.variables import check_exported, check_otlp
 from sgl_aspects.tracing.sampling import (
@@ -294,7 +295,7 @@ def _require(package: str, what: str) -> None:
     if missing:
         raise ConfigError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "
-            f"pip install {_DISTRIBUTIONS[package]}"
+            f"{install_command(_DISTRIBUTIONS[package])}"
         )
 
 

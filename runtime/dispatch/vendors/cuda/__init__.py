@@ -102,6 +102,6 @@ def register(registry: OpRegistry) -> None:
                 supported_dtypes=dtypes,
                 device_types=frozenset({"cuda"}),
                 min_arch=(8, 0),
-                is_available=needs("sgl_kernel", " (pip install sgl-kernel)"),
+                is_available=needs("sgl_kernel", "sgl-kernel"),
             )
         )
