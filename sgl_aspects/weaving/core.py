@@ -236,7 +236,9 @@ class Weaver:
 
     def _is_wanted(self, name: str) -> bool:
         # Called for every import, without the lock: it only reads.
-        return name in (_COMPILER, _SCRIPTING) or name in self._listeners or self._index.wants(name)
+        if name in (_COMPILER, _SCRIPTING) or name in self._listeners or self._index.wants(name):
+            return True
+        return bool(self._subclasses)  # any module may define a subclass, with a decorator
 
     def _module_loaded(self, name: str, module: Any) -> None:
         if module is None:

@@ -15,6 +15,7 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     AttributeReference,
     OwnDict,
+    bases,
     class_name,
     current,
 )
@@ -221,20 +222,25 @@ class FunctionJoinPoint(JoinPoint):
                 return
         exclude |= {id(self.original), id(self.replacement)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None
-        yield Pair(old, new, extra[1], exclude, only)
+        if type(self.inner) not in _C_CALLABLES:  # bound to an instance, they are C objects
+            yield Pair(old, new, extra[1], exclude, only)
 
     @property
     def extra(self) -> Extra:
-        kind = type(self.original)
+        kind, inherits = type(self.original), self.place.inherited
+        if kind not in _STAND_INS or self.place.binds_to_owner:
+            return UNKNOWN
+        owner: Any = self.place.owner
+        if inherits and not self.installed:
+            owner = next((one for one in bases(owner)[1:] if self.place.name in vars(one)), None)
         if (
-            kind not in _STAND_INS
-            or self.place.inherited
+            owner is None
             or self.slot.is_shared
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
-            or current(self.place.owner, self.place.name) is not self.standing  # it holds another object
+            or current(owner, self.place.name) is not self.standing  # it holds another object
         ):
             return UNKNOWN
-        key = (kind, self.place.part, self.installed, self.woven.applied)
+        key = (kind, self.place.part, inherits, self.installed, self.woven.applied)
         if key not in _baselines:
             _baselines[key] = _measure(*key)
         outer, inner = self.count_references()
@@ -253,6 +259,11 @@ def _property() -> property:
     return property(lambda self: None, lambda self, value: None, lambda self: None)
 
 
+_C_CALLABLES = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    types.WrapperDescriptorType,
+)
+
 _STAND_INS: dict[type, Callable[[], Any]] = {
     types.FunctionType: lambda: lambda: None,
     classmethod: lambda: classmethod(lambda cls: None),
@@ -263,15 +274,18 @@ _STAND_INS: dict[type, Callable[[], Any]] = {
 }
 """How to make an attribute's value of each type whose references are counted."""
 
-_baselines: dict[tuple[type, str, bool, bool], Extra] = {}
+_baselines: dict[tuple[type, str, bool, bool, bool], Extra] = {}
 """The reference counts of such a value without other referrers than its owner and join point, by
-(type, part, installed, applied)."""
+(type, part, inherited, installed, applied)."""
 
 
-def _measure(kind: type, part: str, installed: bool, applied: bool) -> Extra:
-    home = types.ModuleType("stand_in")
-    home.__dict__["f"] = _STAND_INS[kind]()
-    point = FunctionJoinPoint(AttributeReference(home, "f", home.__dict__["f"], part=part))
+def _measure(kind: type, part: str, inherits: bool, installed: bool, applied: bool) -> Extra:
+    owner = type("StandIn", (), {"f": _STAND_INS[kind]()})
+    raw = current(owner, "f")
+    if inherits:
+        owner = type("Derived", (owner,), {})
+    point = FunctionJoinPoint(AttributeReference(owner, "f", raw, inherits, part))
+    del raw
     if applied:
         point.refresh()
     if installed:

@@ -230,16 +230,17 @@ class ModuleIndex:
 
     def __init__(self) -> None:
         self._by_name: dict[str, dict[Advice, None]] = {}
-        # Patterns, and `Class+`: any module may define a subclass.
-        self._anywhere: dict[Advice, None] = {}
+        self._patterns: dict[Advice, None] = {}
+        self._stems: tuple[str, ...] | None = ()  # how names of those modules may begin; None: not known
 
     def add(self, advice: Advice) -> None:
         """Add ``advice``, to wait for its modules."""
         target = advice.target
         for name in target.module_names:
             self._by_name.setdefault(name, {})[advice] = None
-        if target.has_module_pattern or target.has_family:
-            self._anywhere[advice] = None
+        if target.has_module_pattern:
+            self._patterns[advice] = None
+            self._stems = None
 
     def discard(self, advice: Advice) -> None:
         """Remove ``advice``."""
@@ -248,15 +249,20 @@ class ModuleIndex:
             waiting.pop(advice, None)
             if not waiting:
                 self._by_name.pop(name, None)
-        self._anywhere.pop(advice, None)
+        if advice in self._patterns:
+            del self._patterns[advice]
+            self._stems = None
 
     def wants(self, name: str) -> bool:
         """Return whether a hook may wait for the module ``name``; safe without a lock."""
-        return name in self._by_name or bool(self._anywhere)
+        stems = self._stems
+        if stems is None:
+            stems = self._stems = tuple({stem for one in list(self._patterns) for stem in one.target.stems})
+        return name in self._by_name or name.startswith(stems)
 
     def concerned(self, name: str) -> list[Advice]:
         """Return the hooks whose targets may be in the module ``name``."""
-        waiting = dict.fromkeys([*self._by_name.get(name, ()), *self._anywhere])
+        waiting = dict.fromkeys([*self._by_name.get(name, ()), *self._patterns])
         return [advice for advice in waiting if advice.target.attribute_paths(name)]
 
 
@@ -358,6 +364,9 @@ class SubclassWatcher:
                 yield own
                 del self._bases[key]
             waiting.pop(advice, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._bases)
 
     def concerned(self, classes: Iterable[type]) -> dict[Advice, list[type]]:
         """Return the hooks that wait for some of ``classes``, with these."""

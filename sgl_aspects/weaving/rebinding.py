@@ -36,6 +36,7 @@ from sgl_aspects.weaving.attributes import (
     class_name,
     derives,
     filled_slots,
+    holds,
     is_a,
     is_class,
     namespace,
@@ -233,8 +234,16 @@ class _Collected:
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
         found = [one for one in _referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
-        owned = [one for one in found if is_a(one, (dict, tuple)) and not _is_module_namespace(one)]
-        owners = self._owners(owned, found)
+        owners: dict[int, list[Any]] = {}
+        owned = [one for one in found if is_a(one, tuple)]
+        for one in found:
+            if type(one) is dict and "__doc__" in one and not _is_module_namespace(one):  # like a class's
+                cls = _class_with(one)
+                if cls is None:
+                    owned.append(one)
+                else:
+                    owners[id(one)] = [cls]
+        owners |= self._owners(owned, found) if owned else {}
         anew: list[Pair] = []
         for referrer in found:
             owned_by = owners.get(id(referrer), [])
@@ -319,6 +328,15 @@ def _is_ours(referrer: Any) -> bool:
     home = dict.get(referrer, "__name__") if type(referrer) is dict else class_module(type(referrer))
     is_own = isinstance(home, str) and home.startswith("sgl_aspects.weaving")
     return is_own and type(referrer) not in (Attributes, Result)
+
+
+def _class_with(names: dict[str, Any]) -> type | None:
+    """Return the class whose dictionary is ``names``, if one of its descriptors tells; otherwise None."""
+    for name in ("__dict__", "__weakref__"):
+        cls = getattr(names.get(name), "__objclass__", None)
+        if is_class(cls) and holds(gc.get_referents(cls), names):
+            return cls
+    return None
 
 
 def _is_module_namespace(referrer: Any) -> bool:

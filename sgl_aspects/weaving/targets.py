@@ -64,9 +64,14 @@ class Alternate(NamedTuple):
         """Return those of ``modules`` that this alternate may name; patterns are filtered by prefix first."""
         if self.module is None or not self.has_module_pattern:
             return self.module_names
-        stem, fits = self.module.partition("*")[0].rstrip("."), _module_regex(self.module).fullmatch
+        stem, fits = self.stem, _module_regex(self.module).fullmatch
         # `sys.modules` may have keys of other types.
         return [name for name in modules if type(name) is str and name.startswith(stem) and fits(name)]
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of all modules that its pattern covers."""
+        return (self.module or "").partition("*")[0].rstrip(".")
 
     @property
     def module_names(self) -> tuple[str, ...]:
@@ -90,6 +95,11 @@ class Target:
         self.module_names = names[0] if len(names) == 1 else tuple(dict.fromkeys(chain.from_iterable(names)))
         self.has_module_pattern = () in names
         self.has_family = any(alternate.has_family for alternate in alternates)
+
+    @property
+    def stems(self) -> set[str]:
+        """The beginnings of the names of the modules that its patterns cover."""
+        return {one.stem for one in self.alternates if one.has_module_pattern}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Target) and self.alternates == other.alternates
