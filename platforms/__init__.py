@@ -13,6 +13,7 @@ An engine never branches on a device's name; it queries :data:`current_platform`
                      the built-in devices; builtins.py is their table
     sglang_bridge.py the name under which users import the bridge to SGLang
     discovery.py     which platform runs: plugins, SGLANG_PLATFORM, detection; bounded.py: with a time limit
+    misnamed.py      attributes of a vendor's class that no engine reads
     answers.py       calls of a platform's methods, whose errors name class and method
     current.py       current_platform, chosen at its first use
 
@@ -31,6 +32,7 @@ from sgl_aspects.platforms.current import (
     is_npu,
     is_out_of_tree,
     is_rocm,
+    is_sail,
     is_tpu,
     is_xpu,
     set_current_platform,
@@ -68,6 +70,7 @@ __all__ = [
     "is_npu",
     "is_out_of_tree",
     "is_rocm",
+    "is_sail",
     "is_tpu",
     "is_xpu",
     "resolve_qualified_name",

@@ -122,6 +122,10 @@ def is_hpu() -> bool:
     return current_platform.is_hpu()
 
 
+def is_sail() -> bool:
+    return current_platform.is_sail()
+
+
 def is_cuda_alike() -> bool:
     return current_platform.is_cuda_alike()
 

@@ -70,9 +70,13 @@ class DeviceMixin:
     def is_hpu(self) -> bool:
         return self._enum is PlatformEnum.HPU
 
+    def is_sail(self) -> bool:
+        return self._enum is PlatformEnum.SAIL
+
     def is_cuda_alike(self) -> bool:
-        """CUDA, ROCm or MUSA: their torch modules answer as ``torch.cuda`` does."""
-        return self._enum in (PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.MUSA)
+        """CUDA, ROCm, MUSA or SAIL: their torch modules answer as ``torch.cuda`` does."""
+        alike = (PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.MUSA, PlatformEnum.SAIL)
+        return self._enum in alike
 
     def is_out_of_tree(self) -> bool:
         """True for a vendor's plugin. For logs only: an engine calls a ``get_…`` method instead."""

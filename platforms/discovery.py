@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,10 @@ from sgl_aspects.packages import install_command
 from sgl_aspects.platforms.bounded import DetectionTimeoutError, ask_within_bound
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS, BuiltinPlatform
 from sgl_aspects.platforms.identity import PlatformCapabilities, PlatformEnum
+from sgl_aspects.platforms.misnamed import misnamed_attributes
 from sgl_aspects.platforms.srt_platform import SRTPlatform
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "sgl_aspects.platforms"
 SGLANG_PLATFORMS_GROUP = "sglang.srt.platforms"
@@ -327,6 +331,8 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
             f"printed is needed."
         )
     _check_methods(platform, f"{class_name} of {provider}")
+    for name, right in misnamed_attributes(cls).items():
+        logger.warning("%s of %s: no engine calls %s: write %s", class_name, provider, name, right)
     return platform
 
 

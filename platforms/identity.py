@@ -19,6 +19,7 @@ class PlatformEnum(enum.Enum):
     TPU = "tpu"
     MPS = "mps"
     HPU = "hpu"
+    SAIL = "sail"
     OOT = "oot"
     UNSPECIFIED = "unspecified"
 

@@ -1,4 +1,4 @@
-"""A compatibility name: the bridge to SGLang is ``sgl_aspects.engines.sglang.platform_bridge``."""
+"""A compatibility name: the bridge to SGLang is ``sgl_aspects.engines.sglang.bridge.platform``."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module("sgl_aspects.engines.sglang.platform_bridge"), name)
+    return getattr(importlib.import_module("sgl_aspects.engines.sglang.bridge.platform"), name)

@@ -6,6 +6,7 @@ needed (:func:`sgl_aspects.platforms.resolve_qualified_name` turns either into t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_aspects.platforms.device_mixin import DeviceMixin
@@ -104,6 +105,10 @@ class SRTPlatform(DeviceMixin):
     def get_piecewise_backend_cls(self) -> type | str:
         self._not_implemented("get_piecewise_backend_cls")
 
+    def get_full_graph_backend_cls(self) -> type | str | None:
+        """Used by SGLang alone: the class that captures and replays whole steps; None: SGLang's own."""
+        return None
+
     # -- operators -----------------------------------------------------------------------------------
 
     def get_dispatch_key_name(self) -> str:
@@ -140,6 +145,24 @@ class SRTPlatform(DeviceMixin):
         """The worker that drafts tokens; used only if ``supports_speculative_algorithm``."""
         self._not_implemented("get_speculative_worker_cls")
 
-    def get_speculative_graph_runner_cls(self, algorithm: str) -> type | str:
-        """The class that captures and replays drafting; used only if graphs are supported too."""
+    def get_speculative_graph_runner_cls(self, algorithm: str, phase: str) -> type | str:
+        """The class that captures and replays drafting in ``phase``, "draft_decode" or "draft_extend"; used
+        only if graphs are supported too.
+        """
         self._not_implemented("get_speculative_graph_runner_cls")
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        """True if drafting can use the attention backend ``backend``."""
+        return False
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        """The attention backend for drafting unless the user chooses one."""
+        self._not_implemented("get_default_speculative_draft_attention_backend")
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor] | None:
+        """The function that computes the slots of drafted tokens; None: SGLang's own."""
+        return None
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """True if states of Mamba layers can be kept at several tokens of a request."""
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sgl_aspects.platforms.identity import PlatformCapabilities, PlatformEnum
+from sgl_aspects.platforms.identity import PlatformEnum
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 from sgl_aspects.platforms.torch_device import TorchDeviceMixin
 
@@ -19,9 +19,7 @@ class XpuDeviceMixin(TorchDeviceMixin):
 
 
 class XpuPlatform(XpuDeviceMixin, SRTPlatform):
-    """The embedded runtime on Intel GPUs."""
-
-    capabilities: ClassVar[PlatformCapabilities] = PlatformCapabilities(supports_triton=True)
+    """The embedded runtime on Intel GPUs. Triton's kernels are not declared: none has run."""
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -11,6 +11,7 @@ from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms import PlatformChoice, SRTPlatform, current_platform_choice
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 from sgl_aspects.platforms.discovery import find_plugins
+from sgl_aspects.platforms.misnamed import misnamed_attributes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +66,9 @@ def _details(choice: PlatformChoice) -> dict[str, str]:
         "attention": platform.get_default_attention_backend,
         "graphs": lambda: "yes" if platform.support_cuda_graph() else "no",
     }
+    wrong = misnamed_attributes(type(platform))
+    if wrong:
+        facts["never called"] = lambda: ", ".join(f"{name} ({right}?)" for name, right in wrong.items())
     return {name: _answer(query) for name, query in facts.items()}
 
 

@@ -7,9 +7,10 @@ import torch
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms import DeviceCapability, PlatformCapabilities, PlatformEnum, resolve_qualified_name
+from sgl_aspects.platforms.misnamed import misnamed_attributes
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 
-_QUERIES = ("cuda", "rocm", "cpu", "xpu", "musa", "npu", "tpu", "mps", "hpu", "out_of_tree")
+_QUERIES = ("cuda", "rocm", "cpu", "xpu", "musa", "npu", "tpu", "mps", "hpu", "sail", "out_of_tree")
 
 
 @check(write="_enum", expects="one family, and the query that goes with it")
@@ -84,6 +85,16 @@ def capabilities(bench: Bench) -> str:
     )
     names = [name for name, value in vars(declared).items() if value]
     return ", ".join(names) or "none declared"
+
+
+@check(
+    write="the method that is named", expects="every method that looks like an engine's to be called by one"
+)
+def methods(bench: Bench) -> str:
+    wrong = misnamed_attributes(type(bench.platform))
+    for name, right in wrong.items():
+        require(False, right, f"{name}, which no engine calls", right)
+    return "no misspelt names"
 
 
 @check(write="get_kv_pool_cls", expects="every named class to exist")

@@ -132,6 +132,44 @@ def test_more_arguments_than_engines_give_are_allowed_with_defaults(monkeypatch:
     assert current_platform.get_device(0).type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("apply_worker_patches", "init_backend"),
+        ("initialize_device", "init_backend"),
+        ("create_kv_pool", "get_kv_pool_cls"),
+        ("get_device_communicator_cls", "get_communicator_class"),
+        ("get_dispatch_key", "get_dispatch_key_name"),
+        ("support_cuda_graphs", "support_cuda_graph"),
+        ("visible_device_variable", "visible_devices_variable"),
+    ],
+)
+def test_what_no_engine_calls_is_reported_with_the_right_name(
+    name: str, right: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(monkeypatch, **{name: lambda self: None, "helper_of_acme": lambda self: None})
+    assert current_platform.device_name == "acme"
+    assert f"Hostile of SGLANG_PLATFORM=acme={__name__}:Hostile: no engine calls {name}: write {right}" in (
+        caplog.text
+    )
+    assert "helper_of_acme" not in caplog.text
+
+
+def test_the_newer_methods_of_sglang_are_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(
+        monkeypatch,
+        get_default_speculative_draft_attention_backend=lambda self, algorithm: "acme",
+        support_mamba_cache_extra_buffer=lambda self: True,
+        get_full_graph_backend_cls=lambda self: None,
+        is_sail=lambda self: True,
+        get_speculative_graph_runner_cls=lambda self, algorithm, phase: None,
+    )
+    assert current_platform.support_mamba_cache_extra_buffer()
+    assert caplog.text == ""
+
+
 def test_a_compiled_method_without_a_signature_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hostile, "is_cuda_alike", int)  # a class of C, whose signature is unknown
     monkeypatch.setenv("SGLANG_PLATFORM", f"acme={__name__}:Hostile")
@@ -240,7 +278,7 @@ def test_the_kit_and_the_list_of_platforms_name_what_ends_a_process(
     assert "unknown, sgl-aspects" in shown
     assert "SystemExit: 3 (test_hostile.py:" in shown
     assert "PanicException: the driver is gone (test_hostile.py:" in shown
-    assert "4 passed, 2 failed" in shown
+    assert "5 passed, 2 failed" in shown
     assert main(["platforms"]) == 0
     assert "devices     failed: SystemExit: 3" in capsys.readouterr().out
 

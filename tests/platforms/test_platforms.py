@@ -100,6 +100,7 @@ IDENTITY_QUERIES = {
     "is_tpu": PlatformEnum.TPU,
     "is_mps": PlatformEnum.MPS,
     "is_hpu": PlatformEnum.HPU,
+    "is_sail": PlatformEnum.SAIL,
     "is_out_of_tree": PlatformEnum.OOT,
 }
 
@@ -111,7 +112,7 @@ def test_identity_queries_say_exactly_one_family(member: PlatformEnum) -> None:
     for query, family in IDENTITY_QUERIES.items():
         assert getattr(platform, query)() is (family is member), query
         assert getattr(platforms, query)() is (family is member), query  # the thin helper of the same name
-    alike = member in (PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.MUSA)
+    alike = member in (PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.MUSA, PlatformEnum.SAIL)
     assert platform.is_cuda_alike() is platforms.is_cuda_alike() is alike
 
 
@@ -141,7 +142,7 @@ def test_identity_queries_say_exactly_one_family(member: PlatformEnum) -> None:
         "get_compile_backend()",
         "get_piecewise_backend_cls()",
         "get_speculative_worker_cls('eagle')",
-        "get_speculative_graph_runner_cls('eagle')",
+        "get_speculative_graph_runner_cls('eagle', 'draft_decode')",
     ],
 )
 def test_what_is_not_written_names_class_device_and_method(call: str) -> None:

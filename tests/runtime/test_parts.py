@@ -378,8 +378,6 @@ def test_the_ends_of_chance_give_possible_tokens(uniform: float, fields: dict[st
 
 # -- cache -------------------------------------------------------------------------------------------
 
-LAYER = SimpleNamespace(layer_id=1)
-
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_are_handed_out_in_whole_pages_once_and_come_back(page_size: int) -> None:
@@ -407,8 +405,7 @@ def test_a_pool_of_odd_size_has_whole_pages() -> None:
 def test_the_table_finds_every_token() -> None:
     table = ReqToTokenPool(rows=2, max_tokens=10, page_size=4, device=CPU)
     row = table.add_row([3, 5])
-    positions = torch.tensor([0, 3, 4, 5])
-    assert table.slots(torch.tensor([row] * 4), positions).tolist() == [12, 15, 20, 21]
+    assert table.slots(torch.tensor([row] * 4), torch.tensor([0, 3, 4, 5])).tolist() == [12, 15, 20, 21]
     assert table.pages(torch.tensor([row]), 2).tolist() == [[3, 5]]
     table.remove_row(row)
     assert not table.req_to_token.any()
@@ -420,7 +417,7 @@ def test_what_is_written_into_the_pool_is_found_by_slot_and_by_page() -> None:
     )
     pool.clear([1, 2])
     key, value = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
-    pool.set_kv_buffer(LAYER, torch.tensor([6, 9]), key, value)
+    pool.set_kv_buffer(SimpleNamespace(layer_id=1), torch.tensor([6, 9]), key, value)
     assert torch.equal(pool.get_key_buffer(1)[[6, 9]], key)
     assert torch.equal(pool.get_value_buffer(1)[[6, 9]], value)
     page = pool.get_page_buffer(1)[1].view(4, 2, 3, 5)
@@ -436,7 +433,7 @@ def test_compressed_rows_are_found_by_slot_and_by_page(pool_class: Any, kv_cache
     pool = pool_class(**pages, kv_lora_rank=8, qk_rope_head_dim=3, kv_cache_dim=kv_cache_dim, **index)
     pool.clear([1, 2])
     slots, key = torch.tensor([6, 9]), torch.randn(2, 1, 11)
-    pool.set_kv_buffer(LAYER, slots, key, key[..., :8])
+    pool.set_kv_buffer(SimpleNamespace(layer_id=1), slots, key, key[..., :8])
     assert torch.equal(pool.get_key_buffer(1)[slots], key)
     assert torch.equal(pool.get_value_buffer(1)[slots], key[..., :8])
     keys, values = pool.split_pages(pool.get_page_buffer(1)[[1, 2]], requests=2)
@@ -445,7 +442,7 @@ def test_compressed_rows_are_found_by_slot_and_by_page(pool_class: Any, kv_cache
     assert not pool.get_key_buffer(1)[[0, 4, 5, 7, 8, 10, 11]].any()
     if index:
         index_key = torch.randn(2, 6)
-        pool.set_index_key_buffer(LAYER, slots, index_key)
+        pool.set_index_key_buffer(SimpleNamespace(layer_id=1), slots, index_key)
         assert torch.equal(pool.get_index_key_buffer(1)[slots], index_key)
     pool.clear([1])
     assert not pool.get_key_buffer(1)[6].any()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_aspects.engines.sglang.platform_bridge import bridged
+from sgl_aspects.engines.sglang.bridge.platform import bridged
 from sgl_aspects.platforms.cpu import CpuPlatform
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.engines import device_calls
-from sgl_aspects.engines.sglang.platform_bridge import CPU_NAME
+from sgl_aspects.engines.sglang.bridge.platform import CPU_NAME
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 

@@ -8,6 +8,7 @@ level 4 every pass.
 
 from __future__ import annotations
 
+import logging
 from time import time_ns
 from typing import Any
 
@@ -29,6 +30,8 @@ from sgl_aspects.tracing.ring.format import (
     STEP_LABEL,
     STEP_MODE,
 )
+
+logger = logging.getLogger(__name__)
 
 _FAILED = 1 << CHILD_FORWARD
 pack_label, LABEL = STEP_LABEL.pack_into, 8 * STEP_GRAPH
@@ -214,7 +217,8 @@ class ForwardObserver(native.ForwardPath):
             try:
                 platform.create_event()
                 self._take_stream()
-            except NotImplementedError:
+            except NotImplementedError as error:
+                logger.info("no device time in traces: %s", error)
                 self._platform = None
         self.has_events = self._platform is not None
         name = getattr(platform, "device_name", None)

@@ -63,7 +63,8 @@ NEW = """
     """
 IN_TREE = {
     "mem_cache/memory_pool.py": "".join(
-        f"class {kind}TokenToKVPool: ...\n" for kind in ("MHA", "MLA", "DSA")
+        f"class {kind}TokenToKVPool:\n    def _create_buffers_normal(self): ...\n"
+        for kind in ("MHA", "MLA", "DSA")
     ),
     "mem_cache/allocator.py": "class PagedTokenToKVPoolAllocator: ...\n",
 }
@@ -135,7 +136,9 @@ def test_what_a_vendor_wrote_goes_over_under_both_names(engine: Engine) -> None:
     import collections
 
     platform = bridge(engine, NEW, Acme)
-    assert platform.get_kv_pool_cls(kind="mha") is collections.OrderedDict
+    pool = platform.get_kv_pool_cls(kind="mha")
+    assert issubclass(pool, engine.load("sglang.srt.mem_cache.memory_pool").MHATokenToKVPool)
+    assert pool.vendors is collections.OrderedDict
     assert platform.get_kv_pool_cls(kind="mla") is None
     assert platform.get_graph_runner_cls() is collections.Counter
     given = {"graph_capture": True, "piecewise_graph": False, "supports_triton": False}
@@ -150,7 +153,7 @@ def test_a_vendors_pool_goes_over_to_an_older_sglang(engine: Engine) -> None:
     import collections
 
     platform = bridge(engine, OLD, Acme)
-    assert platform.get_mha_kv_pool_cls() is collections.OrderedDict
+    assert platform.get_mha_kv_pool_cls().vendors is collections.OrderedDict
     assert platform.support_cuda_graph()
     assert isinstance(platform.platform.get_cpu_architecture(), CpuArchEnum)
 
@@ -176,7 +179,7 @@ class VendorOfCuda(CudaPlatform):
 
 
 @pytest.mark.parametrize("version", ["new", "old"])
-@pytest.mark.parametrize("platform_class", [CudaPlatform, RocmPlatform, Embedded])
+@pytest.mark.parametrize("platform_class", [CudaPlatform, Embedded])
 def test_graphs_on_cuda_are_those_of_sglangs_own_runner(
     engine: Engine, version: str, platform_class: type[SRTPlatform]
 ) -> None:
@@ -202,7 +205,29 @@ def test_a_vendor_who_derives_from_cuda_keeps_a_runner_of_its_own(engine: Engine
     assert bridge(engine, NEW, VendorOfCuda).get_graph_runner_cls() is collections.Counter
 
 
-def test_classes_of_the_embedded_runtime_are_never_handed_over(engine: Engine) -> None:
+def test_a_pool_derived_from_sglangs_goes_over_as_it_is(engine: Engine) -> None:
+    class Derived(Acme):
+        def get_mha_kv_pool_cls(self) -> type | str:
+            base: Any = engine.load("sglang.srt.mem_cache.memory_pool").MHATokenToKVPool
+            return type("Pool", (base,), {})
+
+    assert "vendors" not in vars(bridge(engine, NEW, Derived).get_kv_pool_cls(kind="mha"))
+
+
+def test_a_pool_of_a_kind_that_can_only_be_derived_is_refused_with_what_to_do(engine: Engine) -> None:
+    class Sparse(Acme):
+        def get_nsa_kv_pool_cls(self) -> type | str:
+            return "collections:OrderedDict"
+
+    # SGLang queries all kinds, whatever the model: only one that is made is an error.
+    pool = bridge(engine, NEW, Sparse).get_kv_pool_cls(kind="dsa")
+    with pytest.raises(PlatformError, match=r"get_nsa_kv_pool_cls\(\) names collections:OrderedDict.*derive"):
+        pool(size=16, index_head_dim=6)
+
+
+def test_classes_of_the_embedded_runtime_are_never_handed_over(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     class Loopback(Acme):
         def get_graph_runner_cls(self) -> type | str:
             return "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
@@ -212,19 +237,15 @@ def test_classes_of_the_embedded_runtime_are_never_handed_over(engine: Engine) -
 
     platform = bridge(engine, NEW, Loopback)
     assert platform.get_kv_pool_cls(kind="mha") is None
-    with pytest.raises(PlatformError) as error:
-        platform.get_graph_runner_cls()
-    assert f"{__name__}.test_classes" in str(error.value)
-    assert "sgl_aspects.runtime.execution.graph_runner:GraphRunner" in str(error.value)
-    assert "--disable-cuda-graph" in str(error.value)
-
-
-def test_the_examples_platform_names_no_class_of_the_embedded_runtime(engine: Engine) -> None:
-    bridge(engine, NEW, CpuPlatform)
-    platform = engine.load("loopback_platform.sglang").LoopbackSGLangPlatform()
-    assert platform.get_graph_runner_cls() is platform.get_kv_pool_cls(kind="mha") is None
+    assert platform.get_graph_runner_cls() is None
     assert not platform.capabilities.given["graph_capture"]
-    del sys.modules["loopback_platform.sglang"]
+    assert "captures no graphs on platform 'acme'" in caplog.text
+    assert "sgl_aspects.runtime.execution.graph_runner:GraphRunner" in caplog.text
+
+
+def test_what_has_not_run_on_rocm_is_not_claimed_to_sglang(engine: Engine) -> None:
+    given = bridge(engine, NEW, RocmPlatform).capabilities.given
+    assert not any(given.values())
 
 
 def test_a_capability_without_a_class_for_it_is_not_claimed(engine: Engine) -> None:
@@ -263,11 +284,12 @@ def test_what_is_not_a_platform_class_is_refused(given: Any) -> None:
 
 def test_a_newer_sglang_may_pass_more_than_a_vendor_takes(engine: Engine) -> None:
     class Drafting(Acme):
-        def get_speculative_graph_runner_cls(self, algorithm: str) -> type | str:
+        def get_speculative_graph_runner_cls(self, algorithm: str, phase: str) -> type | str:
             return "collections:Counter"
 
     platform = bridge(engine, NEW, Drafting)
-    found = platform.get_speculative_graph_runner_cls(algorithm="EAGLE", phase="draft_decode")
+    given = {"algorithm": "EAGLE", "phase": "draft_decode", "depth": 2}
+    found = platform.get_speculative_graph_runner_cls(**given)
     assert found.__name__ == "Counter"
 
 

@@ -49,15 +49,22 @@ def test_a_vendor_whose_one_device_serves_text_and_images_passes(tmp_path: Path)
     found = run_kit(tmp_path, "loopback")
     assert [name for name, each in found.items() if each["status"] != "passed"] == [], found
     assert "5 prompts" in found["sglang.greedy"]["detail"]
-    assert "LoopbackPlatform" in found["sglang.chosen"]["detail"] or "ForSGLang" in str(found)
+    assert "LoopbackPlatform" in found["sglang.chosen"]["detail"]
+    assert "mha: LoopbackTokenPool" in found["sglang.pools"]["detail"]
     assert "questions" in found["sglang.multimodal"]["detail"]
 
 
-def test_pools_that_sglang_cannot_use_are_found(tmp_path: Path) -> None:
-    found = run_kit(tmp_path, "acme=tests.support.acme:AcmePlatform", "pools", "questions", "multimodal")
+def test_pools_that_sglang_cannot_use_are_found_and_others_run_with_the_vendors_allocator(
+    tmp_path: Path,
+) -> None:
+    checks = "pools", "allocator", "greedy", "multimodal"
+    found = run_kit(tmp_path, "acme=tests.support.acme:AcmePlatform", *checks)
     assert found["sglang.pools"]["status"] == "failed"
     assert found["sglang.pools"]["write"] == "get_kv_pool_cls"
-    assert "MHATokenToKVPool" in found["sglang.pools"]["detail"]
+    assert "for SGLang derive it from" in found["sglang.pools"]["detail"]
+    assert "DSATokenToKVPool" in found["sglang.pools"]["detail"]
+    assert found["sglang.allocator"]["detail"] == "HighPagesFirst"
+    assert found["sglang.greedy"]["status"] == "passed", found["sglang.greedy"]
     assert found["sglang.multimodal"]["status"] == "skipped"
 
 
@@ -71,7 +78,7 @@ def test_which_devices_are_alike_is_the_same_in_all_three_interfaces() -> None:
 
     for name, member in PlatformEnum.__members__.items():
         ours = alike(DeviceMixin, member)
-        assert ours == (name in ("CUDA", "ROCM", "MUSA"))
+        assert ours == (name in ("CUDA", "ROCM", "MUSA", "SAIL"))
         for base, members in (
             (text.DeviceMixin, text.PlatformEnum.__members__),
             (multimodal.Platform, multimodal.PlatformEnum.__members__),

@@ -93,7 +93,7 @@ def _chosen(bench: Bench, group: str) -> tuple[str, dict[str, str]]:
         "def activate():\n    return 'conformance_bridged.Platform'\n", encoding="utf-8"
     )
     (site / "conformance_bridged.py").write_text(
-        "from sgl_aspects.engines.sglang.platform_bridge import bridged\n"
+        "from sgl_aspects.engines.sglang.bridge.platform import bridged\n"
         "from sgl_aspects.platforms import resolve_qualified_name\n"
         f"Platform = bridged(resolve_qualified_name('{kind.__module__}:{kind.__qualname__}'))\n"
     )
@@ -127,12 +127,19 @@ def capabilities(bench: Bench) -> str:
     return ", ".join(found) or "none declared"
 
 
-@_check("get_kv_pool_cls", "None, or a class derived from SGLang's pool of the kind")
+@_check("get_kv_pool_cls", "None, or a pool made with SGLang's arguments that keeps what is written")
 def pools(bench: Bench) -> str:
     found = run_child(bench, "pools")
     for kind, (right, name) in found.items():
-        require(right, f"a subclass of SGLang's {kind} pool, or None", name, "get_kv_pool_cls")
+        require(right, f"a {kind} pool that SGLang can use, or None", name, "get_kv_pool_cls")
     return ", ".join(f"{kind}: {name}" for kind, (_, name) in found.items())
+
+
+@_check("get_paged_allocator_cls", "slots of prompts and decodes in pages, each once, and all of them back")
+def allocator(bench: Bench) -> str:
+    found = run_child(bench, "allocator")
+    require("wrong" not in found, "None, or an allocator that SGLang can use", found.get("wrong"))
+    return str(found["name"])
 
 
 @_check(

@@ -7,7 +7,9 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 #: SGLang's capabilities with requirements that only SGLang has, and the requirement.
@@ -17,6 +19,14 @@ _NEEDED: dict[str, Callable[[], Any]] = {
     "supports_pynccl": lambda: importlib.import_module(
         "sglang.srt.distributed.device_communicators.pynccl_wrapper"
     ).NCCLLibrary(),
+}
+_MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
+_TOKENS, _PAGE_SIZE = 64, 4
+#: The sizes of a pool's row.
+_ROWS: dict[str, dict[str, int]] = {
+    "mha": {"head_num": 2, "head_dim": 8},
+    "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4},
+    "dsa": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "index_head_dim": 6, "kv_cache_dim": 16},
 }
 _POOLS = {"mha": "MHATokenToKVPool", "mla": "MLATokenToKVPool", "dsa": "DSATokenToKVPool"}
 
@@ -67,16 +77,33 @@ def questions() -> dict[str, Any]:
             (type, type(None)),
         ),
         "get_speculative_graph_runner_cls": (
-            lambda: platform.get_speculative_graph_runner_cls("EAGLE", "draft_decode"),
+            lambda: platform.get_speculative_graph_runner_cls(algorithm="EAGLE", phase="draft_decode"),
             (type, type(None)),
         ),
-        "get_quantization_config": (lambda: platform.get_quantization_config("fp8"), (type, type(None))),
+        **{
+            f"get_quantization_config({name})": (partial(_quantization, name), (type, type(None)))
+            for name in ("fp8", *getattr(platform, "platform", platform).supported_quantization)
+        },
         "get_paged_allocator_cls": (platform.get_paged_allocator_cls, (type, type(None))),
         "get_graph_runner_cls": (platform.get_graph_runner_cls, (type, type(None))),
         "get_piecewise_backend_cls": (platform.get_piecewise_backend_cls, (type, type(None))),
         "get_communicator_class": (platform.get_communicator_class, (type, type(None))),
     }
+    if hasattr(platform, "get_full_graph_backend_cls"):  # from 0.5.23
+        expected |= {
+            "get_full_graph_backend_cls": (platform.get_full_graph_backend_cls, (type, type(None))),
+            "support_mamba_cache_extra_buffer": (platform.support_mamba_cache_extra_buffer, bool),
+        }
     return {name: _answer(question, kind) for name, (question, kind) in expected.items()}
+
+
+def _quantization(name: str) -> Any:
+    """Return the class that a model loads with; None for SGLang's own."""
+    found = _platform().get_quantization_config(name)
+    base = importlib.import_module("sglang.srt.layers.quantization.base_config").QuantizationConfig
+    if found is not None and not issubclass(found, base):
+        raise TypeError(f"{found.__name__} is not derived from QuantizationConfig")
+    return found
 
 
 def capabilities() -> dict[str, str | None]:
@@ -94,19 +121,87 @@ def capabilities() -> dict[str, str | None]:
 
 
 def pools() -> dict[str, tuple[bool, str]]:
-    ours = importlib.import_module("sglang.srt.mem_cache.memory_pool")
-    found = {}
-    for kind, base in _POOLS.items():
-        pool = _platform().get_kv_pool_cls(kind=kind)
-        right = pool is None or issubclass(pool, getattr(ours, base))
-        found[kind] = right, "SGLang's own" if pool is None else pool.__name__
-    return found
+    """Write and read a pool of each kind, made with SGLang's arguments: whether that is right, its name."""
+    return {kind: _tried(kind) for kind in _POOLS}
+
+
+def _tried(kind: str) -> tuple[bool, str]:
+    import torch
+
+    try:
+        pool_class = _platform().get_kv_pool_cls(kind=kind)
+        if pool_class is None:
+            return True, "SGLang's own"
+        if not issubclass(pool_class, getattr(importlib.import_module(_MEMORY_POOL), _POOLS[kind])):
+            return False, f"{pool_class.__name__}, which is not derived from {_POOLS[kind]}"
+        if kind == "dsa" and not hasattr(pool_class, "vendors"):  # its own needs kernels of SGLang's
+            return True, pool_class.__name__
+        pool = _made(pool_class, kind)
+        slots = torch.tensor([_PAGE_SIZE, 2 * _PAGE_SIZE - 1, 9], device=pool.device)
+        width = _ROWS[kind].get("head_dim") or sum(_ROWS[kind].values())
+        key = torch.randn(3, _ROWS[kind].get("head_num", 1), width, device=pool.device)
+        value = torch.randn_like(key) if kind == "mha" else key[..., : _ROWS[kind]["kv_lora_rank"]]
+        pool.set_kv_buffer(SimpleNamespace(layer_id=1), slots, key.clone(), value.clone())
+        read = pool.get_key_buffer(1)[slots], pool.get_value_buffer(1)[slots]
+        right = torch.equal(read[0], key) and torch.equal(read[1], value)
+        return right, pool_class.__name__ if right else f"{pool_class.__name__}: others than were written"
+    except Exception as error:  # noqa: BLE001  # reported as the check's result
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _made(pool_class: Any, kind: str) -> Any:
+    sizes = {"size": _TOKENS, "page_size": _PAGE_SIZE, "layer_num": 2, "start_layer": 0, "end_layer": 1}
+    dtype = importlib.import_module("torch").float32
+    device = _platform().device_type
+    return pool_class(**sizes, **_ROWS[kind], dtype=dtype, device=device, enable_memory_saver=False)
+
+
+def allocator() -> dict[str, str]:
+    """Three requests are prefilled, decode and end. Return what is wrong, or the allocator's name."""
+    import torch
+
+    found = _platform().get_paged_allocator_cls()
+    if found is None:
+        return {"name": "SGLang's own"}
+    memory_pool = importlib.import_module(_MEMORY_POOL)
+    pool = _made(_platform().get_kv_pool_cls(kind="mha") or memory_pool.MHATokenToKVPool, "mha")
+    given = {"dtype": pool.dtype, "device": pool.device, "kvcache": pool, "need_sort": False}
+    made = found(_TOKENS, page_size=_PAGE_SIZE, **given)
+    free = made.available_size()
+    lengths = torch.tensor([3, 9, 4])
+    before = torch.zeros_like(lengths)
+    nothing = torch.full_like(lengths, -1)
+    there = [each.to(pool.device) for each in (before, lengths, nothing)]
+    new = made.alloc_extend(there[0], before, there[1], lengths, there[2], int(lengths.sum()))
+    owned = [part.tolist() for part in new.cpu().split(lengths.tolist())]
+    for _ in range(_PAGE_SIZE + 1):
+        lengths = lengths + 1
+        last = torch.tensor([slots[-1] for slots in owned], device=pool.device)
+        new = made.alloc_decode(lengths.to(pool.device), lengths, last)
+        for slots, slot in zip(owned, new.tolist()):
+            slots.append(slot)
+    used = [slot for slots in owned for slot in slots]
+    if len(set(used)) < len(used) or min(used) < _PAGE_SIZE:
+        return {"wrong": f"slots that others have, or the padding: {sorted(used)}"}
+    for slots in owned:
+        pages = [slots[at : at + _PAGE_SIZE] for at in range(0, len(slots), _PAGE_SIZE)]
+        if any(page != list(range(page[0], page[0] + len(page))) or page[0] % _PAGE_SIZE for page in pages):
+            return {"wrong": f"slots of a request that do not fill pages: {slots}"}
+    made.free_group_begin()
+    for slots in owned:
+        made.free(torch.tensor(slots, device=pool.device))
+    made.free_group_end()
+    if made.available_size() != free:
+        return {"wrong": f"{made.available_size()} tokens free at the end, {free} at first"}
+    return {"name": found.__name__}
 
 
 def greedy(folder: str, prompts: str, count: str, dtype: str) -> list[list[int]]:
     from sglang import Engine
 
     graphs = getattr(_platform().capabilities, "graph_capture", False)
+    # SGLang uses a platform's allocator where pages are larger than one token.
+    pages = {} if _platform().get_paged_allocator_cls() is None else {"page_size": 16}
     engine = Engine(
         model_path=folder,
         skip_tokenizer_init=True,
@@ -117,6 +212,7 @@ def greedy(folder: str, prompts: str, count: str, dtype: str) -> list[list[int]]
         context_length=256,
         disable_cuda_graph=not graphs,
         log_level="error",
+        **pages,
     )
     try:
         params = {"max_new_tokens": int(count), "temperature": 0, "ignore_eos": True}
@@ -189,7 +285,8 @@ def _answer(question: Callable[[], Any], kind: Any) -> dict[str, Any]:
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (identity, questions, capabilities, pools, greedy, multimodal)
+    function.__name__: function
+    for function in (identity, questions, capabilities, pools, allocator, greedy, multimodal)
 }
 
 if __name__ == "__main__":

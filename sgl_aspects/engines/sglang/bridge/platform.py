@@ -3,8 +3,9 @@
     group ``sglang.srt.platforms``: name -> a function that returns the name of a class made here
 
 ``bridged(MyPlatform)`` makes a subclass of SGLang's ``SRTPlatform`` whose device operations are those of
-``MyPlatform``. Vendor classes (KV pool, allocator, graph runner) are passed on. Classes of the embedded
-runtime are not: SGLang uses its own instead, for graphs on devices whose graphs are those of torch.cuda.
+``MyPlatform``. The vendor's classes are handed over: pools, allocator, attention backends and quantization as
+SGLang takes them, by the modules beside this one; all others as they are. For classes of the embedded runtime
+SGLang uses its own: it captures graphs only on devices whose graphs are those of torch.cuda.
 
 SGLang is imported when a bridge is made, never with this module.
 """
@@ -13,17 +14,23 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sgl_aspects import env
-from sgl_aspects.engines.sglang.multimodal import bridged_multimodal
-from sgl_aspects.errors import PlatformError, PlatformTypeError
+from sgl_aspects.engines.sglang.bridge import attention, kv_cache, quantization
+from sgl_aspects.engines.sglang.bridge.multimodal import bridged_multimodal
+from sgl_aspects.errors import PlatformTypeError
 from sgl_aspects.platforms.answers import class_named, name_of
 from sgl_aspects.platforms.discovery import resolve_qualified_name
 from sgl_aspects.platforms.mm_platform import MMPlatform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
 
 CPU_NAME = "sgl_aspects_cpu"
+
+logger = logging.getLogger("sgl_aspects")
 
 #: Device queries, with the same meaning on both sides.
 _DEVICE_METHODS = (
@@ -48,20 +55,30 @@ _DEVICE_METHODS = (
 #: Passed on if the vendor overrides them; otherwise SGLang's result stands.
 _FACTORIES = (
     "get_compile_backend",
-    "get_quantization_config",
     "verify_quantization",
     "supports_speculative_algorithm",
+    "supports_speculative_draft_attention_backend",
+    "get_default_speculative_draft_attention_backend",
+    "get_speculative_cache_locs_fn",
+    "support_mamba_cache_extra_buffer",
 )
 #: The same for methods that return a class or its name.
 _CLASS_FACTORIES = (
     "get_paged_allocator_cls",
     "get_graph_runner_cls",
+    "get_full_graph_backend_cls",
     "get_piecewise_backend_cls",
     "get_communicator_class",
+    "get_quantization_config",
     "get_speculative_worker_cls",
     "get_speculative_graph_runner_cls",
 )
-#: The embedded runtime: its classes work with its own scheduler only.
+#: Made of the vendor's class what SGLang takes.
+_ADAPTERS: dict[str, Callable[[type, Any], type]] = {
+    "get_paged_allocator_cls": kv_cache.allocator_class,
+    "get_quantization_config": quantization.config_class,
+}
+#: The embedded runtime: its graph runners and compilers work with its own scheduler only.
 _RUNTIME = "sgl_aspects.runtime."
 #: SGLang's runners and compilers of graphs for devices that torch.cuda drives, by version, newest first.
 _CUDA_CLASSES = {
@@ -147,7 +164,7 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
             members[name] = _forward_class(name)
     capabilities = getattr(interface, "PlatformCapabilities", None)
     if capabilities is not None:
-        members["capabilities"] = capabilities(**_known_capabilities(platform_class, capabilities))
+        members["capabilities"] = property(partial(_capabilities, capabilities))
     members.update(_pools(platform_class, base))
     # Older names of the same methods, unused by newer SGLang.
     for name in (
@@ -175,6 +192,10 @@ def interface_methods(interface: type) -> list[str]:
 
 def _init(self: Any) -> None:
     self.platform = self.platform_class()
+    if _is_vendors(self.platform_class, "get_attention_backends"):
+        attention.register_when_loaded(self.platform)
+    if _is_vendors(self.platform_class, "get_quantization_config"):
+        quantization.register_when_loaded(self.platform)
 
 
 def _forward(name: str) -> Any:
@@ -197,20 +218,22 @@ def _forward_class(name: str) -> Any:
         if answer is None:
             return None
         found: type = class_named(answer, method)
-        runtime = next((base for base in found.__mro__ if base.__module__.startswith(_RUNTIME)), None)
-        if runtime is None:
-            return found
-        own = _cuda_class(cls, name)
-        if own is None and name in _NEEDS.values():
-            raise PlatformError(
-                f"{name_of(method)} names {found.__module__}:{found.__qualname__}, made for the "
-                f"embedded runtime ({runtime.__module__}:{runtime.__qualname__}): for SGLang write a class "
-                f"of your own, or start it with --disable-cuda-graph"
-            )
-        return own
+        if name in _ADAPTERS:
+            return None if found.__module__.startswith(_RUNTIME) else _ADAPTERS[name](found, method)
+        return _cuda_class(cls, name) if _is_of_runtime(found) else found
 
     factory.__name__ = name
     return factory
+
+
+def _is_of_runtime(answer: type | str) -> bool:
+    """Return whether a class, or one that a text names, is the embedded runtime's or derived from one.
+
+    Nothing is imported: a text that names a vendor's module is the vendor's.
+    """
+    if isinstance(answer, str):
+        return answer.startswith(_RUNTIME)
+    return any(base.__module__.startswith(_RUNTIME) for base in answer.__mro__)
 
 
 def _accepted(method: Any, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -279,23 +302,49 @@ def _is_vendors(platform_class: type, name: str) -> bool:
     return method is not None and not str(method.__module__).startswith("sgl_aspects.")
 
 
-def _known_capabilities(platform_class: type[SRTPlatform], capabilities: Any) -> dict[str, bool]:
+def _capabilities(capabilities: Any, self: Any) -> Any:
     """Return the capabilities under SGLang's names, without those whose class the platform lacks."""
-    known = getattr(capabilities, "__struct_fields__", ()) or capabilities.__annotations__
-    ours = platform_class.capabilities
-    found = {
-        name: getattr(ours, name) and (name not in _NEEDS or _has_class(platform_class, _NEEDS[name]))
-        for name in _CAPABILITIES
-        if name in known and hasattr(ours, name)
-    }
-    if "piecewise_graph" in found and not _is_vendors(platform_class, _NEEDS["piecewise_graph"]):
-        # What SGLang's own class does, not what the embedded engine replays.
-        found["piecewise_graph"] = found["graph_capture"] and platform_class.device_type == "cuda"
+    found = self.__dict__.get("_known_capabilities")
+    if found is None:
+        found = self._known_capabilities = capabilities(**_known_capabilities(self.platform, capabilities))
     return found
 
 
+def _known_capabilities(platform: SRTPlatform, capabilities: Any) -> dict[str, bool]:
+    known = getattr(capabilities, "__struct_fields__", ()) or capabilities.__annotations__
+    ours = platform.capabilities
+    found = {
+        name: getattr(ours, name) and (name not in _NEEDS or _has_usable_class(platform, _NEEDS[name]))
+        for name in _CAPABILITIES
+        if name in known and hasattr(ours, name)
+    }
+    if "piecewise_graph" in found and not _is_vendors(type(platform), _NEEDS["piecewise_graph"]):
+        # What SGLang's own class does, not what the embedded engine replays.
+        found["piecewise_graph"] = found["graph_capture"] and platform.device_type == "cuda"
+    return found
+
+
+def _has_usable_class(platform: SRTPlatform, factory: str) -> bool:
+    """Decided without an import: SGLang calls it while its modules are partly imported."""
+    if platform.device_type == "cuda" and factory in _CUDA_CLASSES:
+        return True
+    if not _is_vendors(type(platform), factory):
+        return False
+    method = getattr(platform, factory)
+    answer = method()
+    if not _is_of_runtime(answer):
+        return True
+    name = answer if isinstance(answer, str) else f"{answer.__module__}:{answer.__qualname__}"
+    logger.warning(
+        "SGLang captures no graphs on platform %r: %s names %s, which is made for the embedded engine",
+        platform.device_name,
+        name_of(method),
+        name,
+    )
+    return False
+
+
 def _has_class(platform_class: type[SRTPlatform], factory: str) -> bool:
-    """Decided without an import: a bridge is made while SGLang's modules are partly imported."""
     on_cuda = platform_class.device_type == "cuda" and factory in _CUDA_CLASSES
     return on_cuda or _is_vendors(platform_class, factory)
 
@@ -308,13 +357,20 @@ def _pools(platform_class: type[SRTPlatform], base: type) -> dict[str, Any]:
 
 
 def _get_kv_pool_cls(self: Any, *, kind: str) -> type | None:
-    """Return None, so that SGLang uses its own pool, which runs on every torch device."""
+    """Return None, so that SGLang uses its own pool, where the vendor has none."""
     own = {"mha": "get_mha_kv_pool_cls", "mla": "get_mla_kv_pool_cls", "dsa": "get_nsa_kv_pool_cls"}
-    if _is_vendors(type(self.platform), "get_kv_pool_cls"):
-        found: type | None = _forward_class("get_kv_pool_cls")(self, kind=kind)
+    platform = self.platform
+    if _is_vendors(type(platform), "get_kv_pool_cls"):
+        method, answer = platform.get_kv_pool_cls, platform.get_kv_pool_cls(kind=kind)
+    elif kind in own and _is_vendors(type(platform), own[kind]):
+        method = getattr(platform, own[kind])
+        answer = method()
     else:
-        found = _forward_class(own[kind])(self) if kind in own else None
-    return found
+        return None
+    found = None if answer is None else class_named(answer, method)
+    if found is None or found.__module__.startswith(_RUNTIME):
+        return None
+    return kv_cache.pool_class(found, kind, method)
 
 
 def _or_in_tree(name: str) -> Any:
