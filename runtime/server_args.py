@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from sgl_aspects.errors import ConfigError, PlatformTypeError
 from sgl_aspects.platforms import current_platform
@@ -67,6 +69,15 @@ class ServerArgs:
     #: Seconds to wait for the scheduler process to load the model.
     startup_timeout: float = 600.0
 
+    #: The fields that were not given: the current platform may set them.
+    open_fields: set[str] = field(init=False, repr=False, compare=False)
+
+    def __new__(cls, *values: Any, **named: Any) -> ServerArgs:
+        made = super().__new__(cls)
+        names = _names(cls)
+        made.open_fields = {*names[len(values) :]} - named.keys()
+        return made
+
     def __post_init__(self) -> None:
         self.check()
 
@@ -105,11 +116,12 @@ class ServerArgs:
 
 
 def with_platform_defaults(given: ServerArgs) -> ServerArgs:
-    """Return a copy in which the current platform has set the open values.
+    """Return a copy in which the current platform has set open fields.
 
     Made once, where an engine starts, and passed to each of its processes: all use the same values.
+    ConfigError if the platform sets a field that was given to another value.
     """
-    args = replace(given)
+    args = copy.copy(given)
     answer = answer_of(object, current_platform.apply_server_args_defaults, args)
     if answer is not None and answer is not args:
         raise PlatformTypeError(
@@ -118,15 +130,26 @@ def with_platform_defaults(given: ServerArgs) -> ServerArgs:
         )
     unknown = sorted(vars(args).keys() - vars(given).keys())
     if unknown:
-        known, platform = ", ".join(vars(given)), current_platform.device_name
+        known, platform = ", ".join(_names(ServerArgs)), current_platform.device_name
         logger.warning(
             "platform %r set %s, which this engine does not have; it has %s", platform, unknown, known
         )
+    for name in _names(ServerArgs):
+        wanted, set_to = getattr(given, name), getattr(args, name)
+        if set_to != wanted and name not in given.open_fields:
+            raise ConfigError(
+                f"{name}={wanted!r}: platform {current_platform.device_name!r} sets {name}={set_to!r} "
+                f"({name_of(current_platform.apply_server_args_defaults)}): leave {name} out, or give that"
+            )
     try:
         args.check()
     except ConfigError as error:
         raise ConfigError(f"{error} (set by platform {current_platform.device_name!r})") from error
     return args
+
+
+def _names(cls: type[ServerArgs]) -> list[str]:
+    return [each.name for each in fields(cls) if each.init]
 
 
 def _check_count(name: str, value: object) -> None:

@@ -59,7 +59,9 @@ def generating(folder: Path, **fields: Any) -> Iterator[Generating]:
     """Make a scheduler on the current platform with the model in ``folder``; ``fields`` of ServerArgs."""
     ours, theirs = multiprocessing.Pipe()
     settings = {"dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4}
-    args = with_platform_defaults(ServerArgs(folder, **{**settings, **fields}))
+    args = ServerArgs(folder, **{**settings, **fields})
+    args.open_fields |= settings.keys() - fields.keys()  # a platform may need others
+    args = with_platform_defaults(args)
     try:
         yield Generating(Scheduler(args, theirs), ours)
     finally:

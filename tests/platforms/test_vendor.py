@@ -20,7 +20,7 @@ from sgl_aspects.platforms import set_current_platform
 from sgl_aspects.runtime import Engine, SamplingParams, dispatch
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.ops import Operator, RMSNorm, SiluAndMul
-from sgl_aspects.runtime.server_args import ServerArgs
+from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 from tests.support.acme import AcmePlatform
 from tests.support.answers import clear_answers
 from tests.support.schedulers import run_in_process
@@ -113,6 +113,25 @@ def test_what_a_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     choose(monkeypatch, "ShortAcmePlatform")
     with Engine(model_path=tmp_path, context_length=64) as engine:
         assert engine.context_length == 64
+
+
+def test_a_platform_sets_what_the_user_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that was given is not open, even with the value that it has by default."""
+    choose(monkeypatch, "FixedAcmePlatform")
+    left, given = (
+        with_platform_defaults(ServerArgs("m")),
+        ServerArgs("m", page_size=8, chunked_prefill_size=512),
+    )
+    assert (left.page_size, left.chunked_prefill_size) == (8, 48)
+    assert with_platform_defaults(given).chunked_prefill_size == 512
+
+
+def test_a_value_that_a_platform_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "FixedAcmePlatform")
+    with pytest.raises(
+        ConfigError, match=r"page_size=16: platform 'acme' sets page_size=8.*leave page_size out"
+    ):
+        with_platform_defaults(ServerArgs("m", page_size=16))
 
 
 def test_what_a_platform_sets_is_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

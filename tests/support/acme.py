@@ -290,6 +290,15 @@ class ShortAcmePlatform(AcmePlatform):
             server_args.context_length = 40
 
 
+class FixedAcmePlatform(AcmePlatform):
+    """Runs with pages of 8 tokens alone, and prefers short chunks."""
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        server_args.page_size = 8
+        if "chunked_prefill_size" in server_args.open_fields:
+            server_args.chunked_prefill_size = 48
+
+
 class WrongAcmePlatform(AcmePlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         server_args.page_size = 0
