@@ -7,6 +7,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -35,8 +36,8 @@ _SETTINGS = "collector.json"
 # Prefixes of the environment: OpenTelemetry's variables and the tracer's, proxies, certificates.
 _KEPT = (
     "OTEL_",
-    "SGL_ASPECTS_",
-    "ASPECTS_",
+    "SGL_ASPECTS_TRACE",
+    "ASPECTS_TRACE",
     "HTTP_PROXY",
     "HTTPS_PROXY",
     "NO_PROXY",
@@ -44,6 +45,9 @@ _KEPT = (
     "SSL_CERT_",
     "GRPC_",
 )
+# Secrets: such a variable, and a URL with a password or a query.
+_SECRET_NAME = re.compile("HEADER|KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/\s]*@|://\S*\?")
 _KEEPER = str(Path(__file__).with_name("collector") / "keeper.py")
 _RESTARTED = "collector.restarted"
 
@@ -200,8 +204,10 @@ def _lock(descriptor: int, byte: int) -> None:
 
 
 def how_to_start(folder: str | Path) -> str:
-    """Return the command that starts a collector again."""
-    return f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
+    """Return the command that starts a collector again, and the variables that it needs."""
+    command = f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
+    unsaved = unsaved_settings(str(folder))
+    return f"set {', '.join(unsaved)}, which are not saved, and {command}" if unsaved else command
 
 
 def is_for_collector(name: str) -> bool:
@@ -210,22 +216,38 @@ def is_for_collector(name: str) -> bool:
 
 
 def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None:
-    """Save the variables that a collector of this run reads, for one that is restarted by hand."""
-    kept = {name: value for name, value in environment.items() if is_for_collector(name)}
+    """Save the variables that a collector of this run reads, for one that is restarted by hand.
+
+    Of those that may be secrets the name alone.
+    """
+    kept = {
+        name: None if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value) else value
+        for name, value in environment.items()
+        if is_for_collector(name)
+    }
     write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
 
 
 def collector_settings(folder: str) -> dict[str, str]:
     """Return the saved variables; empty once the collector has ended in order."""
+    return {name: value for name, value in _saved(folder).items() if value is not None}
+
+
+def unsaved_settings(folder: str) -> list[str]:
+    """Return the names of the collector's variables that may be secrets, so that no value is saved."""
+    return [name for name, value in _saved(folder).items() if value is None]
+
+
+def _saved(folder: str) -> dict[str, str | None]:
     try:
-        found: dict[str, str] = json.loads(Path(folder, _SETTINGS).read_bytes())
+        found: dict[str, str | None] = json.loads(Path(folder, _SETTINGS).read_bytes())
     except FileNotFoundError:
         return {}
     return found
 
 
 def forget_collector_settings(folder: str) -> None:
-    """Delete the variables: headers among them may be secrets, and the folder may be kept."""
+    """Delete the variables: the collector has ended in order."""
     Path(folder, _SETTINGS).unlink(missing_ok=True)
 
 
@@ -318,4 +340,6 @@ def _collector_environment(settings: TraceSettings, environment: Mapping[str, st
     values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
     values["SGL_ASPECTS_TRACE"] = "off"  # the collector is not traced itself
     values.pop(env.spelled("SGL_ASPECTS_RUN", values), None)  # plugins are for the engine's processes
+    for name in ("SGL_ASPECTS_API_KEY", "ASPECTS_API_KEY"):  # the server's own
+        values.pop(name, None)
     return values

@@ -44,6 +44,7 @@ from sgl_aspects.tracing.run_folder import (
     remove_run_folder,
     seal_run,
     take_run,
+    unsaved_settings,
 )
 from sgl_aspects.tracing.settings import TraceSettings
 
@@ -287,6 +288,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
     for name, value in collector_settings(folder).items():
         os.environ.setdefault(name, value)
+    if missing := [name for name in unsaved_settings(folder) if name not in os.environ]:
+        report_line(f"not set, and not saved as it may be a secret: {', '.join(missing)}")
     normalise(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # logged at every attempt; the errors report it too
     quiet_exporters()
