@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -12,16 +13,20 @@ def write_private(path: Path, data: bytes) -> None:
 
     :raises OSError: it cannot be written; the old contents stay.
     """
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
+        with open(descriptor, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file, for this user only where it is made: the ``opener`` of :func:`open`."""
+    return os.open(path, flags, 0o600)
 
 
 class OwnDescriptor:

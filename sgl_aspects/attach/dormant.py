@@ -42,12 +42,19 @@ def control_of(process: Process) -> Prepared | None:
     """Return None unless the process was prepared, and is still the same one."""
     user = os.stat(f"/proc/{process.id}").st_uid
     path = Path(dormant.folder_of(user), str(process.id))
-    if path.parent.exists() and path.parent.stat().st_uid != user:
-        return None
+    no_link = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        folder = os.open(path.parent, no_link | os.O_DIRECTORY)
     except OSError:
         return None
+    try:
+        if os.fstat(folder).st_uid != user:
+            return None  # another user's, who took the name
+        descriptor = os.open(path.name, no_link, dir_fd=folder)
+    except OSError:
+        return None
+    finally:
+        os.close(folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_aspects.engines import find_engines
 from sgl_aspects.errors import AttachError
+from sgl_aspects.terminal import printable
 
 # They run no engine code: multiprocessing's own, torch's compilers, and sgl-aspects' processes.
 _HELPERS = (
@@ -35,7 +36,9 @@ class Process:
 
     @property
     def title(self) -> str:
+        """Its command line, in short: its user's own text."""
         text = " ".join(self.words) or Path(f"/proc/{self.id}/comm").read_text().strip()
+        text = printable(text).replace("\n", "\\n")
         return text if len(text) <= _TITLE else text[: _TITLE - 1] + "…"
 
     @property

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import sys
 import threading
 
 SWITCH = "ASPECTS_DORMANT"
@@ -33,7 +34,14 @@ def prepare() -> None:
         os.mkdir(folder, 0o700)
     status = os.lstat(folder)
     if status.st_uid != os.geteuid() or status.st_mode & 0o777 != 0o700:
-        return  # another user made it: do not run what is written there
+        # What another user writes there must not be run.
+        print(
+            f"sgl-aspects: process {os.getpid()} is not prepared for sgl-aspects attach: {folder} belongs to "
+            f"user {status.st_uid}, with mode {status.st_mode & 0o777:o}; remove it and start again",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
     _remove_dead(folder)
     path = os.path.join(folder, str(os.getpid()))
     _control = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (owner := owner_to_become(processes)) is None:
         return _run(arguments, processes)
     for process in processes:
-        check(process)
+        check(process, needs_ptrace=control_of(process) is None)
     return run_as(owner, "sgl_aspects.cli.as_owner", _words(arguments), processes)
 
 

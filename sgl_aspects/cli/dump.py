@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sgl_aspects.cli.control import add_run_choice
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import private
 from sgl_aspects.tracing.control import rings
 
 _FORMATS = ("text", "otlp-json", "perfetto")
@@ -45,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
     else:
         try:
-            arguments.output.write_text(text, encoding="utf-8")
+            with open(arguments.output, "w", encoding="utf-8", opener=private) as file:
+                file.write(text)
         except OSError as error:
             raise ConfigError(f"--output {arguments.output}: {error.strerror}; name another file") from error
     return 0

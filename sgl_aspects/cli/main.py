@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from sgl_aspects import packages
 from sgl_aspects.errors import AspectsError
+from sgl_aspects.terminal import printable
 
 PROGRAM = "sgl-aspects"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -105,7 +106,7 @@ def _write_no_more() -> None:
 
 
 def _complain(message: str) -> int:
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    print(f"{PROGRAM}: error: {printable(message)}", file=sys.stderr)
     return 2
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects.cli.arguments import writable_file
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import private
 
 if TYPE_CHECKING:
     from sgl_aspects.analysis.sources import Run
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     text = _page(found) if arguments.format == "page" else _timeline(found)
     try:
-        output.write_text(text, encoding="utf-8")
+        with open(output, "w", encoding="utf-8", opener=private) as page:
+            page.write(text)
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}") from error
     requests = sum(span.is_server for span in found.spans)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_aspects.bootstrap import dormant
 from tests.support.attachable import finish, kill_command, span_names
 from tests.support.other_user import (
     NOBODY,
@@ -275,3 +276,41 @@ def test_a_process_with_more_rights_than_its_user_is_refused(
             assert len(output.splitlines()) == 1
         finally:
             process.kill()
+
+
+@pytest.fixture
+def prepared_folder() -> Iterator[Path]:
+    folder = Path(dormant.folder_of(NOBODY))
+    shutil.rmtree(folder, ignore_errors=True)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+_PREPARED = {"PYTHONPATH": str(Path(dormant.__file__).parent), dormant.SWITCH: "1"}
+
+
+def test_root_attaches_to_another_users_prepared_process(
+    interpreter: str, folders: Shared, prepared_folder: Path
+) -> None:
+    with running_as_nobody(folders.theirs, interpreter, environment=_PREPARED) as program:
+        assert "through its control block" in finish(root_attaches(program, "--dry-run"))
+        assert "main thread stopped 0.0 ms" in finish(root_attaches(program, "--for=0.2s"))
+        wait_until(lambda: program.states == ["original", "woven", "original"])
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_process_says_that_another_user_keeps_it_from_being_prepared(
+    is_link: bool, interpreter: str, folders: Shared, prepared_folder: Path
+) -> None:
+    if is_link:
+        prepared_folder.symlink_to(folders.theirs)
+    else:
+        prepared_folder.mkdir(mode=0o700)
+    try:
+        with running_as_nobody(folders.theirs, interpreter, environment=_PREPARED) as program:
+            wait_until(lambda: "original" in program.states)
+            assert f"{prepared_folder} belongs to user 0" in program.said[0]
+            assert "with ptrace" in finish(root_attaches(program, "--dry-run"))
+    finally:
+        if is_link:
+            prepared_folder.unlink()

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,12 @@ _PATHS = [
 _MAIN = f"import sys; sys.path[:0] = {_PATHS!r}; from sgl_aspects.cli.main import main; sys.exit(main())"
 
 
-def run_as_nobody(words: Sequence[str], folder: Path | str = "/") -> subprocess.Popen[bytes]:
+def run_as_nobody(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, **more: Any
+) -> subprocess.Popen[Any]:
     """Start a program as another user, with nothing of this process's environment."""
-    return subprocess.Popen(words, cwd=folder, env={}, user=NOBODY, group=NOBODY, extra_groups=[])
+    given = {"cwd": "/", **more}
+    return subprocess.Popen(words, env=environment or {}, user=NOBODY, group=NOBODY, extra_groups=[], **given)
 
 
 @functools.cache
@@ -83,23 +87,19 @@ def shared_folders() -> Iterator[Shared]:
 
 @contextmanager
 def running_as_nobody(
-    folder: Path, executable: str, *, source: str = PROGRAM, words: Sequence[str] = ()
+    folder: Path,
+    executable: str,
+    *,
+    words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Program]:
     """Run the program as another user."""
-    for name, text in (("program.py", source), ("aspects.toml", ASPECTS), ("output", "")):
+    for name, text in (("program.py", PROGRAM), ("aspects.toml", ASPECTS), ("output", "")):
         (folder / name).write_text(text)
         os.chown(folder / name, NOBODY, NOBODY)
     with (folder / "output").open("ab") as output:
-        process = subprocess.Popen(
-            [executable, "program.py", "0.001", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={},
-            user=NOBODY,
-            group=NOBODY,
-            extra_groups=[],
-        )
+        command = [executable, "program.py", "0.001", *words]
+        process = run_as_nobody(command, environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
     program = Program(process, folder)
     try:
         wait_until(lambda: bool(program.said) or not program.lives(), SECONDS)

@@ -11,6 +11,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
+from sgl_aspects.terminal import printable
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collector.join import Joiner
 from sgl_aspects.tracing.context import root_of_trace_id
@@ -89,8 +90,7 @@ def _lines(spans: Sequence[ReadableSpan], names: Mapping[int, str]) -> Iterator[
         request = _request_of(span, names)
         mark = " ERROR" if span.status.status_code is StatusCode.ERROR else ""
         line = f"{span.name}{mark}  {request}{attributes}"
-        # One line per span, without control characters for the terminal.
-        line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+        line = printable(line).replace("\n", "\\n")  # one line for each span
         yield f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{line}\n"
 
 

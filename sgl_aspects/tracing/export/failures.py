@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 
+from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.export.variables import secrets, without_secrets
 
 _LONGEST_LINE = 300
@@ -15,9 +16,12 @@ _MOST_KINDS = 5
 
 
 def report_line(text: str) -> None:
-    """Write one line; a failure to write, as on a full disk, must not stop the delivery of spans."""
+    """Write one line, without a backend's control characters.
+
+    A failure to write, as on a full disk, must not stop the delivery of spans.
+    """
     with contextlib.suppress(OSError):
-        print(f"sgl-aspects collector: {text}", file=sys.stderr, flush=True)
+        print(f"sgl-aspects collector: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class FirstFailure(logging.Handler):

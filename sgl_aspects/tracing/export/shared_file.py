@@ -20,12 +20,13 @@ class SharedFile:
     """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, or is to be truncated
     while another process has it open.
 
-    What a killed collector had begun to write after the last whole line is removed.
+    A new file is for this user only. What a killed collector had begun to write after the last whole line is
+    removed.
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(path, how, 0o666)
+        self._descriptor = os.open(path, how, 0o600)
         self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         self.is_closed = False
         try:

@@ -1,0 +1,75 @@
+"""Files with what was recorded are for their user alone, whatever the umask."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.cli.main import main
+from sgl_aspects.files import write_private
+from sgl_aspects.tracing import attach
+from tests.support.sessions import begin
+
+
+@pytest.fixture(autouse=True)
+def _usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def _mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_traces_pages_and_dumps_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold prompts where these are recorded."""
+    file, timeline, dump = tmp_path / "traces.jsonl", tmp_path / "trace.json", tmp_path / "dump.jsonl"
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(timeline))
+    with attach(file=str(file), exporters=["otlp-json-file", "perfetto"]) as session:
+        begin(session, "r")()
+        assert (
+            main(["dump", "--run", session.run_folder, "--format", "otlp-json", "--output", str(dump)]) == 0
+        )
+    page = tmp_path / "report.html"
+    assert main(["report", str(file), "-o", str(page)]) == 0
+    assert {path.name: _mode(path) for path in (file, timeline, dump, page)} == dict.fromkeys(
+        ("traces.jsonl", "trace.json", "dump.jsonl", "report.html"), 0o600
+    )
+
+
+def test_a_program_that_is_run_begins_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    process_id = os.fork()
+    if not process_id:
+        try:
+            main(["run", f"--file={file}", "--", "true"])
+        finally:
+            os._exit(1)
+    assert os.waitpid(process_id, 0)[1] == 0
+    assert _mode(file) == 0o600
+
+
+def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    file.touch(mode=0o640)
+    with attach(file=str(file)) as session:
+        begin(session, "r")()
+    assert _mode(file) == 0o640
+
+
+def test_a_file_is_written_beside_no_link_of_a_known_name(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    (tmp_path / f".control-{os.getpid()}").hardlink_to(_made(precious))
+    write_private(tmp_path / "control", b"new")
+    assert precious.read_bytes() == b"old"
+    assert (tmp_path / "control").read_bytes() == b"new"
+    assert _mode(tmp_path / "control") == 0o600
+
+
+def _made(path: Path) -> Path:
+    path.write_bytes(b"old")
+    return path
