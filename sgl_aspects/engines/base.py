@@ -208,6 +208,19 @@ class Engine:
             check_attribute(name)
 
 
+def shape_reader(position: int, attribute: str = "") -> CallReader:
+    """Return a reader of the shape of a tensor, as in ``"16x576"``: the positional argument at this index, or
+    an attribute of it. None where there is no tensor.
+    """
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
+        found = args[position] if position < len(args) else None
+        shape = getattr(getattr(found, attribute, None) if attribute else found, "shape", None)
+        return None if shape is None else "x".join(map(str, shape))
+
+    return read
+
+
 class TracedRequest(Protocol):
     """A request that the scheduler has: its open phase, and the one that follows its prompt."""
 

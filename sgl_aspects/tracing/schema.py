@@ -64,6 +64,14 @@ KV_USAGE = "sgl_aspects.kv.usage"
 DEVICE_NAME = "sgl_aspects.device.name"
 DEVICE_TIME = "sgl_aspects.forward.device_time"
 GRAPH = "sgl_aspects.forward.graph"
+#: Of spans of level 4: the number of the model's layer; the operator, who computes it, and the shape of its
+#: first tensor; how many tokens of the KV cache a call is about, and how many of them were found there.
+LAYER = "sgl_aspects.layer"
+OPERATOR_NAME = "sgl_aspects.operator.name"
+IMPLEMENTATION = "sgl_aspects.operator.implementation"
+SHAPE = "sgl_aspects.operator.shape"
+KV_TOKENS = "sgl_aspects.kv.tokens"
+KV_HIT_TOKENS = "sgl_aspects.kv.hit_tokens"
 #: For prefill and decode on two servers: the request's shared number, and the transferred bytes.
 BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
@@ -152,19 +160,21 @@ FORWARD = SpanType(
 SAMPLE = SpanType("sample")
 PROCESS_RESULT = SpanType("process_result")
 
+_TOKENS: dict[str, type] = {KV_TOKENS: int}
+_SHAPE: dict[str, type] = {SHAPE: Id}
 #: Level 4: role → its span, below a step.
 DETAILS = {
-    "cache_match": SpanType("cache.match"),
-    "cache_insert": SpanType("cache.insert"),
-    "cache_evict": SpanType("cache.evict"),
-    "kv_alloc": SpanType("kv.alloc"),
-    "kv_alloc_prefill": SpanType("kv.alloc"),
-    "kv_alloc_decode": SpanType("kv.alloc"),
-    "kv_free": SpanType("kv.free"),
-    "attention": SpanType("attention"),
-    "operator": SpanType("operator"),
-    "logits": SpanType("logits"),
-    "sampler": SpanType("sampler"),
+    "cache_match": SpanType("cache.match", {KV_TOKENS: int, KV_HIT_TOKENS: int}),
+    "cache_insert": SpanType("cache.insert", _TOKENS),
+    "cache_evict": SpanType("cache.evict", _TOKENS),
+    "kv_alloc": SpanType("kv.alloc", _TOKENS),
+    "kv_alloc_prefill": SpanType("kv.alloc", _TOKENS),
+    "kv_alloc_decode": SpanType("kv.alloc", _TOKENS),
+    "kv_free": SpanType("kv.free", _TOKENS),
+    "attention": SpanType("attention", {LAYER: int, IMPLEMENTATION: str, **_SHAPE}),
+    "operator": SpanType("operator", {OPERATOR_NAME: str, IMPLEMENTATION: str, **_SHAPE}),
+    "logits": SpanType("logits", _SHAPE),
+    "sampler": SpanType("sampler", _SHAPE),
 }
 
 # -- before an engine serves, and between requests: role → a trace of its own ---------------------------

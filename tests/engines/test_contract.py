@@ -14,6 +14,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.schema import DETAILS
 from tests.support.memory_recorder import Memory
 
 ALL_ROLES = {name: Role((f"hare:Hare.{name}",), arguments) for name, arguments in ROLES.items()}
@@ -96,6 +97,14 @@ def test_an_observer_cannot_read_a_name_that_does_not_exist() -> None:
     ):
         with pytest.raises(ConfigError, match="is not a known"):
             read()
+
+
+def test_arguments_of_a_detail_are_the_attributes_of_its_span() -> None:
+    """In the same order: by the last word of the attribute's name."""
+    words = {"operator": "name"}
+    for role, span in DETAILS.items():
+        names = [name.rpartition(".")[2] for name in span.attributes]
+        assert names == [words.get(argument, argument) for argument in ROLES[role]], role
 
 
 @pytest.mark.parametrize("engine", BUILT_IN, ids=lambda engine: engine.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 
@@ -185,3 +186,33 @@ def test_level_four_shows_what_the_model_and_the_cache_do(run: Run) -> None:
     assert inside["sampler"] == {"sample"}
     assert inside["cache.match"] == {"schedule"}
     assert inside["kv.alloc"] >= {"schedule"}
+
+
+def test_level_four_shows_which_layer_and_operator_and_how_much(run: Run) -> None:
+    found = {
+        name: [
+            span.attributes
+            for span in run.spans
+            if span.name == name and span.attributes.get("error.type") is None
+        ]
+        for name in DETAILS
+    }
+    layers = {each["sgl_aspects.layer"] for each in found["attention"]}
+    assert layers == {0, 1, 2}
+    assert {each["sgl_aspects.operator.implementation"] for each in found["attention"]} == {
+        "TorchNativeBackend"
+    }
+    named = {
+        (each["sgl_aspects.operator.name"], each.get("sgl_aspects.operator.implementation"))
+        for each in found["operator"]
+    }
+    assert {name for name, _ in named} >= {"rms_norm", "linear", "embedding"}
+    assert all(str(chosen).endswith(f".{name}") for name, chosen in named), named
+    sizes = {name: {each.get("sgl_aspects.operator.shape") for each in found[name]} for name in DETAILS[:4]}
+    for name, shapes in sizes.items():
+        assert all(shape and re.fullmatch(r"\d+(x\d+)*", str(shape)) for shape in shapes), (name, shapes)
+    assert all(each["sgl_aspects.kv.tokens"] > 0 for each in found["kv.alloc"])
+    assert all(
+        each["sgl_aspects.kv.hit_tokens"] < each["sgl_aspects.kv.tokens"] for each in found["cache.match"]
+    )
+    assert any(each["sgl_aspects.kv.hit_tokens"] for each in found["cache.match"])

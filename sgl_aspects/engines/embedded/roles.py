@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.embedded import details
 
 _MANAGER = "sgl_aspects.runtime.frontend.manager:RequestManager"
 _SCHEDULER = "sgl_aspects.runtime.scheduling.scheduler:Scheduler"
-_KV_CACHE = "sgl_aspects.runtime.kv_cache.manager:KVCache"
 _GRAPHS = "sgl_aspects.runtime.execution.graph_runner:GraphRunner"
 _RUNNER = "sgl_aspects.runtime.execution.model_runner:ModelRunner"
 
@@ -78,12 +78,7 @@ EMBEDDED = Engine(
         ),
         "update_weights": Role((f"{_SCHEDULER}.update_weights",)),
         "retract": Role((f"{_SCHEDULER}.retract_request",), ("_", "req")),
-        "cache_match": Role((f"{_KV_CACHE}.match_prefix",)),
-        "kv_alloc": Role((f"{_KV_CACHE}.alloc",)),
-        "attention": Role(("sgl_aspects.runtime.attention.base:AttentionBackend+.forward",)),
-        "operator": Role(("sgl_aspects.runtime.ops.base:Operator.forward",)),
-        "logits": Role(("sgl_aspects.runtime.models.decoder:CausalLM.compute_logits",)),
-        "sampler": Role(("sgl_aspects.runtime.sampling.sampler:Sampler.__call__",)),
+        **details.ROLES,
         "load_model": Role((f"{_RUNNER}.load_model",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch"), required=True),
         "graph_capture": Role((f"{_GRAPHS}.capture",)),

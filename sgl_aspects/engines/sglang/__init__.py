@@ -1,6 +1,7 @@
 """SGLang's room: everything that is specific to SGLang.
 
     roles.py            which of its functions plays which role in a trace
+    details.py          the same for level 4
     adoption.py         weaves the hooks that plugins register with SGLang's own registry
     operator_targets.py, operators.py, layers.py
                         operator dispatch in its fused layers

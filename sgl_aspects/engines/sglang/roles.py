@@ -15,7 +15,7 @@ import time
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Role
-from sgl_aspects.engines.sglang import disaggregation, processes
+from sgl_aspects.engines.sglang import details, disaggregation, processes
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
@@ -24,8 +24,6 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _REQ = "sglang.srt.managers.schedule_batch:Req"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
-# The prefix cache's class depends on the server's options.
-_CACHES = "sglang.srt.mem_cache.*_cache:*Cache"
 
 # SGLang's own health checks are requests, too; their ids begin so.
 _PROBE = "HEALTH_CHECK"
@@ -231,7 +229,7 @@ SGLANG = Engine(
         ),
         # Releases the memory of a request that may have ended.
         "release_request": Role(
-            ("sglang.srt.mem_cache.common:release_kv_cache", f"{_CACHES}.cache_finished_req"), ("req",)
+            ("sglang.srt.mem_cache.common:release_kv_cache", f"{details.CACHES}.cache_finished_req"), ("req",)
         ),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch"), required=True),
         "sample": Role((f"{_RUNNER}.sample",)),
@@ -254,32 +252,7 @@ SGLANG = Engine(
             )
             for source in ("disk", "distributed", "tensor", "ipc")
         },
-        # In detail.
-        "cache_match": Role((f"{_CACHES}.match_prefix",)),
-        "cache_insert": Role((f"{_CACHES}.checkpoint", f"{_CACHES}.cache_finished_req")),
-        "cache_evict": Role((f"{_CACHES}.evict_for_alloc", f"{_CACHES}.evict")),
-        "kv_alloc_prefill": Role(
-            (
-                "sglang.srt.mem_cache.allocation:alloc_for_extend",
-                "sglang.srt.mem_cache.common:alloc_for_extend",
-            ),
-        ),
-        "kv_alloc_decode": Role(
-            (
-                "sglang.srt.mem_cache.allocation:alloc_for_decode",
-                "sglang.srt.mem_cache.common:alloc_for_decode",
-            ),
-        ),
-        "kv_free": Role(("sglang.srt.mem_cache.common:release_kv_cache",)),
-        "attention": Role(("sglang.srt.layers.radix_attention:RadixAttention.forward",)),
-        "logits": Role(("sglang.srt.layers.logits_processor:LogitsProcessor.forward",)),
-        "sampler": Role(("sglang.srt.layers.sampler:Sampler.forward",)),
-        "operator": Role(
-            (
-                "sglang.kernels.fused_op:BaseFusedOp.forward",
-                "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.forward",
-            ),
-        ),
+        **details.ROLES,
         **disaggregation.SCHEDULES,
         **processes.ROLES,
     },

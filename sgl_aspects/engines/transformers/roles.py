@@ -115,7 +115,13 @@ TRANSFORMERS = Engine(
             (f"{_BATCHING}.model_runner:ModelRunner.compute_batch",), ("_", "model_runner:model")
         ),
         "load_model": Role((f"{_SERVING}.model_manager:ModelManager._load_model",)),
-        "cache_match": Role((f"{_CACHE}.search_prefix_match",)),
+        "cache_match": Role(
+            (f"{_CACHE}.search_prefix_match",),
+            reads={
+                "tokens": lambda args, kwargs, result=None: len(args[2]),
+                "hit_tokens": lambda args, kwargs, result=None: result,
+            },
+        ),
         "kv_free": Role((f"{_CACHE}.free_blocks",)),
     },
     attributes={

@@ -239,9 +239,18 @@ VLLM = Engine(
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
         "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),
         # In detail.
-        "cache_match": Role((f"{_KV_CACHE}.get_computed_blocks",)),
-        "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",)),
-        "kv_free": Role((f"{_KV_CACHE}.free",)),
+        "cache_match": Role(
+            (f"{_KV_CACHE}.get_computed_blocks",),
+            reads={
+                "tokens": lambda args, kwargs, result=None: args[1].num_tokens,
+                "hit_tokens": lambda args, kwargs, result=None: result[1] if result else None,
+            },
+        ),
+        "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("_", "_", "tokens:num_new_tokens")),
+        "kv_free": Role(
+            (f"{_KV_CACHE}.free",),
+            reads={"tokens": lambda args, kwargs, result=None: args[1].num_computed_tokens},
+        ),
     },
     attributes={
         "request.rids": lambda request: (request.request_id,),

@@ -20,6 +20,7 @@ from typing import Any
 from sgl_aspects.tracing import native, schema
 from sgl_aspects.tracing.context import Fields
 from sgl_aspects.tracing.recorder import Recorder, SpanWriter, first_id, in_sample
+from sgl_aspects.tracing.records import AttributeValue
 from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.ring.format import (
     CHILD_RUN_BATCH,
@@ -90,7 +91,7 @@ class StepTracker(native.Tracker):
     running: Step | None
     in_flight: list[Step]
     late: list[Step]
-    details: list[tuple[SpanWriter, int, int, str]]
+    details: list[tuple[SpanWriter, int, int, Sequence[AttributeValue], str]]
     spare: list[Step]
 
     def __init__(self, recorder: Recorder, measures: bool = False) -> None:
@@ -336,10 +337,12 @@ class StepTracker(native.Tracker):
             start = words[block + layout.SCHEDULE_START] or words[block + layout.RUN_START]
             self._recorder.announce(schema.STEP, step.id, step.id, 0, start)
 
-    def keep_detail(self, write: SpanWriter, start_ns: int, end_ns: int, problem: str) -> None:
+    def keep_detail(
+        self, write: SpanWriter, start_ns: int, end_ns: int, values: Sequence[AttributeValue], problem: str
+    ) -> None:
         """Keep a detail that precedes the step, if there will be one."""
         if len(self.details) < _MOST_DETAILS:
-            self.details.append((write, start_ns, end_ns, problem))
+            self.details.append((write, start_ns, end_ns, values, problem))
 
     def drop_details(self, before: int | None) -> None:
         """Drop the kept details, or those that began before this time: there was no step for them."""
@@ -351,9 +354,9 @@ class StepTracker(native.Tracker):
             return
         self._announce(step)
         schedule_id = layout.child_id(step.id, layout.CHILD_SCHEDULE)
-        for write, start_ns, end_ns, problem in details:
+        for write, start_ns, end_ns, values, problem in details:
             parent_id = schedule_id if schedule_start and start_ns >= schedule_start else step.id
-            write(self._recorder.new_id(), step.id, parent_id, start_ns, end_ns, (), problem)
+            write(self._recorder.new_id(), step.id, parent_id, start_ns, end_ns, values, problem)
 
     def _meet(self, steps: OpenSteps) -> OpenSteps:
         """Switch to the recorder's current file: at the start, after a fork, at the end."""

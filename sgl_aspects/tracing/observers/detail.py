@@ -5,10 +5,11 @@ from __future__ import annotations
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.engines.contract import Observation
+from sgl_aspects.engines.base import CallReader
+from sgl_aspects.engines.contract import ROLES, Observation
 from sgl_aspects.tracing.context import Opened, leave
 from sgl_aspects.tracing.lifecycle import StepTracker, Trackers
-from sgl_aspects.tracing.records import SpanType, error_type
+from sgl_aspects.tracing.records import AttributeValue, error_type
 from sgl_aspects.tracing.schema import DETAILS
 
 
@@ -19,35 +20,47 @@ class DetailObserver:
     """
 
     def __init__(self, trackers: Trackers) -> None:
-        self._details = {
-            role: _Detail(trackers, type) for role, type in DETAILS.items() if role in trackers.engine.roles
-        }
+        self._details = {role: _Detail(trackers, role) for role in DETAILS}
 
     def observations(self) -> list[Observation]:
         return [Observation(role, detail.enter, detail.exit, 4) for role, detail in self._details.items()]
 
 
 class _Detail:
-    def __init__(self, trackers: Trackers, type: SpanType) -> None:
+    """The calls of one role. Its arguments are in the order of its span's attributes."""
+
+    def __init__(self, trackers: Trackers, role: str) -> None:
         self._recorder = trackers.recorder
         self._tracker: StepTracker = trackers.steps
-        self._type = type
-        self._write = trackers.recorder.spans(type)
+        self._type = DETAILS[role]
+        self._write = trackers.recorder.spans(self._type)
+        self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         start_ns = time_ns()
         step_id, parent_id = self._tracker.parent_of_detail()
         if not step_id:
-            return start_ns, 0, 0, 0, None
+            return start_ns, 0, 0, 0, None, args, kwargs
         span_id = self._recorder.new_id()
         opened: Opened = self._recorder.enter(self._type, span_id, step_id, parent_id, start_ns)
-        return start_ns, span_id, step_id, parent_id, opened
+        return start_ns, span_id, step_id, parent_id, opened, args, kwargs
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        start_ns, span_id, step_id, parent_id, opened = token
+        start_ns, span_id, step_id, parent_id, opened, args, kwargs = token
         end_ns, problem = time_ns(), error_type(error)
         if step_id:
             leave(opened)
-            self._write(span_id, step_id, parent_id, start_ns, end_ns, (), problem)
+        values = [_read(read, args, kwargs, result) for read in self._readers]
+        if step_id:
+            self._write(span_id, step_id, parent_id, start_ns, end_ns, values, problem)
         else:
-            self._tracker.keep_detail(self._write, start_ns, end_ns, problem)
+            self._tracker.keep_detail(self._write, start_ns, end_ns, values, problem)
+
+
+def _read(read: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttributeValue:
+    """Return a value; None where a version of the engine lacks it, which must not cost the span."""
+    try:
+        value: AttributeValue = read(args, kwargs, result)
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return value

@@ -33,3 +33,28 @@ def test_a_scheduler_reports_its_rank(placement: dict[str, Any], rank: str) -> N
     describe = SGLANG.call_reader("describe_scheduler", "description")
     server_args = SimpleNamespace(served_model_name="mini", nnodes=1)
     assert describe((SimpleNamespace(**placement), server_args), {}) == {"service": "mini", "rank": rank}
+
+
+def test_details_are_read_of_older_and_newer_calls() -> None:
+    """The parameters of some, and what they return, have moved between versions."""
+    cache, result = object(), SimpleNamespace(device_prefix_len=2)
+    newer, older = SimpleNamespace(key=[1, 2, 3]), [1, 2, 3]
+    for args in ((cache, newer), (cache, older)):
+        assert SGLANG.call_reader("cache_match", "tokens")(args, {}, result) == 3
+    hit = SGLANG.call_reader("cache_match", "hit_tokens")
+    assert [hit((), {}, each) for each in (result, SimpleNamespace(device_indices=[7, 8]), None)] == [
+        2,
+        2,
+        None,
+    ]
+    evicted = SGLANG.call_reader("cache_evict", "tokens")
+    assert evicted((cache, SimpleNamespace(num_tokens=5)), {}) == evicted((cache, 5), {}) == 5
+    batch = SimpleNamespace(reqs=[0, 0], extend_num_tokens=9)
+    assert SGLANG.call_reader("kv_alloc_decode", "tokens")((batch,), {"token_per_req": 3}) == 6
+    assert SGLANG.call_reader("kv_alloc_prefill", "tokens")((), {"batch": batch}) == 9
+    layer = SimpleNamespace(layer_id=4, op="norm.rms_norm", _forward_method=len)
+    assert SGLANG.call_reader("attention", "layer")((layer,), {}) == 4
+    shape = SGLANG.call_reader("attention", "shape")
+    assert shape((layer, SimpleNamespace(shape=(2, 64))), {}) == "2x64"
+    assert SGLANG.call_reader("operator", "operator")((layer,), {}) == "norm.rms_norm"
+    assert SGLANG.call_reader("operator", "implementation")((layer,), {}) == "len"
