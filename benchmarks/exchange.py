@@ -1,4 +1,4 @@
-"""A plugin that exchanges the code of woven methods in a live SGLang scheduler, for :mod:`.interleaved`.
+"""A plugin that exchanges the code of woven methods in a live scheduler, for :mod:`.interleaved`.
 
 SIGRTMIN+3 begins a measurement, as the file $EXCHANGE specifies; its steps are written beside it.
 """
@@ -15,17 +15,56 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sgl_aspects.tracing import native
 
 _SIGNAL = signal.SIGRTMIN + 3
-#: The functions that only level 3 weaves, and the one whose call for a step comes a step later.
-_LEVEL_3 = ("ModelRunner.forward", "Backend.replay")
-_LATE = "Scheduler.process_batch_result"
-_STAMPED = "is_disable_overlap_for_batch"
 clock = time.perf_counter_ns
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """An engine's scheduler.
+
+    ``stamped``: its method that is called once for each step, before the woven ones. ``late``: the woven
+    method that may be called for a step only during the next one. ``level_3``: those woven at level 3 only.
+    ``decoding``: the requests that this step decodes, from the arguments of ``stamped``; 0 if it does more.
+    """
+
+    package: str
+    module: str
+    name: str
+    loop: str
+    stamped: str
+    late: str
+    level_3: tuple[str, ...]
+    decoding: Callable[..., int]
+
+
+def _of_sglang(scheduler: Any, batch: Any = None) -> int:
+    return 0 if batch is None or batch.forward_mode.is_extend() else len(batch.reqs)
+
+
+def _of_vllm(core: Any) -> int:
+    return 0 if core.scheduler.waiting else len(core.scheduler.running)
+
+
+_SGLANG = "sglang.srt.managers.scheduler", "Scheduler", "run_event_loop", "is_disable_overlap_for_batch"
+_VLLM = "vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", "_process_engine_step"
+SCHEDULERS = (
+    Scheduler(
+        "sglang",
+        *_SGLANG,
+        "Scheduler.process_batch_result",
+        ("ModelRunner.forward", "Backend.replay"),
+        _of_sglang,
+    ),
+    Scheduler("vllm", *_VLLM, "Scheduler.update_from_output", ("GPUModelRunner.execute_model",), _of_vllm),
+)
 
 
 class Watched:
@@ -86,12 +125,12 @@ class Watched:
         return run
 
 
-def watched_methods() -> list[Watched]:
-    """Return the methods of SGLang's classes that have observers only.
+def watched_methods(package: str) -> list[Watched]:
+    """Return the methods of a package's classes that have observers only.
 
     Hooks are in a kind of tuple of the weaver's, and the original where nothing changes its call.
     """
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.")]
     values = [one for module in modules if type(module) is types.ModuleType for one in vars(module).values()]
     classes = {id(one): one for one in values if issubclass(type(one), type)}
     return [
@@ -107,18 +146,17 @@ def watched_methods() -> list[Watched]:
 class Exchange:
     """Timestamps each step, and changes the code of the watched methods between blocks of steps."""
 
-    def __init__(self, path: Path, step: Callable[..., Any]) -> None:
-        self._path, self._step = path, step
+    def __init__(self, path: Path, scheduler: Scheduler, step: Callable[..., Any]) -> None:
+        self._path, self._scheduler, self._step = path, scheduler, step
         self._until = 0
         self._methods: list[Watched] = []
         self._pending: list[tuple[Watched, Any]] = []
 
     def stamped(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the scheduler's method that runs between scheduling a batch and running it."""
+        """Replace the scheduler's method ``stamped``."""
         if self._until:
             now = clock()
-            batch = args[1] if len(args) > 1 else kwargs["batch"]
-            self._next(now, 0 if batch is None or batch.forward_mode.is_extend() else len(batch.reqs))
+            self._next(now, self._scheduler.decoding(*args, **kwargs))
         return self._step(*args, **kwargs)
 
     def begin(self, *_: object) -> None:
@@ -126,10 +164,10 @@ class Exchange:
         from sgl_aspects.tracing.observers.forward import ForwardObserver
 
         wanted = json.loads(self._path.read_text())
-        self._methods = self._methods or watched_methods()
+        self._methods = self._methods or watched_methods(self._scheduler.package)
         observers = {id(one): one for method in self._methods for one in method.observers}.values()
         self._passes = [one for one in observers if isinstance(one, ForwardObserver) and one.met_runner]
-        if not self._passes:
+        if not any(method.name.endswith(self._scheduler.level_3) for method in self._methods):
             raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
         # The variant, nanoseconds of a step, and those added to each woven method.
@@ -169,10 +207,10 @@ class Exchange:
             if name == "level 3, empty":
                 run = method.empty
             elif name.startswith("level 3") or (
-                name.startswith("level") and not method.name.endswith(_LEVEL_3)
+                name.startswith("level") and not method.name.endswith(self._scheduler.level_3)
             ):
                 run = method.in_python if name.endswith("in Python") else method.on
-            if method.name == _LATE:
+            if method.name == self._scheduler.late:
                 self._pending.append((method, run))
             else:
                 method.run = run
@@ -190,19 +228,21 @@ def activate() -> None:
     """Runs in each process: only a scheduler comes to the module that is waited for."""
     import wrapt
 
-    def meet(module: Any) -> None:
-        path, scheduler = Path(os.environ["EXCHANGE"]), module.Scheduler
-        exchange, run = Exchange(path, getattr(scheduler, _STAMPED)), scheduler.run_event_loop
+    def meet(known: Scheduler, module: Any) -> None:
+        path, scheduler = Path(os.environ["EXCHANGE"]), getattr(module, known.name)
+        exchange = Exchange(path, known, getattr(scheduler, known.stamped))
+        run = getattr(scheduler, known.loop)
 
         def stamped(*args: Any, **kwargs: Any) -> Any:
             return exchange.stamped(*args, **kwargs)
 
-        def run_event_loop(*args: Any, **kwargs: Any) -> Any:
+        def loop(*args: Any, **kwargs: Any) -> Any:
             signal.signal(_SIGNAL, exchange.begin)
             path.with_suffix(".pid").write_text(str(os.getpid()))
             return run(*args, **kwargs)
 
-        setattr(scheduler, _STAMPED, stamped)
-        scheduler.run_event_loop = run_event_loop
+        setattr(scheduler, known.stamped, stamped)
+        setattr(scheduler, known.loop, loop)
 
-    wrapt.register_post_import_hook(meet, "sglang.srt.managers.scheduler")
+    for each in SCHEDULERS:
+        wrapt.register_post_import_hook(partial(meet, each), each.module)

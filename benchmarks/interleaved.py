@@ -1,10 +1,11 @@
-"""The time that tracing adds to a decode step of a live SGLang server, on a shared machine:
+"""The time that tracing adds to a decode step of a live SGLang or vLLM server, on a shared machine:
 
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
+    python -m benchmarks.interleaved --engine vllm --model FOLDER --variants nothing "level 2" "level 3"
 
 :mod:`.sglang_overhead` changes the level in turns of many steps; the speed of a shared host changes by more
 than the budget within a turn. Here one server stays at level 3, and every 4 to 8 steps the woven methods run
-other code (:mod:`.exchange`): SGLang's own ("off"), that of level 2, or all.
+other code (:mod:`.exchange`): the engine's own ("off"), that of level 2, or all.
 
 There are two figures. "added" is timed around each woven method and inside of it, between the engine's own
 work with its cold caches: woven functions, observers, the device's events. "step" is the increase of a step's
@@ -22,7 +23,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean, median
 
@@ -30,7 +32,9 @@ from benchmarks.receiver import receiver
 from benchmarks.sglang_overhead import Load, make_device
 from benchmarks.switch import Switch, add_plugin
 from benchmarks.turns import interval
-from tests.support import sglang_server
+from benchmarks.vllm_overhead import VllmLoad
+from tests.support import sglang_server, vllm_server
+from tests.support.engine_server import EngineServer
 from tests.support.sglang_server import serve
 
 VARIANTS = (
@@ -135,6 +139,8 @@ HEADER = """
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.interleaved")
     parser.add_argument("--model", type=Path, required=True, help="the folder of a model")
+    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
+    parser.add_argument("--options", nargs="*", default=(), help="more of the engine's own, as words")
     parser.add_argument("--device", default="cuda", help="one that SGLang's own platform drives")
     parser.add_argument("--sizes", type=int, nargs="+", default=(1, 16, 64), help="requests in a batch")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
@@ -143,8 +149,11 @@ def main() -> None:
     parser.add_argument("--methods", action="store_true", help="print the time added to each woven method")
     given = parser.parse_args()
     device = make_device(given.device, eager=False, largest_batch=max(given.sizes))
-    sglang_server.ARGUMENTS.update(device.arguments)
-    sglang_server.SWITCHES = device.switches
+    start: Callable[..., AbstractContextManager[EngineServer]]
+    start, load_of = (serve, Load) if given.engine == "sglang" else (vllm_server.serve, VllmLoad)
+    if given.engine == "sglang":
+        sglang_server.ARGUMENTS.update(device.arguments)
+        sglang_server.SWITCHES = device.switches
     measured: dict[int, Steps] = {}
     with tempfile.TemporaryDirectory() as name, receiver() as url:
         folder = Path(name)
@@ -159,10 +168,10 @@ def main() -> None:
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"{url}/ours",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         }
-        with serve(given.model, folder / "log", environment=environment) as server:
+        with start(given.model, folder / "log", more=given.options, environment=environment) as server:
             print(f"ready after {server.start_seconds:.0f} s\n{HEADER}", flush=True)
             for size in given.sizes:
-                load = Load(server, device.tokens, device.few_tokens)
+                load = load_of(server, device.tokens, device.few_tokens)
                 with load.at_work(size):
                     time.sleep(2)
                     try:

@@ -39,6 +39,7 @@ from benchmarks.turns import compare, interval, step_aside
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.tracing.control import Control, runs, write_control
 from tests.support import sglang_server
+from tests.support.engine_server import EngineServer
 from tests.support.sglang_models import hugging_face_folder
 from tests.support.sglang_server import Server, serve
 
@@ -54,7 +55,7 @@ ROUNDS = 3
 class Load:
     """Requests that keep a server busy: only its steps are measured."""
 
-    def __init__(self, server: Server, tokens: int = TOKENS, few_tokens: int = FEW_TOKENS) -> None:
+    def __init__(self, server: EngineServer, tokens: int = TOKENS, few_tokens: int = FEW_TOKENS) -> None:
         self.server, self._tokens, self._few_tokens = server, tokens, few_tokens
 
     @contextmanager

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.receiver import receiver
-from benchmarks.sglang_overhead import HEADER, SGLANGS, SIZES, SUBJECTS, Traced, make_device, measure
+from benchmarks.sglang_overhead import HEADER, SGLANGS, SIZES, SUBJECTS, Load, Traced, make_device, measure
 from benchmarks.step_times import StepTimes
 from benchmarks.switch import Switch
 from sgl_aspects.cli.models import ensure_model
@@ -28,6 +28,29 @@ from tests.support.vllm_server import serve
 
 OWN = SGLANGS
 STEP = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
+
+
+def completions(port: int, size: int, tokens: int) -> Iterator[bytes]:
+    """Stream the answers of this number of prompts, as lines."""
+    body = {
+        "model": "mini",
+        "prompt": [f"the quick brown fox {number}" for number in range(size)],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    yield from connection.getresponse()
+    connection.close()
+
+
+class VllmLoad(Load):
+    """Requests that keep a vLLM server busy."""
+
+    def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
+        yield from completions(self.server.port, size, tokens)
 
 
 class TracedVllm(Traced):
@@ -46,18 +69,7 @@ class TracedVllm(Traced):
             super().be(subject, is_on)
 
     def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
-        body = {
-            "model": "mini",
-            "prompt": [f"the quick brown fox {number}" for number in range(size)],
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self._target.port, timeout=120)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        yield from connection.getresponse()
-        connection.close()
+        yield from completions(self._target.port, size, tokens)
 
 
 @contextmanager
