@@ -119,6 +119,12 @@ def children_of(spans: Iterable[Span], parent: Span) -> list[Span]:
     return [span for span in spans if span.parent_id == parent.span_id and span.trace_id == parent.trace_id]
 
 
+def _id(text: str) -> str:
+    """Return the id; raises ValueError if it is not a hexadecimal number."""
+    int(text, 16)
+    return text
+
+
 def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
     for resource_spans in data.get("resourceSpans", ()):
         resource = _attributes_of(resource_spans.get("resource", {}))
@@ -126,9 +132,9 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
             for span in scope_spans.get("spans", ()):
                 yield Span(
                     name=str(span["name"]),
-                    trace_id=str(span["traceId"]),
-                    span_id=str(span["spanId"]),
-                    parent_id=str(span.get("parentSpanId", "")),
+                    trace_id=_id(span["traceId"]),
+                    span_id=_id(span["spanId"]),
+                    parent_id=_id(span["parentSpanId"]) if span.get("parentSpanId") else "",
                     is_server=span.get("kind") in (_SERVER, "SPAN_KIND_SERVER"),
                     start_ns=int(span["startTimeUnixNano"]),
                     end_ns=int(span["endTimeUnixNano"]),

@@ -47,6 +47,11 @@ try:
         from sgl_aspects.plugins import load_plugins
 
         load_plugins()
+except ModuleNotFoundError as error:
+    if error.name != "sgl_aspects":
+        raise
+    # another interpreter, as of a script's virtual environment: its program is not to fail
+    print(f"sgl-aspects: {sys.executable} runs untraced: {error}", file=sys.stderr, flush=True)
 except SystemExit as stop:
     # A required hook is missing. At this point of its start Python would print a long traceback.
     print(stop, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C under `sgl-aspects run`."""
+"""Ctrl-C under `sgl-aspects run`, and interpreters without this package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import wait_until
+from tests.support.processes import command, wait_until
 
 INTERRUPTED = """
 import threading, time
@@ -102,3 +102,11 @@ def test_a_second_ctrl_c_does_not_change_what_ended_the_program(tmp_path: Path) 
             assert process.wait(60) == -signal.SIGINT
         finally:
             os.kill(collector, signal.SIGCONT)
+
+
+def test_a_child_of_an_interpreter_without_this_package_runs_untraced(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True)
+    other = str(tmp_path / "other" / "bin" / "python")
+    result = command("run", "--level", "0", "--", other, "-c", "print(1)")
+    assert (result.returncode, result.stdout) == (0, "1\n")
+    assert result.stderr == f"sgl-aspects: {other} runs untraced: No module named 'sgl_aspects'\n"

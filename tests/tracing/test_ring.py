@@ -9,6 +9,8 @@ import random
 import signal
 import threading
 import time
+import subprocess
+import sys
 import types
 from collections import Counter
 from pathlib import Path
@@ -262,6 +264,24 @@ def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: py
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(read_page(path)["records"]) == 1
     recorder.close()
+
+
+LIMITED = """
+import os, resource, sys
+from sgl_aspects.tracing.records import SpanType
+from sgl_aspects.tracing.ring.recorder import RingRecorder
+resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+recorder = RingRecorder(sys.argv[1])
+recorder.spans(SpanType("x"))(1, 1, 0, 1, 2)
+recorder.close()
+"""
+
+
+def test_a_limit_on_the_size_of_files_makes_a_ring_smaller(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], check=True)
+    (path,) = tmp_path.glob("*.ring")
+    assert path.stat().st_size < 4 << 20
+    assert len(read_page(path)["records"]) == 1
 
 
 def test_many_processes_leave_the_engine_its_shared_memory(

@@ -75,6 +75,15 @@ def test_of_killed_runs_the_latest_stay(tmp_path: Path) -> None:
     assert [folder for folder in folders if folder.exists()] == folders[3:]
 
 
+def test_a_run_whose_collector_died_before_it_took_it_is_removed_too(tmp_path: Path) -> None:
+    oldest = tmp_path / "oldest"
+    oldest.mkdir()
+    keep_collector_settings(str(oldest), {"OTEL_SERVICE_NAME": "mine"})
+    make_old(oldest)
+    remove_dead_runs([oldest, *(killed_run(tmp_path, number) for number in range(STAYING))])
+    assert not oldest.exists()
+
+
 @pytest.mark.parametrize(
     "why", ["recorded in", "kept", "ended in order", "just killed", "without a collector"]
 )

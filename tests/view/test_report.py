@@ -155,6 +155,16 @@ def test_a_file_whose_writer_is_at_work(tmp_path: Path) -> None:
             b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a"}]}]}]}\n',
             "is not a line of OTLP-JSON",
         ),
+        *(
+            (
+                (
+                    b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a", "startTimeUnixNano": "1", '
+                    b'"endTimeUnixNano": "2", "traceId": "1", "spanId": "2", "%s": "no id"}]}]}]}\n' % key
+                ),
+                "is not a line of OTLP-JSON.*no id",
+            )
+            for key in (b"traceId", b"spanId", b"parentSpanId")
+        ),
     ],
 )
 def test_a_file_that_is_none(
@@ -162,8 +172,9 @@ def test_a_file_that_is_none(
 ) -> None:
     file = tmp_path / "some.jsonl"
     file.write_bytes(content)
-    assert main(["report", str(file), "-o", str(tmp_path / "report.html")]) == 2
-    error = capsys.readouterr().err
+    for form in ("page", "perfetto"):
+        assert main(["report", str(file), "--format", form, "-o", str(tmp_path / "report.html")]) == 2
+        error = capsys.readouterr().err
     assert re.fullmatch(rf"sgl-aspects: error: .*some\.jsonl.*{part}.*\n", error), error
     assert not (tmp_path / "report.html").exists()
 

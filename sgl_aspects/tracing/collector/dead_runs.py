@@ -27,11 +27,11 @@ def remove_dead_runs(folders: Sequence[Path]) -> None:
 
 
 def _held_if_dead(folder: Path) -> int | None:
-    """Return a descriptor that keeps processes out, if it had a collector, which did not end in order, and
-    nothing records there; else None.
+    """Return a descriptor that keeps processes out, if its collector did not end in order, or died before it
+    began, and nothing records there; else None.
     """
     state = collector_state(folder)
-    if state is None or state.is_alive:
+    if state is not None and state.is_alive:
         return None
     try:
         settings = collector_settings(str(folder))
