@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
-import time
 import subprocess
 import sys
+import threading
+import time
 import types
 from collections import Counter
 from pathlib import Path
