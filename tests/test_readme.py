@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_first_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
+def first_hook() -> tuple[str, str]:
+    """The README's first program, and what it prints."""
     text = (ROOT / "README.md").read_text()
     found = re.search(
         r"## A first hook\n\n```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL
     )
     assert found is not None
-    program, output = found.groups()
+    return found[1], found[2]
+
+
+def test_the_first_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    program, output = first_hook()
     script = tmp_path / "first_hook.py"
     script.write_text(program)
     done = subprocess.run(
@@ -24,6 +33,25 @@ def test_the_first_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
     )
     assert done.stdout == output
     assert (ROOT / "examples" / "first_hook.py").read_text() == program
+
+
+@pytest.mark.slow
+def test_the_first_commands_need_wrapt_and_opentelemetry_alone(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"## First commands\n\n```\n(git clone) <[^>]+> (.*?)```", text, re.DOTALL)
+    assert found is not None
+    commands = f"{found[1]} --quiet {shlex.quote(str(ROOT))} {found[2]}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        ["bash", "-euc", commands],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(first_hook()[1])
 
 
 def test_every_path_the_readme_names_exists() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from sgl_aspects.analysis.numbers import report_run
 from sgl_aspects.analysis.spans import read_spans
 from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.cli.live import follow_answers
+from sgl_aspects.cli.main import PROGRAM
 from sgl_aspects.cli.models import SMOLLM2, ensure_model
 from sgl_aspects.cli.prompts import PROMPTS
 from sgl_aspects.cli.summary import print_delivery, print_summary
@@ -109,6 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_summary(console, report)
         console.print()
     print_delivery(console, summary, file, endpoint)
+    if report.requests:
+        own = sys.argv[:1] if Path(sys.argv[0]).name == PROGRAM else [sys.executable, "-m", "sgl_aspects"]
+        console.print(Text(f"Next: {shlex.join([*own, 'report', str(file)])}"), soft_wrap=True)
     return 0 if report.requests else 1
 
 

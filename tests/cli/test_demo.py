@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,6 +115,12 @@ def test_the_numbers_are_those_of_the_file(demo: DemoRun) -> None:
         assert 0.3 < phase.forward_share <= 1
     assert {"decode"} < {phase.phase for phase in report.phases}
     assert f"{len(demo.spans)} spans written to {demo.file}" in demo.output
+
+
+@pytest.mark.model
+def test_the_last_line_is_the_next_command(demo: DemoRun) -> None:
+    command = demo.output.splitlines()[-1].removeprefix("Next: ")
+    assert command == f"{shlex.join([sys.executable, '-m', 'sgl_aspects', 'report', str(demo.file)])}"
 
 
 @pytest.mark.model
