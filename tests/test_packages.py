@@ -52,6 +52,6 @@ def test_no_hint_stands_elsewhere_or_names_sgl_aspects_on_an_index() -> None:
                 faults.append(f"{path}:{line}: {text}")
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.tmpl")]
     for page in pages:
-        found = re.findall(r"pip install [^\n`]*sgl-aspects(?:\[|\s|$).*", page.read_text())
+        found = re.findall(r"pip install [^\n`]*(?<=[\s'\"])sgl-aspects(?:\[|\s|$).*", page.read_text())
         faults += [f"{page}: {line}" for line in found]
     assert not faults, "\n".join(faults)

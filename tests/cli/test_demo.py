@@ -220,4 +220,4 @@ sys.exit(main(["demo"]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert '[serve,otlp,view]"' in done.stderr
+    assert "the Python package 'rich" in done.stderr
