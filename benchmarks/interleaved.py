@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.interleaved")
     parser.add_argument("--model", type=Path, required=True, help="the folder of a model")
     parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
-    parser.add_argument("--options", nargs="*", default=(), help="more of the engine's own, as words")
+    parser.add_argument("options", nargs="*", help="more of the engine's own options, after --")
     parser.add_argument("--device", default="cuda", help="one that SGLang's own platform drives")
     parser.add_argument("--sizes", type=int, nargs="+", default=(1, 16, 64), help="requests in a batch")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
