@@ -130,10 +130,7 @@ class SRTPlatform(DeviceMixin):
             super().verify_quantization(quant)
 
     def get_quantization_config(self, quantization: str) -> type | str | None:
-        """The class that runs ``quantization`` on this device; None: the engine's own.
-
-        In the embedded engine it is made with the method's name, and has ``quantize(model)``.
-        """
+        """The class that runs ``quantization`` on this device; None: the engine's own."""
         return None
 
     # -- speculative decoding: used by SGLang alone ------------------------------------------------------

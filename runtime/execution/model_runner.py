@@ -25,7 +25,7 @@ from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
 from sgl_aspects.runtime.messages import RankLinks, TokenLogprobs
 from sgl_aspects.runtime.ops import Operator
-from sgl_aspects.runtime.ops.quantization import quantization_config
+from sgl_aspects.runtime.ops.quantization import quantization_config, quantize
 from sgl_aspects.runtime.sampling.logit_adjuster import LogitAdjuster
 from sgl_aspects.runtime.sampling.logprobs import token_logprobs
 from sgl_aspects.runtime.sampling.sampler import Sampler
@@ -122,7 +122,7 @@ class ModelRunner:
             model.load_weights(checkpoint.weights())
             model.eval()
             if quantization is not None:
-                quantization.quantize(model)
+                quantize(model, quantization)
             for module in model.modules():
                 if isinstance(module, Operator):
                     module.prepare_weights()

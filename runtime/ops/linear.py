@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ class Linear(Operator):
     bias: nn.Parameter | None
     #: True if a weight of fewer bits would change the model's behaviour.
     keeps_precision: ClassVar[bool] = False
-    #: [out_features]: of a weight that was quantized, by what each row is multiplied.
-    scale: Tensor | None = None
+    #: Of a weight that was quantized: ``apply(layer, x, bias)`` computes with it.
+    quant_method: Any = None
 
     def __init__(
         self, in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False
@@ -34,14 +34,15 @@ class Linear(Operator):
 
     def compute(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features]."""
-        if self.scale is not None:
-            return dispatch.scaled_linear(x, self.weight, self.scale, self.bias)
+        if self.quant_method is not None:
+            quantized: Tensor = self.quant_method.apply(self, x, self.bias)
+            return quantized
         return dispatch.linear(x, self.weight, self.bias, self._packed)
 
     def prepare_weights(self) -> None:
         """Pack the weight for the implementation; free the plain one if nothing shares it."""
         super().prepare_weights()
-        if self.scale is not None:
+        if self.quant_method is not None:
             return
         prepare = dispatch.get_manager().select("linear", self.weight.dtype, self.weight.device).impl.prepare
         if prepare is None:
@@ -49,13 +50,3 @@ class Linear(Operator):
         self._packed = prepare(self.weight.data)
         if self._packed is not None and not self.shares_weight:
             self.weight.data = self.weight.data.new_empty(0)
-
-    def quantize(self, dtype: torch.dtype) -> None:
-        """Keep the weight in ``dtype``, of 8 bits, each row as a share of its largest number."""
-        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        exact = self.weight.float()
-        largest = exact.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-        scale = largest / info.max
-        shares = exact / scale if dtype.is_floating_point else (exact / scale).round()
-        self.scale = scale.squeeze(1)
-        self.weight = nn.Parameter(shares.to(dtype), requires_grad=False)

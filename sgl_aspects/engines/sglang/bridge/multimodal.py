@@ -92,8 +92,22 @@ def bridged_multimodal(platform_class: type[MMPlatform]) -> type:
         get_cpu_architecture,
     ):
         add(answer.__name__, answer)
+    for name in _of_vendor(platform_class):
+        if name not in members:
+            add(name, lambda *args, _name=name, **kwargs: getattr(ours(), _name)(*args, **kwargs))
     add("get_available_gpu_memory", lambda *args, **kwargs: _available_gib(ours(), *args, **kwargs))
     return type(platform_class.__name__, (interface.Platform,), members)
+
+
+def _of_vendor(platform_class: type) -> list[str]:
+    """Return the methods that the vendor wrote for SGLang's interface alone, or for classes of its own."""
+    return [
+        name
+        for cls in platform_class.__mro__
+        if cls is not object and not cls.__module__.startswith("sgl_aspects.")
+        for name in vars(cls)
+        if not (name.startswith("_") or hasattr(MMPlatform, name)) and callable(getattr(platform_class, name))
+    ]
 
 
 def _available_gib(
