@@ -191,7 +191,7 @@ class ForwardBatch:
 
     @cached_property
     def seq_lens(self) -> Tensor:
-        """[requests]: ``lengths``, on the device."""
+        """[requests], on the device: the tokens of each request, with those of this step."""
         return self.last_tokens(self.positions) + 1
 
     @property

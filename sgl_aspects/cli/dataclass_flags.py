@@ -13,7 +13,7 @@ _TYPES = {"int": int, "float": float, "str": str}
 def add_flags(parser: argparse.ArgumentParser, settings: type[Any], *, but: tuple[str, ...] = ()) -> None:
     """Add a flag for each field of ``settings`` except those in ``but``. Flags not given are left out."""
     group = parser.add_argument_group(settings.__name__)
-    comments = _comments(settings)
+    comments = comments_of(settings)
     for field in _fields(settings):
         if field.name in but:
             continue
@@ -38,7 +38,7 @@ def _fields(settings: type[Any]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(settings) if field.init]
 
 
-def _comments(settings: type[Any]) -> dict[str, str]:
+def comments_of(settings: type[Any]) -> dict[str, str]:
     """Return the ``#:`` lines above each field; none if the source is not available."""
     try:
         lines = inspect.getsource(settings).splitlines()

@@ -16,6 +16,7 @@ pytest.importorskip("sglang")
 from sgl_aspects.platforms.device_mixin import DeviceMixin
 from sgl_aspects.platforms.identity import PlatformEnum
 from tests.support.distributions import install
+from tests.support.page_package import write_package
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,6 +67,14 @@ def test_pools_that_sglang_cannot_use_are_found_and_others_run_with_the_vendors_
     assert found["sglang.allocator"]["detail"] == "HighPagesFirst"
     assert found["sglang.greedy"]["status"] == "passed", found["sglang.greedy"]
     assert found["sglang.multimodal"]["status"] == "skipped"
+
+
+def test_a_package_written_from_the_page_passes(tmp_path: Path) -> None:
+    write_package(tmp_path / "site")
+    found = run_kit(tmp_path, "acme", "questions", "pools", "allocator", "greedy")
+    assert [name for name, each in found.items() if each["status"] != "passed"] == [], found
+    assert "mha: AcmePool" in found["sglang.pools"]["detail"]
+    assert found["sglang.allocator"]["detail"] == "AcmeAllocator"
 
 
 def test_which_devices_are_alike_is_the_same_in_all_three_interfaces() -> None:

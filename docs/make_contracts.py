@@ -1,0 +1,197 @@
+"""Writes the tables of docs/platforms.md: the classes that a platform names, as the code declares them.
+
+python docs/make_contracts.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects.cli.dataclass_flags import comments_of
+from sgl_aspects.platforms import ClockEvent, DeviceEvent, DeviceGraph, PlatformCapabilities, SRTPlatform
+from sgl_aspects.runtime.attention.base import AttentionBackend
+from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.communicator import Communicator
+from sgl_aspects.runtime.core import ForwardBatch
+from sgl_aspects.runtime.execution.graph_runner import GraphRunner
+from sgl_aspects.runtime.kv_cache import MHATokenPool, NSATokenPool, PagedAllocator
+from sgl_aspects.runtime.ops.quantization import RowScaled, WeightOnly
+from sgl_aspects.runtime.server_args import ServerArgs
+
+PAGE = Path(__file__).parent / "platforms.md"
+BEGIN = "<!-- made by docs/make_contracts.py from the code -->"
+END = "<!-- end of what docs/make_contracts.py made -->"
+BOTH, EMBEDDED, SGLANG = "both engines", "the embedded engine", "SGLang"
+#: The methods of SRTPlatform that only SGLang calls.
+ONLY_SGLANG = re.compile("speculative|full_graph|piecewise|mamba|support_device_graph")
+
+RUNNER = """`model_runner` has `req_to_token_pool.req_to_token`, int32 [rows, tokens], the slot of each token of
+a request, `token_to_kv_pool`, `device`, `dtype` and `page_size`. A class in these names alone runs in both
+engines. Batches of mixed steps are extended: a decoding request has one token. SGLang does not call `forward`.
+"""
+POOL = """It has `dtype`. `row` is `head_num, head_dim` (kind mha), `kv_lora_rank, qk_rope_head_dim` (mla), or
+those with `index_head_dim, kv_cache_dim` (dsa); `end_layer` is the last layer. It has `size + page_size` slots:
+the first page is padding. Compressed rows (mla, dsa) are keys of one head, whose first `kv_lora_rank` numbers are
+the values. A pool without `clear` begins with zeros. `loc` is int64.
+
+Kind `dsa` has these, too, in the embedded engine; for SGLang derive it from SGLang's `DSATokenToKVPool`:
+"""
+ALLOCATOR = """The embedded engine passes `device="cpu"`: its scheduler decides on the host. SGLang passes the
+pool's device, frees a request's slots without the unused ones of its last page, and uses a platform's allocator
+where `--page-size` is more than 1.
+"""
+
+
+def tables() -> str:
+    """Return the generated part of the page."""
+    parts = [
+        _table("Attention backend", "get_attention_backends", BOTH, AttentionBackend, made="model_runner"),
+        RUNNER,
+        _attributes(
+            "`layer`",
+            Attention(0, 1, 1, 1),
+            "tp_q_head_num tp_k_head_num tp_v_head_num head_dim qk_head_dim v_head_dim scaling layer_id",
+        ),
+        _batch(),
+        _table(
+            "Key-value pool",
+            "get_kv_pool_cls",
+            BOTH,
+            MHATokenPool,
+            "set_kv_buffer get_key_buffer get_value_buffer",
+            made=_pool_arguments(),
+        ),
+        POOL,
+        _rows(NSATokenPool, "set_index_key_buffer get_index_key_buffer"),
+        "\nOptional, for the embedded engine:\n",
+        _rows(MHATokenPool, "clear get_page_buffer split_pages"),
+        _table(
+            "Allocator",
+            "get_paged_allocator_cls",
+            BOTH,
+            PagedAllocator,
+            made="size, page_size, dtype, device, kvcache, need_sort",
+        ),
+        ALLOCATOR,
+        _table("Quantization", "get_quantization_config", BOTH, WeightOnly, made=""),
+        "What it returns for a layer has:\n",
+        _rows(RowScaled, "process_weights_after_loading apply"),
+        _table(
+            "Communicator",
+            "get_communicator_class",
+            EMBEDDED,
+            Communicator,
+            made="rank, world_size, init_method",
+        ),
+        _table(
+            "Graph runner",
+            "get_graph_runner_cls",
+            EMBEDDED,
+            GraphRunner,
+            "capture can_run replay",
+            made="model_runner",
+        ),
+        _table(
+            "Event", "create_event", EMBEDDED, DeviceEvent, "record query synchronize elapsed_ms", made=""
+        ),
+        f"`ClockEvent` (`sgl_aspects.platforms`): {_first(ClockEvent)}\n",
+        _table("Graph", "create_graph", EMBEDDED, DeviceGraph, made=None),
+        _platform(),
+        _fields("Capabilities", PlatformCapabilities),
+        _fields("The embedded engine's settings, in `apply_server_args_defaults(server_args)`", ServerArgs),
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, factory: str, engine: str, cls: type, names: str = "", *, made: str | None) -> str:
+    head = f"`{factory}` returns one" if made is None else f"`{factory}` names it;\nmade as `Class({made})`"
+    return f"### {title}\n\n{head}. Used by {engine}.\n\n{_rows(cls, names)}"
+
+
+def _rows(cls: type, names: str) -> str:
+    chosen = names.split() or [
+        name
+        for each in cls.__mro__[::-1]
+        for name, value in vars(each).items()
+        if inspect.isfunction(value) and not name.startswith("_") and each is not object
+    ]
+    lines = ["| method | what it does |", "| --- | --- |"]
+    for name in dict.fromkeys(chosen):
+        method = getattr(cls, name)
+        lines.append(f"| `{name}{_signature(method)}` | {_first(method)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _signature(method: Any) -> str:
+    signature = inspect.signature(method)
+    kept = [each for name, each in signature.parameters.items() if name != "self"]
+    text = str(signature.replace(parameters=kept))
+    return re.sub(r"'|torch\.|typing\.", "", text).replace("|", "\\|")
+
+
+def _first(thing: Any) -> str:
+    """Return a docstring as one line of a table."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    text = re.sub(r":(?:class|func|data|meth):`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _attributes(what: str, sample: Any, names: str) -> str:
+    missing = [name for name in names.split() if not hasattr(sample, name)]
+    if missing:
+        raise AttributeError(f"{type(sample).__name__} has no {missing}")
+    return f"{what} has " + ", ".join(f"`{name}`" for name in names.split()) + ", as SGLang's.\n"
+
+
+def _batch() -> str:
+    comments = comments_of(ForwardBatch)
+    names = (
+        "forward_mode req_pool_indices seq_lens out_cache_loc positions extend_seq_lens extend_prefix_lens "
+        "extend_start_loc extend_seq_lens_cpu extend_prefix_lens_cpu batch_size"
+    )
+    said = {"forward_mode": "`is_decode()`, `is_extend()`, `is_mixed()`", "batch_size": "requests"}
+    lines = ["| `forward_batch.` | |", "| --- | --- |"]
+    for name in names.split():
+        of_class = getattr(ForwardBatch, name, None)
+        text = said.get(name) or comments.get(name) or _first(getattr(of_class, "func", of_class))
+        if not text or text == "None":
+            text = f"`{name.removesuffix('_cpu')}` as a list"
+        lines.append(f"| `{name}` | {text.replace('``', '`')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _pool_arguments() -> str:
+    return "*, size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer, **row"
+
+
+def _platform() -> str:
+    lines = ["### Platform methods\n", "| method | what it does | called by |", "| --- | --- | --- |"]
+    for name, method in vars(SRTPlatform).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            engine = SGLANG if ONLY_SGLANG.search(name) else BOTH
+            lines.append(f"| `{name}{_signature(method)}` | {_first(method)} | {engine} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fields(title: str, cls: type[Any]) -> str:
+    comments = comments_of(cls)
+    lines = [f"### {title}\n", "| field | default | |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(cls):
+        default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        lines.append(f"| `{field.name}` | {default} | {comments.get(field.name, '').replace('``', '`')} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """Return the page with its generated part as the code is now."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

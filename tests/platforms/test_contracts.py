@@ -1,0 +1,46 @@
+"""docs/platforms.md: its tables are those of the code, and a package written from its text passes the kit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.page_package import PAGE, write_package
+
+ROOT = PAGE.parents[1]
+
+
+def test_the_tables_are_made_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("make_contracts", PAGE.parent / "make_contracts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert PAGE.read_text() == module.page(PAGE.read_text()), "run python docs/make_contracts.py"
+
+
+@pytest.mark.slow
+def test_a_package_written_from_the_page_passes_the_kit(tmp_path: Path) -> None:
+    write_package(tmp_path / "site")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]),
+        "SGLANG_PLATFORM": "acme",
+    }
+    command = [sys.executable, "-m", "sgl_aspects", "conformance", "--json", str(tmp_path / "found.json")]
+    only = "identity,operations,operators,kv_pools,attention,capabilities,determinism,generation"
+    done = subprocess.run(
+        [*command, "--only", only], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {each["name"]: each for each in json.loads((tmp_path / "found.json").read_text())["results"]}
+    assert found["capabilities.quantized"]["detail"] == "acme4"
+    assert "AcmePool, AcmeAllocator, AcmeAttention" in found["identity.classes"]["detail"]
+    assert found["generation.greedy"]["status"] == "passed"
