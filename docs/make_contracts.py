@@ -29,20 +29,21 @@ BOTH, EMBEDDED, SGLANG = "both engines", "the embedded engine", "SGLang"
 #: The methods of SRTPlatform that only SGLang calls.
 ONLY_SGLANG = re.compile("speculative|full_graph|piecewise|mamba|support_device_graph")
 
-RUNNER = """`model_runner` has `req_to_token_pool.req_to_token`, int32 [rows, tokens], the slot of each token of
-a request, `token_to_kv_pool`, `device`, `dtype` and `page_size`. A class in these names alone runs in both
-engines. Batches of mixed steps are extended: a decoding request has one token. SGLang does not call `forward`.
+RUNNER = """`model_runner` has `req_to_token_pool.req_to_token`, int32 [rows, tokens], the slot of each
+token of a request, `token_to_kv_pool`, `device`, `dtype` and `page_size`. A class in these names alone runs
+in both engines. Batches of mixed steps are extended: a decoding request has one token. SGLang does not call
+`forward`.
 """
-POOL = """It has `dtype`. `row` is `head_num, head_dim` (kind mha), `kv_lora_rank, qk_rope_head_dim` (mla), or
-those with `index_head_dim, kv_cache_dim` (dsa); `end_layer` is the last layer. It has `size + page_size` slots:
-the first page is padding. Compressed rows (mla, dsa) are keys of one head, whose first `kv_lora_rank` numbers are
-the values. A pool without `clear` begins with zeros. `loc` is int64.
+POOL = """It has `dtype`. `row` is `head_num, head_dim` (kind mha), `kv_lora_rank, qk_rope_head_dim` (mla),
+or those with `index_head_dim, kv_cache_dim` (dsa); `end_layer` is the last layer. It has `size + page_size`
+slots: the first page is padding. Compressed rows (mla, dsa) are keys of one head, whose first
+`kv_lora_rank` numbers are the values. A pool without `clear` begins with zeros. `loc` is int64.
 
 Kind `dsa` has these, too, in the embedded engine; for SGLang derive it from SGLang's `DSATokenToKVPool`:
 """
-ALLOCATOR = """The embedded engine passes `device="cpu"`: its scheduler decides on the host. SGLang passes the
-pool's device, frees a request's slots without the unused ones of its last page, and uses a platform's allocator
-where `--page-size` is more than 1.
+ALLOCATOR = """The embedded engine passes `device="cpu"`: its scheduler decides on the host. SGLang passes
+the pool's device, frees a request's slots without the unused ones of its last page, and uses a platform's
+allocator where `--page-size` is more than 1.
 """
 
 
