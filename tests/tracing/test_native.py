@@ -209,7 +209,7 @@ def test_a_traced_run_begins_with_the_reason(tmp_path: Path) -> None:
         "the compiled step path is not in use: SGL_ASPECTS_NATIVE is off; steps are recorded in Python"
     )
     if native.compiled is not None:
-        assert run(program).stderr == ""
+        assert "compiled step path" not in run(program).stderr
 
 
 @pytest.mark.parametrize(
