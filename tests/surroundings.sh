@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The default suite in surroundings that differ from the usual ones (CONTRIBUTING.md, "Any machine").
 #
-#   tests/surroundings.sh [--short] [NAME...]
+#   tests/surroundings.sh [--short] [NAME...] [tests/FILE...]
 #
 #   user       not root, in a folder of mode 0700 whose path has a blank and an umlaut, umask 077, a /dev/shm of 64 MiB
 #   bare       no C compiler, a HOME in which nobody can write, no network, another time zone and locale
@@ -22,6 +22,7 @@ names=()
 for word in "$@"; do
 	case $word in
 	--short) selection=("${SHORT[@]}") ;;
+	tests/*) selection+=("$word") ;;
 	user | bare | processor | beside) names+=("$word") ;;
 	*) echo "unknown surroundings: $word; choose from user, bare, processor, beside" >&2 && exit 2 ;;
 	esac

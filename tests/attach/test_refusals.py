@@ -79,6 +79,9 @@ def _attach(process_id: int, *words: str, prefix: Sequence[str] = ()) -> str:
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 def test_another_users_process_and_one_that_is_being_debugged(tmp_path: Path) -> None:
     nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    probe = [*nobody, sys.executable, "-c", "import sgl_aspects.cli.main"]
+    if subprocess.run(probe, capture_output=True, cwd=tmp_path.root, check=False).returncode:
+        pytest.skip(f"user 65534 cannot read {sys.executable} and this checkout")
     with running(tmp_path) as program:
         assert f"sudo sgl-aspects attach {program.id}" in _attach(program.id, "--force", prefix=nobody)
         with stopped(program.id):

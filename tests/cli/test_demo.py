@@ -45,7 +45,7 @@ class DemoRun:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+def demo(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> DemoRun:
     """One run, whose OTLP endpoint is down."""
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
     endpoint = f"http://127.0.0.1:{free_port()}"
