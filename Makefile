@@ -12,12 +12,13 @@ BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
-	sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration cluster-env test-cluster
+	test-surroundings test-surroundings-short sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration cluster-env test-cluster
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
 	@echo "make test    all tests but the slow ones"
 	@echo "make test-slow   conformance runs, and packages installed into environments of their own"
+	@echo "make test-surroundings   all tests as another user, without a compiler, on another instruction set"
 	@echo "make coverage    line and branch coverage of the weaving core, on each Python that it supports"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
@@ -43,6 +44,13 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev browser
 	$(TESTS) -m slow
+
+# All tests as another user, without a compiler and a network, and on another instruction set; then a part.
+test-surroundings: $(VENV)/.dev
+	tests/surroundings.sh
+
+test-surroundings-short: $(VENV)/.dev
+	tests/surroundings.sh --short
 
 test-attach: $(VENV)/.dev
 	$(TESTS) -m attach tests/attach

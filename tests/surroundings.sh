@@ -6,7 +6,7 @@
 #   user       not root, in a folder of mode 0700 whose path has a blank and an umlaut, umask 077, a /dev/shm of 64 MiB
 #   bare       no C compiler, a HOME in which nobody can write, no network, another time zone and locale
 #   processor  another instruction set and number of threads
-#   beside     two runs at the same time, of what --short runs
+#   beside     two runs at the same time, of what --short runs (if it is named)
 #
 # What a machine refuses (another user, mounts, a network of its own) is left out, and the output says so.
 set -euo pipefail
@@ -15,7 +15,7 @@ readonly ROOT=$PWD
 
 # What depends on its surroundings most: users, folders, memory, compilers, arithmetic.
 readonly SHORT=(tests/attach/test_refusals.py tests/tracing/test_surroundings.py tests/tracing/test_native.py
-	tests/cli/test_doctor.py tests/runtime/test_equality.py tests/runtime/test_weights.py)
+	tests/cli/test_doctor.py tests/runtime/test_equality.py)
 
 selection=()
 names=()
@@ -27,7 +27,7 @@ for word in "$@"; do
 	*) echo "unknown surroundings: $word; choose from user, bare, processor, beside" >&2 && exit 2 ;;
 	esac
 done
-((${#names[@]})) || names=(user bare processor beside)
+((${#names[@]})) || names=(user bare processor)
 
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/surroundings.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
