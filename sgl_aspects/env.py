@@ -67,6 +67,19 @@ def text(name: str, default: str | None = None) -> str | None:
     return value or default
 
 
+def runtime_folder() -> str | None:
+    """Return ``XDG_RUNTIME_DIR`` if it is this user's own.
+
+    It may be another user's, as after ``sudo -E``, who could exchange what is made in it.
+    """
+    folder = text("XDG_RUNTIME_DIR")
+    try:
+        is_own = folder is not None and os.path.isabs(folder) and os.stat(folder).st_uid == os.geteuid()
+    except OSError:
+        return None
+    return folder if is_own else None
+
+
 def choice(name: str, choices: Sequence[str], default: str) -> str:
     """Return one of ``choices``, compared without regard to case."""
     value = text(name)

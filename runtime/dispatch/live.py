@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -51,7 +52,7 @@ def folder_of_environment() -> Path:
     named = env.text(CONTROL_VARIABLE)
     if named not in (None, ON, OFF):
         return Path(str(named))
-    runtime = env.text("XDG_RUNTIME_DIR")
+    runtime = env.runtime_folder()
     parents = [*([Path(runtime)] if runtime else []), Path("/dev/shm"), Path(tempfile.gettempdir())]
     parent = next((path for path in parents if path.is_dir() and os.access(path, os.W_OK)), parents[-1])
     user = os.getuid() if hasattr(os, "getuid") else 0
@@ -79,12 +80,13 @@ def prepare_folder(folder: Path) -> None:
     """Create it, for this user alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = folder.stat().st_uid
+        found = folder.lstat()
     except OSError as error:
         raise ConfigError(f"{CONTROL_VARIABLE}: {str(folder)!r} cannot be made: {error}") from error
-    if hasattr(os, "getuid") and owner != os.getuid():
+    # Not what a link leads to: another user can make one of this known name.
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
         raise ConfigError(
-            f"{CONTROL_VARIABLE}: {str(folder)!r} belongs to another user: name one of your own"
+            f"{CONTROL_VARIABLE}: {str(folder)!r} is not a folder of yours: name one of your own"
         )
 
 

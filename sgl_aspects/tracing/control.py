@@ -8,6 +8,7 @@ from the run's folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import struct
@@ -66,7 +67,7 @@ class Control:
 def runs() -> list[Path]:
     """Return the folders of this user's runs on this machine, oldest first."""
     found = []
-    parents = ["/dev/shm", env.text("XDG_RUNTIME_DIR")]
+    parents = ["/dev/shm", env.runtime_folder()]
     with contextlib.suppress(FileNotFoundError):  # no folder of temporary files, so no runs there
         parents.append(tempfile.gettempdir())
     for parent in parents:
@@ -140,15 +141,34 @@ def read_control(ring: Path) -> Control:
 
 
 def write_control(ring: Path, control: Control) -> None:
-    """Write ``control``: the ring's process applies it from its next request or step on."""
-    with ring.open("r+b", buffering=0) as file:
-        file.seek(_OFFSET)
-        file.write(control.pack())
+    """Write ``control``: the ring's process applies it from its next request or step on.
+
+    Raises ``PermissionError`` for another user's run, also for root: that user chooses what is in its folder.
+    """
+    with _own_folder(ring.parent) as folder:
+        descriptor = os.open(ring.name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            os.pwrite(descriptor, control.pack(), _OFFSET)
+        finally:
+            os.close(descriptor)
 
 
 def write_run_control(folder: Path, control: Control) -> None:
-    """Write the setting for processes of the run that start from now on."""
-    write_private(folder / _FILE, control.pack())
+    """Write the setting for processes of the run that start from now on. Raises like ``write_control``."""
+    with _own_folder(folder):
+        write_private(folder / _FILE, control.pack())
+
+
+@contextlib.contextmanager
+def _own_folder(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner != os.geteuid():
+            raise PermissionError(errno.EPERM, f"the run is user {owner}'s", str(folder))
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def run_control(folder: str) -> Control | None:

@@ -61,8 +61,8 @@ def make_run_folder() -> str:
 
     Raises ``ConfigError`` if there is no place for it.
     """
-    for parent in ("/dev/shm", env.text("XDG_RUNTIME_DIR")):
-        if parent and os.path.isabs(parent) and os.access(parent, os.W_OK | os.X_OK):
+    for parent in ("/dev/shm", env.runtime_folder()):
+        if parent and os.access(parent, os.W_OK | os.X_OK):
             with contextlib.suppress(OSError):
                 if _has_room(parent):
                     return tempfile.mkdtemp(prefix="sgl-aspects-", dir=parent)

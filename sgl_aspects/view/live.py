@@ -165,9 +165,12 @@ class LiveRun:
         return found
 
     def change(self, how: Callable[[Control], Control]) -> None:
-        """Change what every process of the run records from now on, and those that start later."""
+        """Change what every process of the run records from now on, and those that start later.
+
+        Another user's run stays as it is.
+        """
         changed = None
-        with contextlib.suppress(ConfigError, FileNotFoundError):
+        with contextlib.suppress(ConfigError, FileNotFoundError, PermissionError):
             for ring in rings(str(self.folder)):
                 path = ring.path
                 ring.close()
