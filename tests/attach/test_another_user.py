@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.bootstrap import dormant
-from tests.support.attachable import finish, kill_command, span_names
+from tests.support.attachable import Program, finish, kill_command, span_names
 from tests.support.other_user import (
     NOBODY,
     Shared,
@@ -58,11 +58,13 @@ def test_root_attaches_to_another_users_process(interpreter: str, folders: Share
 # a process's id, the command's, a number.
 _PLANT = """
 import glob, os, sys, time
-target, *names = sys.argv[1:]
+program, target, *names = sys.argv[1:]
 while True:
-    for folder in glob.glob("/dev/shm/sgl-aspects-*"):
+    for request in glob.glob(f"/dev/shm/sgl-aspects-*/attach/{program}-*.py"):
+        folder = os.path.dirname(os.path.dirname(request))
+        key = os.path.basename(request).rpartition("-")[0]
         for name in names:
-            path = os.path.join(folder, name)
+            path = os.path.join(folder, name.replace("KEY", key))
             try:
                 os.symlink(target, path + ".planted")
                 os.rename(path + ".planted", path)
@@ -72,12 +74,12 @@ while True:
 """
 
 _PLANTED = {
-    "a script": [f"attach/PROGRAM-COMMAND-{number}.py" for number in range(2, 4)],
-    "a request": [f"attach/PROGRAM-COMMAND-{number}.request" for number in range(2, 4)],
+    "a script": [f"attach/KEY-{number}.py" for number in range(2, 4)],
+    "a request": [f"attach/KEY-{number}.request" for number in range(2, 4)],
     "the collector's lock": ["collector.lock"],
     "the mark of the end": ["closing"],
     "the changes of what is recorded": ["control"],
-    "the variables of the collector": ["collector.json", ".collector.json-COLLECTOR"],
+    "the variables of the collector": ["collector.json"],
     "the processes": ["attach/processes.json"],
 }
 
@@ -92,26 +94,21 @@ def test_a_link_in_the_runs_folder_leads_root_nowhere(
         precious.write_text("root's")
     with running_as_nobody(folders.theirs, interpreter) as program:
         process = root_attaches(program, "--for=1s")
-        numbers = {"PROGRAM": str(program.id), "COMMAND": str(process.pid)}
-        names = [re.sub("PROGRAM|COMMAND", lambda found: numbers[found[0]], name) for name in _PLANTED[what]]
-        planter = run_as_nobody([interpreter, "-I", "-c", _PLANT, str(precious), *names])
+        planter = run_as_nobody(
+            [interpreter, "-I", "-c", _PLANT, str(program.id), str(precious), *_PLANTED[what]]
+        )
         try:
             finish(process)
         finally:
             planter.kill()
             planter.wait()
-    _remove_what_is_left()
+    for folder in _runs_of(program):  # a planted link may have kept the command from removing it
+        shutil.rmtree(folder)
     assert precious.exists() == exists
     if exists:
         assert precious.read_text() == "root's"
         status = precious.stat()
         assert (status.st_uid, status.st_gid) == (0, 0)
-
-
-def _remove_what_is_left() -> None:
-    """Remove what a planted link kept the command from removing."""
-    for folder in _runs_of_nobody():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_root_does_not_run_another_users_interpreter(interpreter: str, folders: Shared) -> None:
@@ -220,7 +217,7 @@ def test_kill_9_of_roots_command_or_of_its_users_part_detaches(interpreter: str,
                 kill_command(process)
             wait_until(lambda: program.states[-1:] == ["original"])
             assert program.lives()
-        wait_until(lambda: not [*_runs_of_nobody()])
+        wait_until(lambda: not _runs_of(program))
 
 
 def _process_with(*words: str) -> int:
@@ -231,11 +228,8 @@ def _process_with(*words: str) -> int:
     raise AssertionError(words)
 
 
-def _runs_of_nobody() -> Iterator[Path]:
-    for folder in Path("/dev/shm").glob("sgl-aspects-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if folder.stat().st_uid == NOBODY and "prepared" not in folder.name:
-                yield folder
+def _runs_of(program: Program) -> set[Path]:
+    return {path.parents[1] for path in Path("/dev/shm").glob(f"sgl-aspects-*/attach/{program.id}-*")}
 
 
 def test_root_detaches_from_another_users_process(interpreter: str, folders: Shared) -> None:
