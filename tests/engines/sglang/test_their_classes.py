@@ -1,4 +1,4 @@
-"""Classes of SGLang's in the embedded engine, as they are: a vendor's that derive from them run there, too."""
+"""SGLang's own classes in the embedded engine, as they are: so those of vendors derived from them run."""
 
 from __future__ import annotations
 
