@@ -11,7 +11,7 @@ BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/
 # Otherwise each of the many processes of a test run would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
+.PHONY: help demo test test-slow test-faults coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
 	test-surroundings test-surroundings-short sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration cluster-env test-cluster
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test    all tests but the slow ones"
 	@echo "make test-slow   conformance runs, and packages installed into environments of their own"
 	@echo "make test-surroundings   all tests as another user, without a compiler, on another instruction set"
+	@echo "make test-faults   kills, full disks, hostile backends and input, sanitizers: a table of what survived"
 	@echo "make coverage    line and branch coverage of the weaving core, on each Python that it supports"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
@@ -51,6 +52,10 @@ test-surroundings: $(VENV)/.dev
 
 test-surroundings-short: $(VENV)/.dev
 	tests/surroundings.sh --short
+
+# `make test` and `make test-slow` run the same tests, each with the rest of its folder.
+test-faults: $(VENV)/.dev browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.fault_table
 
 test-attach: $(VENV)/.dev
 	$(TESTS) -m attach tests/attach

@@ -54,7 +54,7 @@ _Made = TypeVar("_Made")
 _LOW = 10
 
 POLL_SECONDS = 0.2
-# Seconds that the engine, which often gets the same SIGTERM, has to end its spans.
+# Seconds that the engine has to end its spans after a second SIGTERM.
 _TERM_SECONDS = 5.0
 # Seconds that ending processes have to write their last records after a close.
 _CLOSING_SECONDS = 0.5
@@ -89,6 +89,7 @@ class Collector:
         self._settings = settings
         self._is_restarted = is_restarted
         self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
+        self._is_terminated = False
         self._end_by: float | None = None
         self._sealed: int | None = None
         faults: list[ConfigError] = []
@@ -122,8 +123,12 @@ class Collector:
             self._metrics.watch(self._reader, self._pipelines)
 
     def end_soon(self) -> None:
-        """Note a termination signal: the run may go on for a few seconds at most."""
-        self._end_by = time.monotonic() + _TERM_SECONDS
+        """Note a termination signal. The engine often gets the same one and finishes its answers first, so
+        the run goes on until its processes have ended; after a second signal, for a few seconds at most.
+        """
+        if self._is_terminated:
+            self._end_by = time.monotonic() + _TERM_SECONDS
+        self._is_terminated = True
 
     def follow(self, rank: Callable[[int], None]) -> None:
         """Read until the run has ended: at low priority while the rings have room (on busy processors hardly
