@@ -6,18 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
+from fastapi import Request, Response
 from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
 
 from sgl_aspects.runtime.frontend.request import Prompt, StreamChunk
 from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
+from sgl_aspects.runtime.server.api_errors import ApiError, api_error, no_such_model
 from sgl_aspects.runtime.server.calls import Call, Calls, EventStream, unless_disconnected
-from sgl_aspects.runtime.server.gate import read_body
-from sgl_aspects.runtime.server.problems import ApiError, no_such_model, problem_of
 from sgl_aspects.runtime.server.protocol import SamplingFields, StreamOptions, Usage
-from sgl_aspects.runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -26,12 +23,10 @@ class Endpoint(ABC):
     """One POST endpoint; a subclass for each defines its bodies and the choices of its answers."""
 
     id_prefix: str
-    body_class: type[SamplingFields]
     answer_class: type[BaseModel]
     chunk_class: type[BaseModel]
 
-    def __init__(self, calls: Calls, model: str, settings: ServerSettings) -> None:
-        self.settings = settings
+    def __init__(self, calls: Calls, model: str) -> None:
         self.calls = calls
         self.model = model
         self.tokenizer = calls.engine.request_manager.tokenizer
@@ -57,8 +52,7 @@ class Endpoint(ABC):
         """Return the chunk before the text of a choice's stream; None: there is none."""
         return None
 
-    async def __call__(self, request: Request) -> Response:
-        body = await read_body(request, self.settings, self.body_class)
+    async def answer(self, request: Request, body: SamplingFields) -> Response:
         if body.model != self.model:
             raise no_such_model(body.model, self.model)
         if body.stream_options is not None and not body.stream:
@@ -107,7 +101,7 @@ class Endpoint(ABC):
                 yield _event(self._envelope(self.chunk_class, call, usage=call.usage()))
             yield "data: [DONE]\n\n"
         except Exception as error:  # noqa: BLE001 - it is too late for a status
-            yield _event(problem_of(error).body())
+            yield _event(api_error(error).body())
 
     def _fields(self, index: int, entries: Sequence[TokenLogprobs] | None, reason: str | None) -> Any:
         """Return the fields of a choice beside its text. For OpenAI an end token and a stop text are one

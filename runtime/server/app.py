@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from typing import Any
 
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from sgl_aspects import __version__
-from sgl_aspects.errors import EngineError, ModelLoadError
+from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.server import protocol
+from sgl_aspects.runtime.server.api_errors import HANDLERS, ApiError, no_such_model
 from sgl_aspects.runtime.server.calls import Calls
 from sgl_aspects.runtime.server.chat import ChatEndpoint
 from sgl_aspects.runtime.server.completions import CompletionEndpoint
-from sgl_aspects.runtime.server.gate import Gate, read_body, require_admin
+from sgl_aspects.runtime.server.gate import OPEN_PATHS, Gate, LimitedRoute
 from sgl_aspects.runtime.server.metrics import MeasureResponses, ServerMetrics
-from sgl_aspects.runtime.server.openapi import openapi_document
-from sgl_aspects.runtime.server.problems import (
-    ApiError,
-    answer_http_exception,
-    answer_nobody,
-    answer_problem,
-    no_such_model,
-)
 from sgl_aspects.runtime.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": protocol.ErrorResponse, "description": description}
+    for status, description in (
+        ("4XX", "The request can never be served as it is, or not now (429)."),
+        ("5XX", "The engine cannot serve, or the server is stopping."),
+    )
+}
 
 
 class ServerApp:
@@ -47,79 +44,110 @@ class ServerApp:
         self._settings = settings
         self.calls = Calls(engine, settings.max_concurrent_requests)
         self.metrics = ServerMetrics(engine)
-        model = str(engine.server_args.served_model_name)
+        self._model = model = str(engine.server_args.served_model_name)
         self._card = protocol.ModelCard(
             id=model, created=int(time.time()), max_model_len=engine.context_length
         )
-        self._document = json.dumps(
-            openapi_document(__version__, model, with_key=settings.api_key is not None)
+        self._chat = ChatEndpoint(self.calls, model)
+        self._completions = CompletionEndpoint(self.calls, model)
+        routes = APIRouter(route_class=LimitedRoute, responses=_ERRORS)
+        routes.post("/v1/chat/completions", **_generation(protocol.ChatResponse, protocol.ChatChunk))(
+            self.chat
         )
-        chat = ChatEndpoint(self.calls, model, settings)
-        completions = CompletionEndpoint(self.calls, model, settings)
-        routes: dict[str, tuple[Any, str]] = {
-            "/v1/chat/completions": (chat.__call__, "POST"),
-            "/v1/completions": (completions.__call__, "POST"),
-            "/update_weights_from_disk": (self.update_weights, "POST"),
-            "/start_profile": (self.take_profile, "POST"),
-            "/v1/models": (self.list_models, "GET"),
-            "/v1/models/{model:path}": (self.retrieve_model, "GET"),
-            "/health": (self.health, "GET"),
-            "/metrics": (self.show_metrics, "GET"),
-            "/openapi.json": (self.show_openapi, "GET"),
-        }
-        app: ASGIApp = Starlette(
-            routes=[Route(path, endpoint, methods=[method]) for path, (endpoint, method) in routes.items()],
-            exception_handlers={
-                ApiError: answer_problem,
-                EngineError: answer_problem,
-                ClientDisconnect: answer_nobody,
-                HTTPException: answer_http_exception,
-                Exception: answer_problem,
-            },
+        routes.post("/v1/completions", **_generation(protocol.CompletionResponse))(self.complete)
+        routes.post("/update_weights_from_disk", response_model=protocol.WeightsUpdated)(self.update_weights)
+        routes.post("/start_profile", response_model=protocol.ProfileStarted)(self.take_profile)
+        routes.get("/v1/models", response_model=protocol.ModelList)(self.list_models)
+        routes.get("/v1/models/{model:path}", response_model=protocol.ModelCard)(self.retrieve_model)
+        routes.get("/health", response_model=protocol.Health)(self.health)
+        routes.get("/metrics", response_class=PlainTextResponse)(self.show_metrics)
+        self._app = FastAPI(
+            title="sgl-aspects", version=__version__, redoc_url=None, exception_handlers=HANDLERS
         )
-        self.asgi: ASGIApp = MeasureResponses(Gate(app, settings.api_key), self.metrics, frozenset(routes))
+        self._app.state.settings = settings
+        self._app.include_router(routes)
+        self._describe()
+        known = frozenset(
+            {"/openapi.json", *(route.path for route in routes.routes if isinstance(route, LimitedRoute))}
+        )
+        self.asgi: ASGIApp = MeasureResponses(Gate(self._app, settings), self.metrics, known)
 
-    async def list_models(self, request: Request) -> Response:
+    def _describe(self) -> None:
+        """Add the model's name and the key to the OpenAPI document."""
+        document = self._app.openapi()
+        schemas, paths = document["components"]["schemas"], document["paths"]
+        names = [schemas[body]["properties"]["model"] for body in ("ChatRequest", "CompletionRequest")]
+        names.append(paths["/v1/models/{model}"]["get"]["parameters"][0]["schema"])
+        for name in names:
+            name["enum"] = [self._model]
+        if self._settings.api_key is not None:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+            for path in OPEN_PATHS:
+                paths[path]["get"]["security"] = []
+
+    async def chat(self, request: Request, body: protocol.ChatRequest) -> Response:
+        """Answer a conversation."""
+        return await self._chat.answer(request, body)
+
+    async def complete(self, request: Request, body: protocol.CompletionRequest) -> Response:
+        """Continue texts."""
+        return await self._completions.answer(request, body)
+
+    async def list_models(self) -> Response:
+        """The model that is served."""
         return _json(protocol.ModelList(data=[self._card]))
 
-    async def retrieve_model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if name != self._card.id:
-            raise no_such_model(name, self._card.id)
+    async def retrieve_model(self, model: str) -> Response:
+        """The model of this name."""
+        if model != self._card.id:
+            raise no_such_model(model, self._card.id)
         return _json(self._card)
 
-    async def update_weights(self, request: Request) -> Response:
-        """Returns when the new weights are in place: after the answers that have begun."""
-        client = require_admin(request, self._settings)
-        body = await read_body(request, self._settings, protocol.UpdateWeightsRequest)
-        logger.warning("weights of %r requested by %s", body.model_path, client)
+    async def update_weights(self, request: Request, body: protocol.UpdateWeightsRequest) -> Response:
+        """Replace the weights by others of the same model.
+
+        Returns when they are in place: after the answers that have begun.
+        """
+        logger.warning("weights of %r requested by %s", body.model_path, _address(request))
         try:
             await asyncio.to_thread(self.engine.update_weights, body.model_path)
         except ModelLoadError as error:
             raise ApiError(400, str(error), param="model_path") from error
         return _json(protocol.WeightsUpdated(model_path=body.model_path))
 
-    async def take_profile(self, request: Request) -> Response:
-        """Returns at once: a server without requests takes no steps."""
-        client = require_admin(request, self._settings)
-        body = await read_body(request, self._settings, protocol.ProfileRequest)
-        logger.warning("profile of %d steps requested by %s", body.num_steps, client)
+    async def take_profile(self, request: Request, body: protocol.ProfileRequest) -> Response:
+        """Profile the next steps. Returns at once: a server without requests takes no steps."""
+        logger.warning("profile of %d steps requested by %s", body.num_steps, _address(request))
         files = await asyncio.to_thread(self.engine.start_profile, body.num_steps)
         return _json(protocol.ProfileStarted(files=[str(file) for file in files]))
 
-    async def health(self, request: Request) -> Response:
+    async def health(self) -> Response:
         """200 while the server takes requests."""
         problem = self.engine.failure or self.calls.closed
         if problem is not None:
             raise ApiError(503, problem, code="unavailable")
         return _json(protocol.Health())
 
-    async def show_metrics(self, request: Request) -> Response:
+    async def show_metrics(self) -> Response:
+        """Counts as Prometheus text."""
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    async def show_openapi(self, request: Request) -> Response:
-        return Response(self._document, media_type="application/json")
+
+def _generation(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Describe an endpoint whose answer comes whole or, with stream=true, as server-sent events."""
+    name = (chunk or answer).__name__
+    data = {"type": "string", "description": f"A {name} as JSON; [DONE] in the end; or an ErrorResponse."}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    return {
+        "response_model": answer,
+        "responses": {200: {"content": {"text/event-stream": {"schema": event}}}},
+    }
+
+
+def _address(request: Request) -> str:
+    return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
 def _json(model: BaseModel) -> Response:

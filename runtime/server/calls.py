@@ -20,7 +20,7 @@ from sgl_aspects.errors import EngineError
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.frontend.request import Prompt, RequestHandle, StreamChunk, chunks_of
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.runtime.server.problems import ApiError
+from sgl_aspects.runtime.server.api_errors import ApiError
 from sgl_aspects.runtime.server.protocol import PromptTokensDetails, Usage
 
 logger = logging.getLogger(__name__)

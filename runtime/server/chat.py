@@ -11,12 +11,11 @@ from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.answers import Endpoint, common_params
-from sgl_aspects.runtime.server.problems import ApiError
+from sgl_aspects.runtime.server.api_errors import ApiError
 
 
 class ChatEndpoint(Endpoint):
     id_prefix = "chatcmpl-"
-    body_class = protocol.ChatRequest
     answer_class = protocol.ChatResponse
     chunk_class = protocol.ChatChunk
 

@@ -11,7 +11,7 @@ from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.answers import Endpoint, common_params
-from sgl_aspects.runtime.server.problems import ApiError
+from sgl_aspects.runtime.server.api_errors import ApiError
 
 #: OpenAI's default for this endpoint.
 _MAX_TOKENS = 16
@@ -19,7 +19,6 @@ _MAX_TOKENS = 16
 
 class CompletionEndpoint(Endpoint):
     id_prefix = "cmpl-"
-    body_class = protocol.CompletionRequest
     answer_class = chunk_class = protocol.CompletionResponse
 
     def prompts(self, body: protocol.CompletionRequest) -> list[Prompt]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_aspects.runtime.server.problems import ApiError, problem_of_body
+from sgl_aspects.runtime.server.api_errors import ApiError
 from sgl_aspects.runtime.server.settings import ServerSettings, is_loopback
 
 #: Paths that need no key: load balancers have none.
 OPEN_PATHS = ("/health",)
-Body = TypeVar("Body", bound=BaseModel)
+#: Paths that change the server.
+ADMIN_PATHS = ("/update_weights_from_disk", "/start_profile")
 
 
 class Gate:
@@ -25,22 +28,31 @@ class Gate:
     name of this machine are, because a page in a browser may have another name lead here (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._key = key
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             try:
-                if self._key is None:
+                if self._settings.api_key is None:
                     _check_host(headers.get("host", ""))
+                    self._check_admin(scope)
                 elif scope["path"] not in OPEN_PATHS:
-                    _check_key(self._key, headers)
+                    _check_key(self._settings.api_key, headers)
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _check_admin(self, scope: Scope) -> None:
+        if scope["path"] in ADMIN_PATHS and scope["method"] == "POST" and not self._settings.admin:
+            raise ApiError(
+                403,
+                f"{scope['path']} changes the server: start it with a key (SGL_ASPECTS_API_KEY), or with "
+                "--admin to take this from every user of the machine",
+            )
 
 
 def _check_host(given: str) -> None:
@@ -56,17 +68,6 @@ def _check_host(given: str) -> None:
         )
 
 
-def require_admin(request: Request, settings: ServerSettings) -> str:
-    """Return the client's address, for the log; ApiError if requests to change the server are not taken."""
-    if settings.api_key is None and not settings.admin:
-        raise ApiError(
-            403,
-            f"{request.scope['path']} changes the server: start it with a key (SGL_ASPECTS_API_KEY), or with "
-            "--admin to take this from every user of the machine",
-        )
-    return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
-
-
 def _check_key(key: str, headers: Headers) -> None:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
@@ -76,32 +77,48 @@ def _check_key(key: str, headers: Headers) -> None:
         raise ApiError(401, "the API key is wrong", code="invalid_api_key")
 
 
-async def read_body(request: Request, settings: ServerSettings, kind: type[Body]) -> Body:
-    """The whole body, checked; ClientDisconnect where the client has hung up before that."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(415, f"content-type={content_type[:100]!r}: send application/json")
-    limit = settings.max_body_bytes
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
-        raise ApiError(413, f"the body has {announced} bytes; at most {limit} are taken")
-    try:
-        body = await asyncio.wait_for(_collect(request, limit), settings.body_timeout)
-        return kind.model_validate_json(body)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} s") from None
-    except ValidationError as error:
-        raise problem_of_body(error) from error
+class LimitedRoute(APIRoute):
+    """A route whose bodies are limited in kind, size and time, by the settings in ``app.state``."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def limited(request: Request) -> Response:
+            return await handler(_LimitedRequest(request.scope, request.receive))
+
+        return limited
 
 
-async def _collect(request: Request, limit: int) -> bytes:
-    body = bytearray()
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, the most that are taken")
-        if not message.get("more_body", False):
-            return bytes(body)
+class _LimitedRequest(Request):
+    async def body(self) -> bytes:
+        """Read the body and parse it as JSON, which FastAPI validates."""
+        if hasattr(self, "_body"):
+            return self._body
+        settings: ServerSettings = self.app.state.settings
+        content_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(415, f"content-type={content_type[:100]!r}: send application/json")
+        limit = settings.max_body_bytes
+        announced = self.headers.get("content-length", "0")
+        if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
+            raise ApiError(413, f"the body has {announced} bytes; at most {limit} are taken")
+        try:
+            self._body = await asyncio.wait_for(self._collect(limit), settings.body_timeout)
+            self._json = from_json(self._body)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} s") from None
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        return self._body
+
+    async def _collect(self, limit: int) -> bytes:
+        body = bytearray()
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "the client has hung up")
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise ApiError(413, f"the body has more than {limit} bytes, the most that are taken")
+            if not message.get("more_body", False):
+                return bytes(body)

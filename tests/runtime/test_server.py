@@ -17,8 +17,8 @@ import pytest
 
 from sgl_aspects.runtime import RequestHandle, SamplingParams, StreamChunk
 from sgl_aspects.runtime.frontend.request import GenerateRequest, chunks_of
+from sgl_aspects.runtime.server.api_errors import ApiError
 from sgl_aspects.runtime.server.calls import Call, Calls
-from sgl_aspects.runtime.server.problems import ApiError
 from tests.support.answers import clear_model, clear_seed
 from tests.support.http_server import LOCAL, Server, serving
 from tests.support.processes import wait_until

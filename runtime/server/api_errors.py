@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as RoutingError
+from starlette.requests import ClientDisconnect
 
 from sgl_aspects.errors import EngineError, InvalidRequestError, QueueFullError
 from sgl_aspects.runtime.server.protocol import ErrorBody, ErrorResponse
@@ -15,34 +17,35 @@ from sgl_aspects.runtime.server.protocol import ErrorBody, ErrorResponse
 logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_HEADERS = {429: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """Raised to answer with an error. ``param`` names the field of the request that is at fault."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+        super().__init__(status, message, _HEADERS.get(status))
         self.param = param
         self.code = code
 
+    def __str__(self) -> str:
+        return self.detail
+
     def body(self) -> ErrorResponse:
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        status = self.status_code
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         return ErrorResponse(
-            error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+            error=ErrorBody(message=self.detail, type=kind, param=self.param, code=self.code)
         )
 
     def response(self) -> Response:
-        headers = {429: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(self.status)
-        return Response(
-            self.body().model_dump_json(), self.status, headers=headers, media_type="application/json"
-        )
+        content = self.body().model_dump_json()
+        return Response(content, self.status_code, self.headers, "application/json")
 
 
-def problem_of(error: BaseException) -> ApiError:
+def api_error(error: BaseException) -> ApiError:
     """Return the answer to a call that ended with ``error``."""
     if isinstance(error, ApiError):
         return error
@@ -61,15 +64,13 @@ def no_such_model(requested: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def problem_of_body(error: ValidationError) -> ApiError:
-    """Names the first fault of a body, and how many more there are."""
-    faults = error.errors(include_url=False, include_context=False)
+def _error_of_body(error: RequestValidationError) -> ApiError:
+    """Name the first fault of a body, and how many more there are."""
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     first = faults[0]
     # A field of several types has an error for each type: a wrong type is the least informative.
     same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
     first = next((fault for fault in same_field if not fault["type"].endswith("_type")), first)
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg']}")
     place = ".".join(str(part) for part in first["loc"] if _is_field(part))
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if first["type"] == "extra_forbidden":
@@ -77,8 +78,9 @@ def problem_of_body(error: ValidationError) -> ApiError:
         return ApiError(400, f"{place}: this field is not known{more}", param=place)
     if first["type"] == "missing":
         return ApiError(400, f"{place}: this field is missing{more}", param=place)
+    what = "Input should be an object" if first["type"] == "model_attributes_type" else first["msg"]
     value = _shortened(repr(first["input"]))
-    return ApiError(400, f"{place or 'the body'}={value}: {first['msg']}{more}", param=place or None)
+    return ApiError(400, f"{place or 'the body'}={value}: {what}{more}", param=place or None)
 
 
 def _is_field(part: int | str) -> bool:
@@ -91,20 +93,35 @@ def _shortened(text: str, length: int = 100) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-async def answer_nobody(request: Request, error: Exception) -> Response:
+# -- handlers of the application -------------------------------------------------------------------------
+
+
+async def _answer_nobody(request: Request, error: Any) -> Response:
     """Return a status for the metrics only: the client has hung up."""
     return Response(status_code=499)
 
 
-async def answer_problem(request: Request, error: Exception) -> Response:
-    return problem_of(error).response()
+async def _answer(request: Request, error: Any) -> Response:
+    return api_error(error).response()
 
 
-async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Convert Starlette's errors for an unknown path or method."""
-    if not isinstance(error, HTTPException):
-        raise error
+async def _answer_bad_body(request: Request, error: Any) -> Response:
+    return _error_of_body(error).response()
+
+
+async def _answer_unrouted(request: Request, error: Any) -> Response:
+    """Answer an unknown path or method."""
     message = f"{error.detail}: {request.method} {_shortened(request.url.path)}"
     response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
+
+
+HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
+    ApiError: _answer,
+    EngineError: _answer,
+    RequestValidationError: _answer_bad_body,
+    ClientDisconnect: _answer_nobody,
+    RoutingError: _answer_unrouted,
+    Exception: _answer,
+}
