@@ -86,11 +86,12 @@ def test_own_function(tmp_path: Path) -> None:
     folder = EXAMPLES / "own_function"
     command = re.search(r"^sgl-aspects (run .*)$", (folder / "program.py").read_text(), re.MULTILINE)
     assert command is not None
-    words = command[1].replace("aspects.toml", str(folder / "aspects.toml")).split(" -- ")
+    words = command[1].split(" -- ")
+    options = [word.replace("aspects.toml", str(folder / "aspects.toml")) for word in words[0].split()]
     program = [sys.executable, "-c", "import program; program.main()"]
     assert words[1] == 'python -c "import program; program.main()"'
     done = run(
-        "-m", "sgl_aspects", *words[0].split(), "--", *program,
+        "-m", "sgl_aspects", *options, "--", *program,
         cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

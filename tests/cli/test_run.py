@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -341,7 +342,8 @@ for number in range(int(sys.argv[1])):
 
 LAUNCHER = """
 import subprocess, sys
-subprocess.Popen(["sh", "-c", "sleep $1; exec $2 records.py 100", "-", *sys.argv[1:]], start_new_session=True)
+command = ["sh", "-c", 'sleep "$1"; exec "$2" records.py 100', "-", *sys.argv[1:]]
+subprocess.Popen(command, start_new_session=True)
 """
 
 
@@ -363,7 +365,7 @@ def test_programs_of_one_command_share_its_files(tmp_path: Path) -> None:
     file, timeline = tmp_path / "spans.jsonl", tmp_path / "trace.json"
     for path in (file, timeline):
         path.write_text("of the last time")
-    one = f"{sys.executable} records.py 10"
+    one = f"{shlex.quote(sys.executable)} records.py 10"
     done = sgl_aspects_run(
         tmp_path,
         *("sh", "-c", f"{one} & {one} & wait; {one}"),
@@ -387,7 +389,7 @@ while len([*pathlib.Path().glob("here-*")]) < 2:
     time.sleep(0.01)
 """
     (tmp_path / "records.py").write_text(RECORDS + meets)
-    one, file = f"{sys.executable} records.py 50 here-", tmp_path / "spans.jsonl"
+    one, file = f"{shlex.quote(sys.executable)} records.py 50 here-", tmp_path / "spans.jsonl"
     options = ("--file", str(file), "--prometheus", str(free_port()))
     done = sgl_aspects_run(tmp_path, "sh", "-c", f"{one}a & {one}b; wait", options=options)
     assert done.returncode == 0, done.stderr
