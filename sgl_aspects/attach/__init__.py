@@ -1,6 +1,9 @@
 """Attaching to all processes of a running engine, and detaching.
 
 process_tree  finds the processes of an engine
+owner         checks that a process has no more rights than its user
+delegation    runs root's command as the user whose process it is
+debugging     reads and writes memory here, or by root's process on request
 permissions   explains why a process cannot be attached to
 injection     runs a script in a process
 ptrace        calls a function in a process, by one write of its main thread's registers
