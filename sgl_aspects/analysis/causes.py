@@ -25,6 +25,8 @@ _TRANSFERS = (schema.BOOTSTRAP.name, schema.KV_TRANSFER.name)
 _DECODING = "decode"
 #: Between two steps a scheduler at work needs less time than this.
 _IDLE_NS = 50_000_000
+#: A decode step that takes so much longer than usual was held up on the host: a process that was stopped.
+_HELD_UP = 10
 #: With less, the KV cache tells nothing about its size.
 _LEAST_USAGE = 0.05
 
@@ -289,6 +291,7 @@ class Causes:
         own = found.request.span_id
         parts: list[tuple[Cause, float, list[tuple[str, float]]]] = []
         usual = scheduler.usual_decode_ns
+        longest = max(_IDLE_NS, _HELD_UP * usual)
         for step in steps:
             inside = min(step.device_ns, max(0, min(end, step.span.end_ns) - max(start, step.span.start_ns)))
             others = step.others(own)
@@ -301,6 +304,8 @@ class Causes:
                 tokens = sum(step.prompts.values())
                 mine = inside * step.prompts[own] / tokens
                 parts += [(cause, mine, []), (Cause.OTHERS_PREFILL, inside - mine, others)]
+            elif step.is_decode and inside > longest:
+                parts.append((cause, usual, []))
             else:
                 parts.append((cause, inside, []))
         total = sum(ns for _, ns, _ in parts)
