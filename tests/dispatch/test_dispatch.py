@@ -539,22 +539,6 @@ def test_vendors_are_found_in_folders(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not dispatch.silu_and_mul(X).any()
 
 
-def test_the_template_is_a_vendor_once_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
-    from sgl_aspects.runtime.dispatch import vendors
-
-    template = Path(vendors.__file__).parent / "_template"
-    assert "template" not in new_registry().vendors()
-    shutil.copytree(template, tmp_path / "mine")
-    monkeypatch.setenv("SGL_ASPECTS_OP_VENDOR_PATH", str(tmp_path))
-    monkeypatch.setenv("SGL_ASPECTS_OP_PREFER", "vendor:template")
-    wanted = torch.nn.functional.silu(X[:, :4]) * X[:, 4:]
-    assert torch.equal(dispatch.silu_and_mul(X), wanted)
-    selection = dispatch.get_manager().select("silu_and_mul", X.dtype, X.device)
-    assert selection.impl.impl_id == "vendor.template.silu_and_mul"
-
-
 def test_a_vendor_with_the_wrong_signature_is_an_error_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,3 +74,18 @@ def test_with_a_key_any_name_is_answered(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path / "log", "--api-key=k", forks=True) as server:
         headers = {"host": "llm.example", "authorization": "Bearer k"}
         assert server.request("GET", "/v1/models", headers=headers)[0] == 200
+
+
+def test_the_document_has_the_models_name_and_the_need_of_a_key(
+    model: Path, server: Server, tmp_path: Path
+) -> None:
+    _, document = server.request("GET", "/openapi.json")
+    assert document["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == ["tiny"]
+    assert {"200", "4XX", "5XX"} == document["paths"]["/v1/completions"]["post"]["responses"].keys()
+    assert "security" not in document
+    key = {"authorization": "Bearer k"}
+    with serving(model, tmp_path / "log", "--api-key=k", forks=True) as closed:
+        assert closed.request("GET", "/openapi.json")[0] == 401
+        _, document = closed.request("GET", "/openapi.json", None, key)
+    assert document["security"] == [{"key": []}]
+    assert document["paths"]["/health"]["get"]["security"] == []
