@@ -55,6 +55,10 @@ def _of_vllm(core: Any) -> int:
 
 _SGLANG = "sglang.srt.managers.scheduler", "Scheduler", "run_event_loop", "is_disable_overlap_for_batch"
 _VLLM = "vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", "_process_engine_step"
+_VLLM_FORWARD = tuple(
+    f"GPUModelRunner.{name}"
+    for name in ("execute_model", "sample_tokens", "_determine_batch_execution_and_padding")
+)
 SCHEDULERS = (
     Scheduler(
         "sglang",
@@ -63,7 +67,7 @@ SCHEDULERS = (
         ("ModelRunner.forward", "Backend.replay"),
         _of_sglang,
     ),
-    Scheduler("vllm", *_VLLM, "Scheduler.update_from_output", ("GPUModelRunner.execute_model",), _of_vllm),
+    Scheduler("vllm", *_VLLM, "Scheduler.update_from_output", _VLLM_FORWARD, _of_vllm),
 )
 
 

@@ -176,14 +176,19 @@ def _scheduled() -> Any:
 
 def _reqs(batch: Any) -> Any:
     """Return the ids of its requests; the same object while they are the same."""
-    global _latest
-    reqs = batch.num_scheduled_tokens
+    global _latest, _latest_ids
+    reqs, ids = batch.num_scheduled_tokens, batch.scheduled_cached_reqs.req_ids
+    if ids == _latest_ids and len(reqs) == len(ids):  # nearly every step: it decodes, and has no new ones
+        return _latest
     if reqs.keys() != _latest.keys():
         _latest = reqs
+    _latest_ids = list(ids) if len(reqs) == len(ids) else None
     return _latest
 
 
 _latest: dict[str, int] = {}
+#: Of the same requests, in the order of the message; None unless it lists all of them.
+_latest_ids: list[str] | None = None
 
 
 VLLM = Engine(
@@ -219,7 +224,12 @@ VLLM = Engine(
         ),
         "retract": Role((f"{_SCHEDULER}._preempt_request",), ("_", "req:request")),
         "schedule": Role((f"{_SCHEDULER}.schedule",), required=True),
-        "run_batch": Role((f"{_EXECUTOR}.execute_model",), reads={"batch": _launched}, required=True),
+        "run_batch": Role(
+            (f"{_EXECUTOR}.execute_model",),
+            ("_", "batch:scheduler_output"),
+            reads={"batch": _launched},
+            required=True,
+        ),
         "process_batch_result": Role(
             (f"{_SCHEDULER}.update_from_output",),
             ("scheduler:self", "batch:scheduler_output", "result:model_runner_output"),

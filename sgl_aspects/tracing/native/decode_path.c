@@ -115,10 +115,11 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
-    PyObject *mode_source, *reqs_source, *number_source; /* an attribute's name, or a function of the batch */
+    /* Of a batch: an attribute's name, or a function. The last two are None where a batch has none. */
+    PyObject *mode_source, *reqs_source, *number_source, *id_source;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
-    char decodes, measures, is_plain;
+    char decodes, measures;
 } StepPath;
 
 typedef struct {
@@ -441,7 +442,7 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     StepPath *self = (StepPath *)object;
     uint64_t now = now_ns();
     Tracker *tracker = tracker_in(self->tracker);
-    if (tracker == NULL || !self->is_plain || !self->decodes || count <= self->ran_at || is_none(self->preempted)
+    if (tracker == NULL || is_none(self->mode_source) || is_none(self->reqs_source) || !self->decodes || count <= self->ran_at || is_none(self->preempted)
         || !PySet_CheckExact(self->preempted) || PySet_GET_SIZE(self->preempted) || has_any(tracker->details))
         goto slow;
     PyObject *batch = args[self->ran_at];
@@ -460,7 +461,7 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     PyObject *reqs = read_from(batch, self->reqs_source);
     if (reqs == NULL)
         goto unreadable;
-    is_same = reqs == self->reqs && PyList_CheckExact(reqs) && PyList_GET_SIZE(reqs) == self->size;
+    is_same = reqs == self->reqs && PyObject_Size(reqs) == self->size;
     Py_DECREF(reqs);
     if (!is_same)
         goto slow;
@@ -468,15 +469,19 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         tracker->schedule_start = 0;
         Py_RETURN_NONE;
     }
-    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
-    if (!spare)
-        goto slow;
-    Step *step = (Step *)PyList_GET_ITEM(tracker->spare, spare - 1);
-    if (!is_step((PyObject *)step) || step->steps != tracker->steps)
-        goto slow;
     uint64_t id = 0;
     if (level >= 2) {
         id = ++tracker->last_id;
+        if (!is_none(self->id_source)) {
+            PyObject *shared = read_from(batch, self->id_source);
+            if (shared == NULL)
+                goto unreadable;
+            if (shared != Py_None && (id = PyLong_AsUnsignedLongLong(shared)) == (uint64_t)-1)
+                PyErr_Clear();
+            Py_DECREF(shared);
+            if (!id || id == (uint64_t)-1)
+                id = tracker->last_id;
+        }
         uint64_t sample = words[WORD_SAMPLE];
         if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
             id = 0;
@@ -485,6 +490,12 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
             Py_RETURN_NONE;
         }
     }
+    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
+    if (!spare)
+        goto slow;
+    Step *step = (Step *)PyList_GET_ITEM(tracker->spare, spare - 1);
+    if (!is_step((PyObject *)step) || step->steps != tracker->steps)
+        goto slow;
     take(tracker->spare, spare - 1);
     words += step->block;
     for (size_t word = 0; word < STEP_FIELDS; word++)
@@ -526,14 +537,18 @@ StepPath_run_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t *words = words_of(step);
     if (words == NULL || !step->is_recorded)
         goto slow;
-    PyObject *number = read_from(step->batch, self->number_source);
-    if (number == NULL) {
-        PyErr_Clear();
-        goto slow;
+    uint64_t number = 0;
+    if (!is_none(self->number_source)) {
+        PyObject *found = read_from(step->batch, self->number_source);
+        if (found == NULL) {
+            PyErr_Clear();
+            goto slow;
+        }
+        number = number_of(found);
+        Py_DECREF(found);
     }
     words[RUN_END] = now;
-    words[STEP_NUMBER] = number_of(number);
-    Py_DECREF(number);
+    words[STEP_NUMBER] = number;
     replace(&tracker->running, NULL);
     replace(&step->result, args[1]);
     if (append(tracker->in_flight, (PyObject *)step) < 0)
@@ -556,15 +571,17 @@ process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         Py_RETURN_NONE;
     if (count <= self->result_at || count <= self->processed_at || count <= self->processing_at)
         return OTHER_CASE;
-    /* The first, unless the result of one before it was never processed. */
+    /* The first, unless the result of one before it was never processed. By the batch where the launch
+       returned another object than the result. */
     Step *step = NULL;
-    for (; at < in_flight; at++) {
-        step = (Step *)PyList_GET_ITEM(tracker->in_flight, at);
-        if (!is_step((PyObject *)step))
-            return OTHER_CASE;
-        if (step->result == args[self->result_at])
-            break;
-    }
+    for (int by_batch = 0; by_batch < 2 && (!by_batch || at == in_flight); by_batch++)
+        for (at = 0; at < in_flight; at++) {
+            step = (Step *)PyList_GET_ITEM(tracker->in_flight, at);
+            if (!is_step((PyObject *)step))
+                return OTHER_CASE;
+            if (by_batch ? step->batch == args[self->processed_at] : step->result == args[self->result_at])
+                break;
+        }
     uint64_t *words = at == in_flight || !is_none(step->prefill) ? NULL : words_of(step);
     if (words == NULL)
         return OTHER_CASE;
@@ -669,11 +686,10 @@ slow:
 
 static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
-    OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source),
+    OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
-    NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures),
-    FLAG(StepPath, is_plain), END};
+    NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
 
 #define FAST(type, name) {#name, (PyCFunction)(void (*)(void))type##_##name, METH_FASTCALL, NULL}
 static PyMethodDef StepPath_methods[] = {

@@ -104,6 +104,7 @@ class StepPath:
     mode_source: Any
     reqs_source: Any
     number_source: Any
+    id_source: Any
     ran_at: int
     processing_at: int
     processed_at: int
@@ -116,7 +117,6 @@ class StepPath:
     usage: int
     decodes: bool
     measures: bool
-    is_plain: bool
     #: Implemented by the compiled module only.
     schedule_enter: Any
     schedule_exit: Any

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from time import time_ns
 from typing import Any
 
+from sgl_aspects.engines import Engine
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import native
 from sgl_aspects.tracing.context import bridge_opentelemetry
@@ -81,12 +82,10 @@ class StepObserver(native.StepPath):
         # Times of release: callers may have the answer before the result is processed.
         self._released = call("release_request", "req")
         self._released_ns: dict[str, int] = {}
-        # Attributes that the compiled path reads of a batch: plain attribute names only.
-        sources = [engine.attributes.get(f"batch.{name}") for name in ("mode", "reqs", "step_id")]
-        self.mode_source, self.reqs_source, self.number_source = sources
-        self.is_plain = self._shared_id is None and all(
-            isinstance(source, str) and source.isidentifier() for source in sources
-        )
+        # What the compiled path reads of a batch: the name of an attribute, or a function of the batch.
+        names = ("mode", "reqs", "step_id", "shared_id")
+        sources = [self._source(engine, f"batch.{name}") for name in names]
+        self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
         # Of the latest batch: most decode steps repeat it.
         self.mode = self.reqs = None
         self._mode_text = ""
@@ -95,6 +94,11 @@ class StepObserver(native.StepPath):
         self._served: list[tuple[Any, ScheduledRequest]] = []
         # Queues and KV usage at ``read_ns``, with ``known`` requests; encoded for storage.
         self.read_ns = self.known = self.waiting = self.running = self.usage = 0
+
+    def _source(self, engine: Engine, name: str) -> Any:
+        source = engine.attributes.get(name)
+        is_path = isinstance(source, str) and not source.isidentifier()
+        return engine.reader(name) if is_path else source
 
     def observations(self) -> list[Observation]:
         release = Observation("release_request", self._release_enter)
@@ -154,8 +158,7 @@ class StepObserver(native.StepPath):
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time_ns()
-        at = self.ran_at
-        batch = args[at] if at < len(args) else self._ran(args, kwargs)
+        batch = self._ran(args, kwargs)
         if batch is None:
             return None  # an empty batch
         mode, reqs = self._mode_and_reqs(batch)

@@ -75,6 +75,21 @@ def test_the_mode_of_a_batch(message: Any, mode: str) -> None:
     assert VLLM.reader("mode.name")(VLLM.reader("batch.mode")(message)) == mode
 
 
+def test_the_requests_of_a_batch_are_one_object_while_they_are_the_same() -> None:
+    read = VLLM.reader("batch.reqs")
+
+    def decode(*rids: str) -> Any:
+        return batch(cached={rid: (5, 1) for rid in rids})
+
+    first = read(decode("a", "b"))
+    assert read(decode("a", "b")) is first
+    assert [*read(decode("a"))] == ["a"]
+    assert {*read(batch(new={"c": 5}, cached={"a": (6, 2)}))} == {"a", "c"}
+    assert read(batch()) == {}
+    assert {*read(decode("a", "c"))} == {"a", "c"}
+    assert read(decode("c", "a")) == read(decode("a", "c"))
+
+
 def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
     scheduled = Scheduled()
     requests = {rid: SimpleNamespace(is_prefill_chunk=False) for rid in ("a", "b")}
