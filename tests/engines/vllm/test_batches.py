@@ -79,7 +79,7 @@ def test_the_requests_of_a_batch_are_one_object_while_they_are_the_same() -> Non
     read = VLLM.reader("batch.reqs")
 
     def decode(*rids: str) -> Any:
-        return batch(cached={rid: (5, 1) for rid in rids})
+        return batch(cached=dict.fromkeys(rids, (5, 1)))
 
     first = read(decode("a", "b"))
     assert read(decode("a", "b")) is first
