@@ -460,14 +460,14 @@ FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     DoesNotWait: {"events.synchronize", "events.elapsed", "events.again"},
     ForgetsResidual: {"operators.rms_norm_residual", *_WRONG_TOKENS},
     WritesInput: {"operators.silu_and_mul"},
-    PageZero: {"kv_pools.allocator", "graphs.decode_steps", *_WRONG_TOKENS},
+    PageZero: {"kv_pools.allocator", "graphs.decode_steps", "capabilities.compiled", *_WRONG_TOKENS},
     NextPage: {"kv_pools.clear"},
     ReadsPadding: {
         *(f"attention.{name}" for name in ("decode", "chunks", "prompts", "mixed")),
         "graphs.decode_steps",
         *_WRONG_TOKENS,
     },
-    WrongScale: {"attention.decode", "attention.mixed"},
+    WrongScale: {"attention.decode"},
     ReplaysNothing: {"graphs.replay", "graphs.decode_steps", *_WRONG_TOKENS},
     ReplayAllocates: {"graphs.memory"},
     CapturesInSecret: {"graphs.capturing"},
@@ -489,5 +489,8 @@ POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     ForgetsRotaryKey: {"kv_pools.mla"},
     KeepsIndexKeys: {"kv_pools.dsa"},
     Copies: {"kv_pools.write", "kv_pools.clear", "kv_pools.move"},
-    NoSuchPool: {"identity.classes", "kv_pools.shape", "kv_pools.write", "kv_pools.clear", "kv_pools.move"},
+    NoSuchPool: {
+        "identity.classes",
+        *(f"kv_pools.{name}" for name in ("shape", "write", "clear", "move", "allocator")),
+    },
 }
