@@ -489,8 +489,5 @@ POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     ForgetsRotaryKey: {"kv_pools.mla"},
     KeepsIndexKeys: {"kv_pools.dsa"},
     Copies: {"kv_pools.write", "kv_pools.clear", "kv_pools.move"},
-    NoSuchPool: {
-        "identity.classes",
-        *(f"kv_pools.{name}" for name in ("shape", "write", "clear", "move", "allocator")),
-    },
+    NoSuchPool: {"identity.classes", *map("kv_pools.{}".format, "shape write clear move allocator".split())},
 }
