@@ -442,7 +442,7 @@ class ManyFaults(NextSlot):
 
 
 #: A platform that generates wrong tokens does so with quantized weights, too.
-_WRONG_TOKENS = {"capabilities.quantized"}
+_WRONG_TOKENS, _WRITES = {"capabilities.quantized"}, {"kv_pools.write", "kv_pools.clear", "kv_pools.move"}
 #: Each fault, and the checks that find it, of the groups that need no other process.
 FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     NoFamily: {"identity.family"},
@@ -484,10 +484,10 @@ FAULTS: dict[type[LoopbackPlatform], set[str]] = {
 }
 #: A pool that is wrong shows in attention too: here the checks of pools alone.
 POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
-    WrongType: {"kv_pools.shape", "kv_pools.write", "kv_pools.clear", "kv_pools.move"},
+    WrongType: {"kv_pools.shape", *_WRITES},
     NextSlot: {"kv_pools.write"},
     ForgetsRotaryKey: {"kv_pools.mla"},
     KeepsIndexKeys: {"kv_pools.dsa"},
-    Copies: {"kv_pools.write", "kv_pools.clear", "kv_pools.move"},
-    NoSuchPool: {"identity.classes", *map("kv_pools.{}".format, "shape write clear move allocator".split())},
+    Copies: _WRITES,
+    NoSuchPool: {"identity.classes", "kv_pools.shape", "kv_pools.allocator", *_WRITES},
 }
