@@ -58,7 +58,7 @@ def test_one_profile_at_a_time(tmp_path: Path) -> None:
 
 def test_control_queries_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_llama(tmp_path / "model")
-    with serving(tmp_path / "model", tmp_path / "log", forks=True) as server:
+    with serving(tmp_path / "model", tmp_path / "log", "--admin", forks=True) as server:
         url = f"http://127.0.0.1:{server.port}"
         body = {"model": "model", "prompt": [3, 4, 5], "max_tokens": 8, "ignore_eos": True}
         assert main(["control", "--profile", "4", "--server", url]) == 0  # of an idle server, too
